@@ -1,4 +1,4 @@
-"""Distributed training of neural networks: every coordination strategy behind one small interface."""
+"""Distributed training of neural networks, with every coordination strategy behind one small interface."""
 
 from __future__ import annotations
 
@@ -124,15 +124,15 @@ def distribute(
         model: the module to train, built in the same way on every worker.
         optimizer: the optimizer of the module's parameters.
         strategy: an expression such as "local_sgd(period=8)", or a strategy object.
-        buffers: what becomes of BatchNorm's statistics and other buffers at `finish()` and at `sync_buffers()`: the
-            `mean` over all ranks, those of rank 0 (`rank0`), or each rank's own (`local`).
-        timeout: seconds within which all processes that torchrun, mpirun or srun started must have called this, > 0;
-            `flockstep launch` has the option --timeout.
-        on_bad_gradient: what happens to a gradient of this rank that is not finite or too large: "stop" ends the run,
-            "skip" puts zeros in its place, "quarantine" also removes the rank after 3 of them; None for what
-            `flockstep launch --on-bad-gradient` says, by default "stop".
-        max_gradient_norm: largest Euclidean norm of a gradient of this rank; None for what `flockstep launch
-            --max-gradient-norm` says, by default no limit.
+        buffers: values that BatchNorm's statistics and other buffers take at `finish()` and at `sync_buffers()`: the
+            `mean` over all ranks, the values of rank 0 (`rank0`), or each rank's own values (`local`).
+        timeout: seconds within which all processes that torchrun, mpirun or srun started must have called `distribute`,
+            > 0; `flockstep launch` has the option --timeout.
+        on_bad_gradient: treatment of a gradient of this rank that is too large or not finite: "stop" ends the run,
+            "skip" puts zeros in its place, "quarantine" also removes the rank after 3 such gradients; None for the
+            value of `flockstep launch --on-bad-gradient`, by default "stop".
+        max_gradient_norm: largest Euclidean norm of a gradient of this rank; None for the value of `flockstep launch
+            --max-gradient-norm`, by default no limit.
 
     Returns:
         An optimizer to use in place of `optimizer`.
@@ -180,7 +180,7 @@ def workers() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this process has rank 0, which prints and writes files; True in a script that runs alone.
+    """Return whether this process has rank 0, the rank that prints and writes files; True in a script that runs alone.
 
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
@@ -189,14 +189,16 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this, for example for a file that rank 0 writes; nothing happens in a script
-    that runs alone.
+    """Wait until every rank has called `barrier`, for example for a file that rank 0 writes; nothing happens in a
+    script that runs alone.
 
-    Every rank calls this between two steps, after `distribute` and before `finish()`, which wait for all ranks too.
+    Every rank calls `barrier` between two steps, after `distribute` and before `finish()`, which also wait for all
+    ranks.
 
     Raises:
         ConfigurationError: this process takes part in no run at this time.
-        CompositionError: a rank that waits would delay steps of others, which take the first gradients that come.
+        CompositionError: the strategy steps with the first gradients that arrive, so a rank that waits would delay
+            steps of the other ranks.
         PeerLost: another rank died, or has left.
     """
     from flockstep.drivers.membership import barrier
@@ -210,9 +212,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients that the optimizer uses, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
 
-    Call this between `backward()` and `step()`. If the strategy combines gradients, the combined gradient is clipped in
-    `step()`; otherwise each worker's own gradient is clipped at once.
-    docs/explanation/strategies.md has the behavior of each strategy.
+    Call `clip_grad_norm_` between `backward()` and `step()`. If the strategy combines gradients, the combined gradient
+    is clipped in `step()`; otherwise each worker's own gradient is clipped at once. docs/explanation/strategies.md has
+    the behavior of each strategy.
 
     Args:
         of: the optimizer returned by `distribute`, or parameters.
@@ -244,13 +246,13 @@ def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
     run.
 
     In a script that `flockstep launch -n 4` started the process is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. Every
-    rank must call this, after `distribute` if the rank follows a strategy; the call returns when all ranks have called
-    it. Processes that torchrun, mpirun or srun started must all make their first call, `distribute` or `join`, within
-    `timeout` seconds.
+    rank must call `join`, after `distribute` if the rank follows a strategy; the call returns when all ranks have
+    called `join`. Processes that torchrun, mpirun or srun started must all make their first call, `distribute` or
+    `join`, within `timeout` seconds.
 
     Raises:
         ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
-        PeerLost: another rank died, or left without calling this.
+        PeerLost: another rank died, or left without calling `join`.
     """
     from flockstep.communicator import joining
 
@@ -260,9 +262,9 @@ def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
 def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
     """Return this worker's part of the batches in `loader`.
 
-    Without several workers the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
-    continues from a checkpoint. With `private`, the loader holds data that this worker has alone, of any size: the
-    worker uses all of them, and an epoch ends on all workers together. See also `flockstep.drivers.shards.shard`.
+    In a run with one worker, the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
+    continues from a checkpoint. With `private`, the loader holds data of any size that only this worker has: the worker
+    uses all of these data, and an epoch ends on all workers together. See also `flockstep.drivers.shards.shard`.
     """
     from flockstep.drivers.shards import shard
 
@@ -270,15 +272,15 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
 
 
 def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
-    """Mark the place in a script's loop at which `flockstep launch` may take a checkpoint, and `flockstep resume` goes
-    on.
+    """Mark the place in a script's loop at which `flockstep launch` may take a checkpoint, and from which `flockstep
+    resume` continues.
 
-    Call this once for every step, as the first line of the body of the loop over batches, and `resumed()` before the
-    loop. A checkpoint is taken as often as `flockstep launch --checkpoint-every` says, and when SIGTERM, SIGHUP or
-    Ctrl-C ends the run; between checkpoints the call costs nothing. The checkpoint holds the model and its buffers, the
-    optimizer, the strategy's state on every node, messages that no program has read, the random streams of torch,
-    numpy and `random`, and `extra`. The first call in a resumed run restores the random streams. In a script that
-    `flockstep launch` has not started, nothing happens.
+    Call `checkpoint` once for every step, as the first line of the body of the loop over batches, and `resumed()`
+    before the loop. A checkpoint is taken at the interval that `flockstep launch --checkpoint-every` sets, and when
+    SIGTERM, SIGHUP or Ctrl-C ends the run; between checkpoints the call costs nothing. The checkpoint holds the model
+    and its buffers, the optimizer, the strategy's state on every node, messages that no program has read, the random
+    streams of torch, numpy and `random`, and `extra`. The first call in a resumed run restores the random streams. In a
+    script that `flockstep launch` has not started, nothing happens.
 
     Args:
         extra: name → value of everything else that the script restores from `resumed()`: the numbers of epoch and
@@ -288,8 +290,8 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
 
     Raises:
         ConfigurationError: the script has not called `resumed()`, or has not restored a value of `extra`; a value
-            cannot be stored; two steps were taken without a call between them; or the script calls `distribute`
-            several times, evaluates closures, uses `join()`, or does not use PyTorch.
+            cannot be stored; two steps were taken without a call of `checkpoint` between them; or the script calls
+            `distribute` several times, evaluates closures, uses `join()`, or does not use PyTorch.
     """
     from flockstep.drivers.script_calls import script_checkpoints
 
@@ -298,10 +300,11 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
 
 
 def resumed() -> dict[str, Any] | None:
-    """Return the `extra` of this rank's last checkpoint in a run that `flockstep resume` continues; None at its start.
+    """Return the `extra` of this rank's last checkpoint in a run that `flockstep resume` continues; None at the start
+    of a run.
 
-    Call this after `distribute`, which has restored the model and the optimizer, and before the loop; then restore
-    what the dict holds, for example with `scheduler.load_state_dict`.
+    Call `resumed` after `distribute`, which has restored the model and the optimizer, and before the loop; then restore
+    the values in the dict, for example with `scheduler.load_state_dict`.
 
     Raises:
         ConfigurationError: this process is not between `distribute` and `finish()`, or takes no part in checkpoints.

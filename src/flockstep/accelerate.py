@@ -1,4 +1,4 @@
-"""flockstep for Accelerate: an `Accelerator` whose optimizers a strategy of flockstep coordinates."""
+"""flockstep for Accelerate: an `Accelerator` whose optimizers are coordinated by a strategy of flockstep."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["FlockstepAccelerator", "open_group"]
 def open_group() -> None:
     """Open the process group in which Accelerate exchanges metrics and decisions; gradients go through the strategy.
 
-    Call this before the script makes its `TrainingArguments`, which would look for an address that a run of flockstep
-    does not have. `FlockstepAccelerator` calls it itself.
+    Call `open_group` before the script makes its `TrainingArguments`, which would look for an address that a run of
+    flockstep does not have. `FlockstepAccelerator` calls `open_group` by itself.
 
     Raises:
         ConfigurationError: the open group has other ranks than the run, or the workers are on several hosts and
@@ -65,13 +65,17 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.coordinate(strategy, buffers, timeout)
 
     def coordinate(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
-        """Set the strategy of the optimizers that are prepared from now on; arguments as in `flockstep.distribute`."""
+        """Set the strategy of the optimizers that are prepared from now on. The arguments are those of
+        `flockstep.distribute`.
+        """
         self.coordination = Strategy.parse(strategy)
         self._settings = buffers, timeout
         self.distributed: list[DistributedOptimizer] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models before optimizers, whatever their order; see `Accelerator.prepare`."""
+        """Prepare objects as `Accelerator.prepare` does, with models before optimizers, whatever the order of the
+        arguments.
+        """
         for number, each in enumerate(args):
             if isinstance(each, nn.Module):
                 self.prepare_model(each, device_placement[number] if device_placement else None)
@@ -81,13 +85,13 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Move a model to its device and prepare it for mixed precision and compilation; unlike Accelerate, do not wrap
-        it in DistributedDataParallel.
+        the model in DistributedDataParallel.
         """
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Let the strategy coordinate an optimizer of models that have been prepared."""
+        """Let the strategy coordinate an optimizer whose models have already been prepared."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         made = distribute_part(self._models, optimizer, self.coordination, *self._settings)
@@ -96,7 +100,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(made, device_placement=False)
 
     def plain(self, optimizer: Any) -> Any:
-        """The optimizer that the script gave to `prepare`, without the strategy."""
+        """Return the optimizer that the script gave to `prepare`, without the strategy."""
         while isinstance(optimizer, AcceleratedOptimizer | DistributedOptimizer):
             optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
         return optimizer
@@ -107,7 +111,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context manager in which backward passes only add to the gradients."""
+        """Return a context manager in which backward passes only add to the gradients, without an exchange."""
         with ExitStack() as stack:
             for each in self._live():
                 stack.enter_context(each.no_sync())
@@ -115,9 +119,10 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context manager in which the models hold the common model, equal on every rank; every rank enters it.
+        """Return a context manager in which the models hold the common model, equal on every rank; every rank must
+        enter the context.
 
-        Use it to evaluate and to save during training. After `finish()` it does nothing.
+        Use it to evaluate and to save during training. After `finish()` the context manager does nothing.
         """
         with ExitStack() as stack:
             for each in self._live():
@@ -125,7 +130,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradient that the optimizer uses; with `max_norm` inf the gradient does not change, and only its
+        """Clip the gradient that the optimizer uses. With `max_norm` inf, the gradient does not change, and only its
         norm is computed.
 
         See `flockstep.clip_grad_norm_`.
@@ -136,7 +141,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return clip_grad_norm_(parameters, max_norm, norm_type, False, None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients to ±clip_value, if the strategy does not combine gradients.
+        """Clip each element of the gradients to [-clip_value, clip_value], if the strategy does not combine gradients.
 
         Raises:
             CompositionError: the strategy combines gradients after this call.
@@ -150,17 +155,17 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().wait_for_everyone()
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all ranks; see `Accelerator.gather`."""
+        """Gather tensors of all ranks, as `Accelerator.gather` does."""
         torch_group.meet("Accelerate")
         return super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all ranks; see `Accelerator.reduce`."""
+        """Combine tensors of all ranks, as `Accelerator.reduce` does."""
         torch_group.meet("Accelerate")
         return super().reduce(tensor, reduction, scale)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """State of the common model, to save it; every rank calls this.
+        """Return the state of the common model, for saving; every rank must call this method.
 
         The tensors are copies: the parameters share one memory, so safetensors would treat them as tied parameters.
         """
@@ -169,17 +174,18 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             return {name: each.clone() for name, each in state.items()}
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **options: Any) -> str:
-        """Save the common model, and the optimizers' states; see `Accelerator.save_state`. Every rank calls this.
+        """Save the common model and the optimizers' states, as `Accelerator.save_state` does; every rank must call this
+        method.
 
-        `load_state` cannot read what `safe_serialization` has saved.
+        `load_state` cannot read files that were saved with `safe_serialization`.
         """
         with self.consensus():
             where: str = super().save_state(output_dir, safe_serialization, **options)
         return where
 
     def load_state(self, input_dir: str | None = None, **options: Any) -> None:
-        """Load what `save_state` has saved, then copy rank 0's models and optimizers to all ranks; every rank calls
-        this.
+        """Load the files that `save_state` has saved, then copy rank 0's models and optimizers to all ranks; every rank
+        must call this method.
 
         Raises:
             ConfigurationError: the models were saved with safetensors.
@@ -193,16 +199,18 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.sync()
 
     def sync(self) -> None:
-        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank calls this."""
+        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank must call this
+        method.
+        """
         for each in self._live():
             each.sync()
 
     def finish(self) -> None:
-        """End the run: every rank's models hold the result."""
+        """End the run; afterwards, every rank's models hold the result."""
         for each in self._live():
             each.finish()
 
     def end_training(self) -> None:
-        """End the run, and end the trackers."""
+        """End the run and the experiment trackers."""
         self.finish()
         super().end_training()

@@ -1,4 +1,4 @@
-"""`flockstep doctor`: tries every part of flockstep in a separate process with a time limit."""
+"""The command `flockstep doctor`, which tries every part of flockstep in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from flockstep.report.progress import ProgressCallback, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
-"""Function that turns the standard output of a successful command into a detail; raises `ValueError` if the output is
-wrong.
+"""Type of functions that turn the standard output of a successful test command into a detail for the user. The function
+raises `ValueError` if the output is wrong.
 """
 
 LIMIT = 120.0
-"""Time limit of a test in seconds."""
+"""Default time limit of a test in seconds."""
 OLDEST = (3, 11)
 STEPS = "3"
 SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-"""Folders that are searched for programs, beginning with the folder of this Python's packages."""
+"""Folders that are searched for programs, beginning with the folder of this Python's scripts."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """One part of flockstep, and the command that tries it."""
+    """A test of one part of flockstep, and the command that runs the test."""
 
     name: str
     group: Literal["core", "transports", "extras", "launchers"]
@@ -47,13 +47,17 @@ class SelfTest:
     core: bool = False
     """Whether flockstep cannot be used at all if this test fails."""
     fix: str = ""
-    """What the user should do if this test fails."""
+    """Text that tells the user what to do if this test fails."""
     module: str | None = None
-    """Name of the module without which the part counts as not installed, rather than broken."""
+    """Name of the Python module that the part needs. Without the module, the part counts as not installed, rather than
+    broken.
+    """
     program: str | None = None
-    """Name of the program without which the part counts as not installed; None for the Python interpreter."""
+    """Name of the program that runs the test; None for the Python interpreter. Without the program, the part counts as
+    not installed.
+    """
     needs: tuple[str, ...] = ()
-    """Names of the tests that must succeed before this test."""
+    """Names of the tests that must succeed before this test is run."""
     judge: Judge = str.strip
 
 
@@ -72,14 +76,14 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Results of all tests, and a description of this machine."""
+    """The results of all tests of `flockstep doctor`, and a description of this machine."""
 
     facts: dict[str, str]
     tried: tuple[SelfTestResult, ...]
     untried: tuple[SelfTest, ...] = ()
     """Names of the tests that were not run because the user interrupted the command."""
     interrupted: str | None = None
-    """Sentence that says that the tests were interrupted; None if all tests were run."""
+    """Sentence for the user that says that the tests were interrupted; None if all tests were run."""
 
     @property
     def works(self) -> bool:
@@ -89,7 +93,7 @@ class Diagnosis:
         )
 
     def document(self) -> dict[str, Any]:
-        """The results as plain data, for JSON."""
+        """Return the results as plain data, for JSON."""
         tried, untried = [asdict(one) for one in self.tried], [one.name for one in self.untried]
         return {"works": self.works, "facts": self.facts, "tried": tried, "untried": untried}
 
@@ -111,11 +115,11 @@ class Diagnosis:
 
 
 def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = silent, limit: float = LIMIT) -> Diagnosis:
-    """Try every part, one after another, until the user interrupts the tests.
+    """Test every part of flockstep, one part after another, until the user interrupts the tests.
 
     Args:
         tests: the tests to run; None for the tests of all parts.
-        say: called with the name of each part before it is tried.
+        say: function that is called with the name of each part before the part is tested.
         limit: time limit of a test in seconds.
     """
     wanted, tried = list(usual() if tests is None else tests), list[SelfTestResult]()
@@ -131,7 +135,7 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
 
 
 def facts() -> dict[str, str]:
-    """Description of this machine: name of a fact → value."""
+    """Return the description of this machine: name of a fact → value."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
         "flockstep": __version__,
@@ -152,7 +156,7 @@ def facts() -> dict[str, str]:
 
 
 def usual() -> Iterator[SelfTest]:
-    """Return the tests of all parts of flockstep; a test comes after the tests that it needs."""
+    """Return the tests of all parts of flockstep. Each test comes after the tests that it needs."""
     yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
     for package in (
         "numpy",

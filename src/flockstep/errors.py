@@ -1,4 +1,4 @@
-"""The error tree, by the decisions that a caller can take.
+"""The tree of flockstep's errors, divided by the decisions that a caller can take.
 
 FlockstepError
 ├── ConfigurationError      the input is wrong; nothing was started (exit code 2)
@@ -56,7 +56,9 @@ A former name is refused everywhere; the error names the current name.
 _QUANTITY = re.compile(r"[0-9.]+[a-z]?")
 """Number and first letter of the unit at the beginning of a name, such as 10m."""
 SHOWN = 20
-"""Largest number of known names that an error lists; beyond it, the error names a command that lists all of them."""
+"""Largest number of known names that an error lists. If there are more names, the error names a command that lists all
+of them.
+"""
 
 
 class FlockstepError(Exception):
@@ -66,13 +68,13 @@ class FlockstepError(Exception):
 
 
 class ConfigurationError(FlockstepError, ValueError):
-    """The input is wrong, and nothing was started."""
+    """Error: the input is wrong, and nothing was started."""
 
     exit_code = 2
 
 
 class UnknownName(ConfigurationError):
-    """No component or setting has this name."""
+    """Error: no component or setting has the given name."""
 
     @classmethod
     def among(
@@ -84,13 +86,13 @@ class UnknownName(ConfigurationError):
         command: str | None = None,
         further: str = "",
     ) -> UnknownName:
-        """Return the error for `name`, with the way out: its current name if it was renamed, otherwise the most similar
-        name in `known`.
+        """Return the error for `name`, with the way out: the current name if `name` was renamed, otherwise the most
+        similar name in `known`.
 
         If no name is similar, the error lists the names in `listed`, or all known names. If more than `SHOWN` names are
-        known and `command` is given, the error names this command, which lists them. `further` says how values without
-        a name are written. A name that begins with a quantity, such as 10mbit, is similar only to names with the same
-        quantity.
+        known and `command` is given, the error names this command, which lists them. `further` is a clause that says
+        how values without a name are written. A name that begins with a quantity, such as 10mbit, is similar only to
+        names with the same quantity.
         """
         names = sorted(known)
         quantity = _QUANTITY.match(name.lower())
@@ -110,46 +112,46 @@ class UnknownName(ConfigurationError):
 
 
 class CompositionError(ConfigurationError):
-    """Two parts of a run cannot be combined."""
+    """Error: two parts of a run cannot be combined."""
 
 
 class SchemaMismatch(ConfigurationError):
-    """Two nodes hold models of different shapes."""
+    """Error: two nodes hold models of different shapes."""
 
 
 class MissingDependency(ConfigurationError):
-    """An optional package is not installed."""
+    """Error: an optional package is not installed."""
 
     @classmethod
     def of(cls, package: str, extra: str, purpose: str) -> MissingDependency:
-        """Return the error for a missing `package` that the extra `extra` installs."""
+        """Return the error for a missing `package`, with the command that installs the extra `extra`."""
         return cls(
             f"{purpose} needs {package}, which is not installed; install it with: pip install 'flockstep[{extra}]'"
         )
 
 
 class RunError(FlockstepError):
-    """The run itself failed; the results computed until then are kept."""
+    """Error: the run itself failed; the results computed until then are kept."""
 
 
 class PeerLost(RunError):
-    """A node died or stopped responding while another needed it."""
+    """Error: a node died or stopped responding while another node needed it."""
 
 
 class ProtocolError(RunError):
-    """A message broke the wire format or its sequence."""
+    """Error: a message violates the wire format, or messages arrived out of sequence."""
 
 
 class TimedOut(RunError, TimeoutError):
-    """A call has waited for as long as its timeout allows."""
+    """Error: a call has waited for as long as its timeout allows."""
 
 
 class Diverged(RunError):
-    """A loss or a gradient is not finite."""
+    """Error: a loss or a gradient is not finite."""
 
 
 class Interrupted(RunError):
-    """The user or the system asked the run to stop."""
+    """Error: the user or the system asked the run to stop."""
 
 
 def in_short(error: BaseException) -> str:
@@ -159,8 +161,8 @@ def in_short(error: BaseException) -> str:
 
 
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
-    """Return the error that another process has raised, from the name of its type, its sentence, and the place where it
-    was raised.
+    """Return the error that another process has raised, given the name of the error's type, its message, and the place
+    where it was raised.
     """
     error = {sub.__name__: sub for sub in _tree(FlockstepError)}.get(kind, RunError)(reason)
     if note:

@@ -1,7 +1,7 @@
 """Components as values: `ps(consistency=ssp(3), shards=2)` in text, in Python and in TOML.
 
 A component is a frozen dataclass whose fields are its hyper-parameters. Its class defines the noun that it implements;
-the registry defines its name. Text and data convert to objects and back without loss.
+the registry defines its name. A component can be converted to text or plain data and back without loss.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ _DIGIT_NAME = re.compile(
 
 
 SHOWN = {"shown": True}
-"""Metadata of a field that an expression shows even with its default, because the expression would be ambiguous without
-it.
+"""Metadata of a dataclass field that an expression shows even with its default, because the expression would be
+ambiguous without it.
 """
 SIZED = {"sized": True}
-"""Metadata of a field in bytes, elements or bytes per second: its value must be scaled down with the model."""
+"""Metadata of a dataclass field in bytes, elements or bytes per second, whose value must be scaled down with the
+model.
+"""
 ELEMENTS = {"counts": "elements"}
-"""Metadata of a field that counts elements, rather than steps."""
+"""Metadata of a dataclass field that counts elements, rather than steps."""
 WORKERS = math.inf
-"""Upper end of a range that stands for the number of workers."""
+"""Upper end of a search range that stands for the number of workers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Range of a hyper-parameter in a search; both ends are included."""
+    """Range of a hyper-parameter in a search; the range includes both ends."""
 
     low: float
     high: float
@@ -56,19 +58,22 @@ class Range:
 
 
 def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -> dict[str, Any]:
-    """Return the metadata of a field that a search may vary: its range, whether values are whole numbers, and the
-    scale.
+    """Return the metadata of a dataclass field that a search may vary: its range, whether its values are whole numbers,
+    and whether its scale is logarithmic.
     """
     return {"searched": Range(low, high, whole, log)}
 
 
 def ranges(kind: type[Component]) -> dict[str, Range]:
-    """Return name → range of every hyper-parameter of `kind` that a search may vary."""
+    """Return a mapping from the name of each hyper-parameter of the class `kind` that a search may vary to its
+    range.
+    """
     return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 
 class Component(ABC):
-    """A named, printable, comparable part; subclasses are frozen dataclasses.
+    """Base class of components: parts of a run that have a name, can be written as expressions, and can be compared.
+    Subclasses are frozen dataclasses.
 
     Fields may be bool, int, float, str, a `Literal`, another component's base class, a tuple of one of these, or `X |
     None`. Checks of values belong into `__post_init__` and raise `ConfigurationError`.
@@ -92,7 +97,7 @@ class Component(ABC):
 
 
 def parse(text: str, base: type[C]) -> C:
-    """Parse `text` as a component of the noun of `base`.
+    """Return the component that `text` describes; the component implements the noun of the class `base`.
 
     Raises:
         ConfigurationError: `text` is not an expression, or a value has the wrong type.
@@ -114,8 +119,8 @@ def parse(text: str, base: type[C]) -> C:
 
 
 def to_text(component: Component) -> str:
-    """Return the expression that parses to an equal component, with values that differ from their defaults and fields
-    marked `SHOWN`.
+    """Return the expression of a component, with the values that differ from their defaults and with fields marked
+    `SHOWN`. Parsing the expression gives an equal component.
     """
     arguments = ", ".join(f"{name}={_value_text(value)}" for name, value in _settings(component))
     name = registry.name_of(type(component))
@@ -123,7 +128,7 @@ def to_text(component: Component) -> str:
 
 
 def to_data(component: Component) -> dict[str, Any]:
-    """Return the component as a mapping for JSON and TOML, with every hyper-parameter."""
+    """Return a component as a mapping for JSON and TOML, with every hyper-parameter."""
     data: dict[str, Any] = {"name": registry.name_of(type(component))}
     for field in _hyper_parameters(type(component)):
         value = getattr(component, field.name)
@@ -135,7 +140,7 @@ def to_data(component: Component) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any], base: type[C]) -> C:
-    """Return the component that a mapping from `to_data` describes."""
+    """Return the component that a mapping made by `to_data` describes."""
     arguments = dict(data)
     if "name" not in arguments:
         raise ConfigurationError(f"a {base.noun} needs a name, got {dict(data)!r}; add name = …")
@@ -145,7 +150,7 @@ def from_data(data: Mapping[str, Any], base: type[C]) -> C:
 
 @functools.cache
 def fields_of(kind: type[Component]) -> dict[str, Any]:
-    """Return name → resolved type of every hyper-parameter of `kind`, in order."""
+    """Return a mapping from the name of each hyper-parameter of the class `kind` to its type, in order."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in _hyper_parameters(kind)}
 

@@ -35,7 +35,8 @@ def distribute(
             "adam(lr=0.001)", or an `Optimizer`, under every strategy.
         strategy: an expression such as "local_sgd(period=8)", or a strategy object.
         optimizer_state: an earlier `trainer.optimizer_state` to continue from; None for a fresh state.
-        timeout: as in `flockstep.distribute`.
+        timeout: seconds within which all processes that torchrun, mpirun or srun started must have called `distribute`,
+            as in `flockstep.distribute`.
 
     Raises:
         ConfigurationError: the parameters, the optimizer or the strategy cannot be used, or differ between workers, or

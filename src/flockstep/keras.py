@@ -1,4 +1,4 @@
-"""flockstep for Keras 3: a callback with which a strategy coordinates `model.fit`, on the backends JAX and PyTorch."""
+"""flockstep for Keras 3: a callback by which a strategy coordinates `model.fit`, on the backends JAX and PyTorch."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ class _KerasStepper:
 
 
 class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
-    """Let a strategy coordinate `model.fit`, in a script that `flockstep launch` starts.
+    """Callback that lets a strategy coordinate `model.fit`, in a script that `flockstep launch` starts.
 
-    Put it first in the list of callbacks. Every rank passes its part of the data to `fit`. From the validation or the
-    end of an epoch until the next epoch, the model holds the common model, equal on every rank; after `fit`, it holds
-    the result.
+    The callback must be the first in the list of callbacks. Every rank passes its part of the data to `fit`. From the
+    validation or the end of an epoch until the next epoch, the model holds the common model, equal on every rank; after
+    `fit`, it holds the result.
     """
 
     def __init__(self, strategy: str | Strategy, *, optimizer: str | Optimizer | None = None, timeout: float = 600.0):
@@ -207,7 +207,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             object.__setattr__(model.optimizer, "apply", self._torch_step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Put this rank's replica back into the model at the start of an epoch."""
+        """Put this rank's own replica back into the model at the start of an epoch."""
         if self._kept is not None:
             self._require_unchanged()
             self._weights.show(self._weights.flat)
@@ -223,7 +223,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
         self._show()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """End the run: every rank's model holds the result."""
+        """End the run; afterwards, every rank's model holds the result."""
         loop = self._loop
         if loop is None:
             return

@@ -1,7 +1,7 @@
-"""flockstep for Lightning: a strategy of flockstep as the strategy of a `Trainer` or a `Fabric`.
+"""flockstep for Lightning: a strategy of flockstep as the strategy of a Lightning `Trainer` or `Fabric`.
 
-Works with the package `lightning` if it is installed, otherwise with `pytorch_lightning`. If both are installed, a
-script that uses `pytorch_lightning` must import it before this module.
+The module works with the package `lightning` if it is installed, otherwise with `pytorch_lightning`. If both are
+installed, a script that uses `pytorch_lightning` must import it before this module.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = ["FlockstepEnvironment", "FlockstepFabricStrategy", "FlockstepStrategy
 
 
 class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
-    """The environment of a run of flockstep for Lightning, which starts no process, because the workers already
-    exist.
+    """Lightning's cluster environment in a run of flockstep. The environment starts no process, because the workers
+    already exist.
     """
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: `flockstep launch`, torchrun, mpirun or srun has started the processes."""
+        """Return True, because `flockstep launch`, torchrun, mpirun or srun has started the processes."""
         return True
 
     @property
@@ -84,11 +84,11 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
         """Do nothing, because the launcher decides the ranks."""
 
     def local_rank(self) -> int:
-        """Number of this worker among the workers of its host, from 0."""
+        """Index of this worker among the workers of its host, from 0."""
         return place_on_host()[0]
 
     def node_rank(self) -> int:
-        """Number of this host, from 0, if all hosts have the same number of workers."""
+        """Index of this worker's host, from 0, if all hosts have the same number of workers."""
         return place_of_script()[0] // place_on_host()[1]
 
 
@@ -212,7 +212,7 @@ class _Ranks:
 class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc]
     """A strategy of flockstep for a `Trainer`, in a script that `flockstep launch` starts.
 
-    Validation and checkpoints use the common model. Each `fit` is one run; after it, every rank holds the result.
+    Validation and checkpoints use the common model. Each `fit` is one run, after which every rank holds the result.
     """
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
@@ -231,7 +231,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self._validating = ExitStack()
 
     def setup_environment(self) -> None:
-        """Open the process group for metrics and decisions."""
+        """Open the process group in which Lightning exchanges metrics and decisions."""
         super().setup_environment()
         open_group("Lightning")
 
@@ -256,8 +256,8 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self.optimizers = [self._distribute([self.lightning_module], each) for each in plain]
 
     def setup_precision_plugin(self) -> None:
-        """Clip the gradients that the optimizer uses; a precision plugin would clip the gradients that the backward
-        pass left.
+        """Make Lightning clip the gradients that the optimizer uses. Lightning's own plugin would clip the gradients
+        that the backward pass left.
         """
         super().setup_precision_plugin()
         self.precision_plugin.clip_gradients = self._clip_gradients
@@ -274,15 +274,15 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
             clip_grad_norm_(optimizer, clip_val, 2.0, False, None)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Context manager in which backward passes only add to the gradients."""
+        """Return a context manager in which backward passes only add to the gradients, without an exchange."""
         return self._accumulating()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State of the common model, to save it; every rank calls this."""
+        """Return the state of the common model, for saving; every rank must call this method."""
         return self._common_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of an optimizer, to save it; the state of the servers' optimizers is on rank 0 only."""
+        """Return the state of an optimizer, for saving. The state of the servers' optimizers is on rank 0 only."""
         return self._state_of(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -299,7 +299,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self._validating.close()
 
     def on_train_end(self) -> None:
-        """End the run of this fit."""
+        """End the run that belongs to this fit."""
         for each in self._live():
             if place_of_script()[0] == 0:
                 each.state_dict()  # of servers, for a checkpoint after the fit
@@ -320,8 +320,8 @@ class _Accumulation(_fabric.strategy._BackwardSyncControl):  # type: ignore[misc
 class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore[misc]
     """A strategy of flockstep for a `Fabric`, in a script that `flockstep launch` starts.
 
-    `fabric.setup` returns optimizers with the methods of those from `flockstep.distribute`: call `finish()` after the
-    last step. `fabric.save` writes the common model.
+    `fabric.setup` returns optimizers with the methods of optimizers from `flockstep.distribute`: call `finish()` after
+    the last step. `fabric.save` writes the common model.
     """
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
@@ -332,7 +332,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         self._backward_sync_control = _Accumulation(self)
 
     def setup_environment(self) -> None:
-        """Open the process group for metrics and decisions."""
+        """Open the process group in which Lightning exchanges metrics and decisions."""
         super().setup_environment()
         open_group("Fabric")
 
@@ -346,9 +346,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the strategy coordinate the optimizer of a module, or of several modules, that `setup_module` has
-        seen.
-        """
+        """Let the strategy coordinate the optimizer of one or several modules that `setup_module` has stored."""
         return self._distribute(self._modules, optimizer)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -363,20 +361,20 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip the gradient that the optimizer uses, see `flockstep.clip_grad_norm_`."""
+        """Clip the gradient that the optimizer uses, as `flockstep.clip_grad_norm_` does."""
         self._require_unscaled(self.precision)
         return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite, None)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Clip each element of the gradients, under strategies that do not combine gradients."""
+        """Clip each element of the gradients, if the strategy does not combine gradients."""
         clip_values(self.precision.main_params(optimizer), clip_val, self.coordination)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """State of the common model, to save it; every rank calls this."""
+        """Return the state of the common model, for saving; every rank must call this method."""
         return self._common_state(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of an optimizer, to save it; the state of the servers' optimizers is on rank 0 only."""
+        """Return the state of an optimizer, for saving. The state of the servers' optimizers is on rank 0 only."""
         return self._state_of(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:

@@ -20,30 +20,32 @@ from flockstep.errors import ProtocolError
 Address = int
 Array = npt.NDArray[Any]
 Fields = Mapping[str, int | float | str]
-"""Named values in a message between drivers; messages of a strategy carry a `Note` instead."""
+"""Named values in a message between drivers, in place of the `Note` of a strategy's message."""
 
 HEADER_BYTES = 64
 """Bytes that the virtual network charges for each message's header, counted separately from the payload."""
 
 LEAVE = "leave"
-"""Tag of the last message of a node."""
+"""Tag of the last message that a node sends."""
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Data of a message in addition to its array. A strategy defines a subclass for each kind of message, and declares
-    the subclasses in `notes`.
-    """
+    """Base class of the data that a message carries in addition to its array."""
 
 
 AnyNote = Note | Fields
 Notes = Mapping[str, type[Note]]
-"""Tag with its channel, or "reply to " and a tag → kind of note that messages with this tag carry."""
+"""Type of a strategy's declaration of notes: a mapping from a message tag with its channel, or "reply to " and a tag,
+to the `Note` class of messages with this tag.
+"""
 NO_NOTES: Notes = {}
-"""Declaration of notes for nodes that run no strategy: an empty mapping."""
+"""Empty declaration of notes, for nodes that run no strategy."""
 
 
 def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
-    """Return the kind of note that a message carries; None if no note is declared for its tag."""
+    """Return the `Note` class of the notes that a message carries; None if no note is declared for the message's
+    tag.
+    """
     return notes.get(f"reply to {tag}" if reply_to else tag)
 
 
@@ -54,19 +56,21 @@ def server(index: int) -> Address:
 
 MASTER: Address = server(0)
 PART: Address = 1 << 29
-"""Address of part 0 of the same replica, for a worker that holds a part of a split model; part i has `PART` + i."""
+"""Address of part 0 of the worker's own replica, if workers hold parts of a split model. Part i has the address
+`PART` + i.
+"""
 
 
 def node_name(address: Address) -> str:
-    """Display name of a node: "worker 3", "server 0" or "stage 1"."""
+    """Return the name of a node for the user: "worker 3", "server 0" or "stage 1"."""
     if address >= PART:
         return f"stage {address - PART}"
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """A message from one node to another. `array` is read-only on arrival; `note` has the kind that the strategy
-    declares for the tag.
+    """A message from one node to another. `array` is read-only on arrival; `note` is of the class that the strategy
+    declares for the message's tag.
     """
 
     source: Address
@@ -74,11 +78,11 @@ class Message(msgspec.Struct, eq=False, gc=False):
     array: Array | None = None
     note: Any = msgspec.field(default_factory=dict)
     step: int = 0
-    """Number of local steps that the sender had completed."""
+    """Number of local steps that the sender had completed when it sent the message."""
     number: int = 0
     """Number of the message among all messages from this sender to this receiver, from 1."""
     reply_to: int = 0
-    """`number` of the request that this message answers, or 0."""
+    """Number of the request that this message answers; 0 if the message answers no request."""
 
     @property
     def payload(self) -> Array:
@@ -98,7 +102,9 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
 
 SCRIPT = "script."
-"""Prefix of the names of tasks that a script's calls, such as `sync()` and `consensus()`, start between two steps."""
+"""Prefix of the names of the tasks that calls of a script, such as `sync()` and `consensus()`, start between two
+steps.
+"""
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
@@ -108,7 +114,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
     source: Address | None = None
     reply_to: int | None = None
     place: Array | None = None
-    """Array into which the message's array should be received."""
+    """Array into which the driver should receive the message's array."""
 
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
@@ -124,19 +130,19 @@ ANYTHING = Wanted()
 
 @dataclass(eq=False)
 class Mailbox:
-    """Messages that have arrived and that no program has requested yet.
+    """The messages that have arrived at a node and that no program has requested yet.
 
     Messages are stored by tag, and replies by their request, so that the time to find a message does not depend on the
     number of messages.
     """
 
     queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
-    """Tag → messages, each with the number of its arrival."""
+    """Tag → waiting messages with this tag, each with the number of its arrival."""
     _replies: dict[tuple[Address | None, int], Message] = field(default_factory=dict)
     _arrivals: int = 0
     _heard: dict[Address, int] = field(default_factory=dict)
     missing: dict[Address, int] = field(default_factory=dict)
-    """Node → number of the first message that was lost among the messages of this node."""
+    """Sender → number of the first message of this sender that was lost."""
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values())) + len(self._replies)
@@ -154,12 +160,12 @@ class Mailbox:
         queue.append((self._arrivals, message))
 
     def give_back(self, messages: Iterable[Message]) -> None:
-        """Put messages that a program had taken back to the front, in their original order."""
+        """Put messages that a program had taken back to the front of the mailbox, in their original order."""
         for message in reversed(list(messages)):
             self.queues.setdefault(message.tag, deque()).appendleft((0, message))
 
     def hear(self, message: Message) -> None:
-        """Count a message that has arrived without storing the message."""
+        """Count a message that has arrived, without storing it."""
         source, number, heard = message.source, message.number, self._heard
         if number:
             if number > (due := heard.get(source, 0) + 1):
@@ -167,16 +173,16 @@ class Mailbox:
             heard[source] = number
 
     def received(self) -> Mapping[Address, int]:
-        """Return node → number of messages from this node that have arrived so far."""
+        """Return a mapping from each node to the number of its messages that have arrived so far."""
         return self._heard
 
     def clear(self, but: str) -> None:
-        """Drop all messages, except the messages of channel `but`."""
+        """Drop all messages, except those of the channel `but`."""
         self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}
         self._replies.clear()
 
     def require_all(self, source: Address) -> None:
-        """Check that no message of the given node was lost, as sums over several messages require.
+        """Check that no message of the given node was lost, which sums over several messages require.
 
         Raises:
             ProtocolError: the numbers of the node's messages have a gap.
@@ -188,7 +194,9 @@ class Mailbox:
             )
 
     def take(self, wanted: Wanted) -> Message | None:
-        """Remove and return the first matching message in the order of arrival; None if no message matches."""
+        """Remove and return the first message, in order of arrival, that matches the pattern; None if no message
+        matches.
+        """
         if wanted.reply_to is not None:
             return self._replies.pop((wanted.source, wanted.reply_to), None)
         if wanted.tag is not None:
@@ -203,7 +211,7 @@ class Mailbox:
         return None if first is None else _first(first[1], wanted.source)
 
     def take_all(self, wanted: Wanted) -> Iterator[Message]:
-        """Remove and yield every matching message that has arrived."""
+        """Remove and yield every message that has arrived and matches the pattern."""
         while (message := self.take(wanted)) is not None:
             yield message
 
@@ -220,7 +228,7 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
 
 
 def frozen(array: Any) -> Array:
-    """Return a copy of `array` that cannot change, for a message.
+    """Return a copy of `array` for a message; the copy cannot change.
 
     A copy of a numpy array is read-only; an array that cannot be changed is not copied.
     """
@@ -235,7 +243,7 @@ def frozen(array: Any) -> Array:
 
 
 def unchangeable(array: Array | None) -> bool:
-    """Return whether neither the array, nor any array of which it is a view, can be written."""
+    """Return whether neither the array nor any array of which it is a view can be written."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return False

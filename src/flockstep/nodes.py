@@ -1,7 +1,7 @@
 """The nodes of a run, as a strategy's programs see them; the interface is the same in every driver.
 
-A program is a coroutine. It is suspended where time passes (a gradient is computed, a message is awaited) and resumed
-by a driver, which alone knows whether that time is real. Everything else takes no time.
+A program is a coroutine. The program is suspended where time passes (a gradient is computed, a message is awaited) and
+resumed by a driver, which alone knows whether time is real or virtual. Everything else takes no time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Cluster:
     workers: int
     servers: int = 0
     beside: tuple[int, ...] = ()
-    """For each server, the rank of a worker on whose host the server runs; empty if servers are assigned to the hosts
+    """For each server, the rank of the worker on whose host the server runs; empty if servers are assigned to the hosts
     in turn.
     """
     replicas: int = 0
@@ -87,8 +87,8 @@ class Cluster:
         return [server(-1 - address + self.servers * i) for i in range(1 + self.replicas)]
 
     def turn(self, process: Address) -> int:
-        """Return the number by which a server or a backup is assigned to a host, so that a backup is on another host
-        than its server.
+        """Return the index by which a server or a backup is assigned to one of the hosts in turn, so that a backup is
+        on another host than its server.
         """
         index = -1 - process
         return index if not self.replicas else index % self.servers + index // self.servers
@@ -96,19 +96,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class View:
-    """The workers that take part: `ranks` in ascending order. Every change makes a view with the next epoch."""
+    """The workers that take part in a run: `ranks` in ascending order. Every change of the workers makes a new view
+    with the next epoch number.
+    """
 
     epoch: int
     ranks: tuple[int, ...]
 
     def without(self, rank: int) -> View:
-        """Return the view after the loss of a worker; this view if the worker does not take part."""
+        """Return the view without the worker that was lost; the same view if the worker does not take part."""
         return View(self.epoch + 1, tuple(r for r in self.ranks if r != rank)) if rank in self.ranks else self
 
 
 @lru_cache(maxsize=8)
 def everyone(workers: int) -> View:
-    """Return the view at the start of a run. All nodes share one object, because n objects would take n² memory."""
+    """Return the view at the start of a run, in which all workers take part."""
     return View(0, tuple(range(workers)))
 
 
@@ -117,16 +119,16 @@ BadGradientAction = Literal["stop", "skip", "quarantine"]
 
 @dataclass(frozen=True)
 class BadGradients:
-    """What happens to a gradient that is not finite, or whose norm is too large."""
+    """Settings for gradients that are not finite, or whose norm is too large."""
 
     action: BadGradientAction = "stop"
-    """`stop` ends the run. `skip` puts zeros in place of the gradient. `quarantine` also removes the worker from the
-    run after `strikes` refused gradients.
+    """Treatment of a refused gradient. `stop` ends the run. `skip` puts zeros in place of the gradient. `quarantine`
+    also removes the worker from the run after `strikes` refused gradients.
     """
     max_norm: float | None = None
     """Largest Euclidean norm of a gradient; None for no limit."""
     strikes: int = 3
-    """Number of refused gradients after which `quarantine` removes a worker."""
+    """Number of refused gradients of a worker after which `quarantine` removes the worker."""
 
     def __post_init__(self) -> None:
         if self.action not in get_args(BadGradientAction):
@@ -142,48 +144,52 @@ class BadGradients:
             raise ConfigurationError(f"strikes must be >= 1 refused gradients, got {self.strikes}; 3 is the default")
 
     def replaced(self, action: BadGradientAction | None, max_norm: float | None) -> BadGradients:
-        """Return these settings, with the given values replacing their own."""
+        """Return these settings with another action or largest norm; None keeps a value."""
         return BadGradients(action or self.action, max_norm if max_norm is not None else self.max_norm, self.strikes)
 
 
 BadGradientSettings = tuple[BadGradientAction | None, float | None]
-"""Action and largest norm that replace those of `BadGradients`; None keeps a value."""
+"""Action and largest norm that replace the values in a `BadGradients`. None keeps the value of the `BadGradients`."""
 Hosts = tuple[tuple[int, ...], ...]
-"""The workers of each host in ascending order of rank; hosts in the order of their first workers."""
+"""Ranks of the workers of each host, in ascending order; the hosts are in the order of their first workers."""
 
 
 @lru_cache(maxsize=8)
 def one_host(workers: int) -> Hosts:
     """Return the hosts of a run whose workers are all on one host.
 
-    All nodes share one object, as for `everyone`.
+    All nodes share one object, because n objects would take n² memory.
     """
     return (tuple(range(workers)),)
 
 
 class Node:
-    """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
+    """One node of a run, a worker or a server, as the strategy's program sees it."""
 
     address: Address
     """Address to which other nodes send messages for this node: the rank of a worker, or -1 - i for server i."""
     cluster: Cluster
     """The numbers of workers and servers in the run: `cluster.workers` and `cluster.servers`."""
     params: Array
-    """The live flat array: the whole model (K,), or a server's slice of it."""
+    """The node's live flat array of parameters: the whole model (K,), or a server's slice of it."""
     random: np.random.Generator
     """The node's own random generator, which depends on the run's seed and the node's address."""
     state: Any
-    """State that the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
+    """State object that the strategy keeps between steps; at first, the object that `worker_state` or `master_state` of
+    the strategy returned.
+    """
     step: int
-    """Number of steps since the node's program last began."""
+    """Number of steps that the node has taken since its program last began."""
     works_between_steps = False
-    """Whether a background task has been started that may last longer than a step."""
+    """Whether the node has started a background task that may last longer than a step."""
     bad_gradients = BadGradients()
-    """What happens to a gradient that is not finite or too large; set by the driver."""
+    """Settings for gradients that are not finite or too large."""
     view: View
-    """The workers that take part now; the supervisor, if there is one, reports changes."""
+    """The workers that take part in the run now. If there is a supervisor, the supervisor reports changes."""
     hosts: Hosts
-    """The workers of each host at the start of the run; in virtual time, of each host that the network describes."""
+    """Ranks of the workers of each host at the start of the run. In virtual time, hosts are those that the network
+    describes.
+    """
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
@@ -227,25 +233,29 @@ class Node:
         """Number of background tasks that the node has started."""
 
     def boundary(self) -> None:
-        """Mark a point of the program from which it could restart with the node's current state."""
+        """Mark a point at which the program could restart with the node's current state."""
         if self.at_boundary is not None and not self._channel and all(task.again != "never" for task in self.tasks):
             self.at_boundary()
 
     @property
     def run_step(self) -> int:
-        """Number of steps since the start of the run, even if the programs have restarted since; see `step`."""
+        """Number of steps that the node has taken since the start of the run, even if its program has restarted
+        since.
+        """
         return self.before + self.step
 
     def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never") -> Task:
-        """Start a coroutine that continues whenever its messages arrive; `finished` waits for its end.
+        """Start a coroutine as a background task, which continues whenever its messages arrive. `finished` waits for
+        its end.
 
-        In a separate process messages are handled between gradients only; in virtual time when they arrive. A message
-        from another context for a task that waits for tag "x" in channel "c" must have the tag "x/c".
+        In a separate process messages are handled between gradients only; in virtual time, messages are handled when
+        they arrive. A message for a task that waits for tag "x" in channel "c" must have the tag "x/c", unless a task
+        of this channel sends the message.
 
         A saved state holds no tasks. If a task lasts longer than a step, the program must store the task's arguments,
         start the task again when a run continues, and find the task by its channel (`task`). `again` declares how the
-        task is started again: it receives its earlier messages again ("replayed"), or none, because it has no state
-        while it waits ("afresh").
+        task is started again: the task receives its earlier messages again ("replayed"), or no messages, because the
+        task has no state while it waits ("afresh").
         """
         self.started += 1
         task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
@@ -258,11 +268,11 @@ class Node:
         return task
 
     def task(self, channel: str) -> Task:
-        """Return the task that was started last in the given channel."""
+        """Return the background task that was started last in the given channel."""
         return self._latest[channel]
 
     async def finished(self, task: Task) -> Any:
-        """Wait until a task has ended; return its result."""
+        """Wait until a background task has ended; return the task's result."""
         ended = Wanted(task.channel[1:], self.address, -task.number)
         while task.work is not None:
             await suspend(NeedWork(task.work))
@@ -277,12 +287,12 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Whether a background task is running."""
+        """Whether a background task of the node is running."""
         return bool(self.tasks)
 
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the tensors in a part of `params` (None: the whole array), in order. A tensor that is
-        cut counts as flat.
+        """Return the shapes of the tensors in the slice `part` of `params` (None: the whole array), in order. A tensor
+        that the slice cuts counts as flat.
         """
         start, stop = (0, len(self.params)) if part is None else (part.start, part.stop)
         if self.schema is None:
@@ -290,13 +300,13 @@ class Node:
         return self.schema.shapes_within(self.held.start + start, self.held.start + stop)
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
-        """Send a message; the array is copied, so it may change afterwards."""
+        """Send a message to another node. The array is copied, so it may change afterwards."""
         self._post(to, tag, array, note)
 
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
-        """Send the same message to several nodes; the array is copied once."""
+        """Send the same message to several nodes. The array is copied once."""
         copy = None if array is None else self.freeze(array)
         for address in to:
             self._post(address, tag, copy, note, copied=True)
@@ -321,7 +331,7 @@ class Node:
         return (yield from self._await(Wanted(None if tag is None else tag + self._channel, source)))
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> Message:
-        """Send a request, and return the reply after waiting for it."""
+        """Send a request to another node, wait for the reply, and return the reply."""
         return (await self.ask_all(tag, [(to, array, note)]))[0]
 
     async def ask_all(
@@ -332,11 +342,11 @@ class Node:
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
 
     async def request(self, to: Address, tag: str, array: Array | None = None) -> Array:
-        """Send a request and wait for the array in its reply (read-only)."""
+        """Send a request to another node, wait for the reply, and return the array in the reply (read-only)."""
         return (await self.ask(to, tag, array)).payload
 
     def arrived(self, tag: str) -> Iterator[Message]:
-        """Return the messages with the given tag that have arrived; the call does not wait."""
+        """Return the messages with the given tag that have arrived, without waiting."""
         self.port.collect()
         return self.mailbox.take_all(Wanted(tag + self._channel))
 
@@ -378,7 +388,7 @@ class Node:
             self.deliver(Message(address, LEAVE, note={"lost": 1}))
 
     def now(self) -> float:
-        """Seconds on this node's clock, virtual or real; only differences between two readings have a meaning."""
+        """Seconds on this node's clock, virtual or real. Only differences between two readings have a meaning."""
         return self.port.clock()
 
     def record_update(
@@ -387,7 +397,7 @@ class Node:
         """Record that `count` updates of `source` (None: of every worker) took effect on this node.
 
         `staleness` is the staleness of the updates in versions; `weight` is the factor on the learning rate with which
-        each gradient was applied. None means that the value is unknown, or counted elsewhere.
+        each gradient was applied. A value of None is unknown, or is counted elsewhere.
         """
         self.port.updates(source, count, staleness, weight)
 
@@ -401,7 +411,7 @@ class Node:
         self.port.refused(source, reason)
 
     def record_scalar(self, name: str, value: float) -> None:
-        """Record a scalar figure of the strategy, which appears in the record."""
+        """Write a scalar figure of the strategy to the record of the run."""
         self.port.scalar(name, value)
 
     def _advance_tasks(self) -> None:
@@ -454,7 +464,7 @@ class Node:
 
     @types.coroutine
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Generator[Effect, Any, Array]:
-        """Return the array of the next message with the given tag from the given node; no message of the node may have
+        """Return the array of the next message with the given tag from the given node. No message of the node may have
         been lost.
 
         With `into`, the array is written to `into` and `into` is returned.
@@ -532,8 +542,8 @@ class Peer(Node):
         """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory; return False if there
         is no shared memory.
 
-        The sum is added in the order of a ring all-reduce. All workers must call this at the same point; background
-        tasks may not, because they may not wait.
+        The sum is added in the order of a ring all-reduce. All workers must call this method at the same point;
+        background tasks must not call it, because it waits.
         """
         if self.shared_sum is None or self._channel:
             return False
@@ -544,10 +554,11 @@ class Peer(Node):
         return summed
 
     def mean_of_slice(self, array: Array) -> Array | None:
-        """Return the mean over all workers of slice `rank` of `array`, as `SharedSum` describes; None if there is no
+        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if there is no
         shared memory.
 
-        All workers must call this at the same point, then `exchange_slices`; background tasks must not call it.
+        All workers must call this method at the same point, and then `exchange_slices`; background tasks must not call
+        it.
         """
         if self.shared_sum is None or self._channel or is_tensor(array):
             return None
@@ -562,15 +573,17 @@ class Peer(Node):
         """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if
         there is no shared memory.
 
-        The result is described in `HostSum`. All workers of the host must call this at the same point; background tasks
-        may not, because they may not wait.
+        The result is the array of `HostSum.reduce_on_host`. All workers of the host must call this method at the same
+        point; background tasks must not call it, because it waits.
         """
         if self.host_sum is None or self._channel:
             return None
         return self.host_sum.reduce_on_host(to_host(array), shares, divisor)
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
-        """Divide this worker's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
+        """Divide this worker's share of `summed`, the result of `reduce_on_host`, and write the shares of all workers
+        of the host to `array`.
+        """
         assert self.host_sum is not None
         self.host_sum.gather_on_host(summed, shares, divisor)
         if summed is not array:
@@ -579,15 +592,15 @@ class Peer(Node):
     def arrays_on_host(self, array: Array) -> HostArrays | None:
         """Return the arrays of this host's workers, in order of rank, that correspond to `array` in shared memory.
 
-        None if `array` is not in shared memory. A worker must know, by messages, when it may read or write the other
-        arrays.
+        The result is None if `array` is not in shared memory. Workers must agree by messages when each may read or
+        write the other arrays.
         """
         if self.host_sum is None or is_tensor(array):
             return None
         return self.host_sum.arrays_on_host(array)
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the bytes that were exchanged through `arrays_on_host`, in `shares` shares, as sent bytes."""
+        """Count the bytes that workers have exchanged through `arrays_on_host`, in `shares` shares, as sent bytes."""
         assert self.host_sum is not None
         self.host_sum.count_on_host(array, shares)
 
@@ -602,7 +615,9 @@ class Peer(Node):
 
 
 class Worker(Peer):
-    """A node that computes gradients. `step` is the number of gradients that the node has used."""
+    """A node that computes gradients, as the strategy's program sees it. `step` is the number of gradients that the
+    node has used.
+    """
 
     def __init__(
         self,
@@ -643,7 +658,7 @@ class Worker(Peer):
 
     @property
     def peers(self) -> list[int]:
-        """The other workers that are not lost, in ascending order."""
+        """Ranks of the other workers that are not lost, in ascending order."""
         if self._peers is None or self._peers[0] is not self.view:
             self._peers = self.view, list(self.view.ranks)
             if self.address in self.view.ranks:
@@ -659,7 +674,7 @@ class Worker(Peer):
     def training(self) -> bool:
         """Whether there is another gradient to compute.
 
-        Use this as the condition of the worker's loop; a worker can restart at the top of this loop.
+        Use `training` as the condition of the worker's loop. A worker can restart at the top of this loop.
         """
         if self.at_boundary is not None:
             self.boundary()
@@ -667,14 +682,14 @@ class Worker(Peer):
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is another gradient to compute, for use at other places than the condition of the worker's
-        loop.
+        """Whether there is another gradient to compute. Use `has_steps` anywhere except in the condition of the
+        worker's loop, for which there is `training`.
         """
         return self.steps is None or self.step < self.steps
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step.
+        """Learning rate of the worker's next step.
 
         Raises:
             ConfigurationError: the learning rate belongs to another library's optimizer and cannot be read.
@@ -689,7 +704,9 @@ class Worker(Peer):
 
     @types.coroutine
     def gradient(self) -> Generator[Effect, Any, Array]:
-        """Compute the mean gradient (K,) of the next mini-batch at the current `params`; valid until the next call."""
+        """Compute the mean gradient (K,) of the next mini-batch at the current `params`. The array is valid until the
+        next call.
+        """
         gradient: Array = yield GRADIENT
         self.step += 1
         return gradient
@@ -698,20 +715,21 @@ class Worker(Peer):
         """Compute the gradient of the next mini-batch, unless a message with the given tag arrives first; in that case,
         return the message.
 
-        Both cases count as a step. In virtual time the computation ends at once; in a process the gradient is completed
-        and dropped.
+        Both cases count as a step. After such a message, the computation ends at once in virtual time; in a real
+        process, the gradient is completed and dropped.
         """
         return self._gradient(NeedGradient(unless=tag + self._channel))
 
     async def gradient_parts(
         self, parts: Sequence[slice], tentative: bool = False
     ) -> AsyncIterator[tuple[slice, Array]]:
-        """Compute the gradient of one mini-batch in parts, in the order of the backward pass: from the end of the flat
-        array.
+        """Compute the gradient of one mini-batch and yield it in parts, in the order of the backward pass: from the end
+        of the flat array.
 
-        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, whole array); in
-        the array, this part and all earlier parts are complete. With `tentative`, a script may still change parts that
-        were yielded; when the last part is yielded, `revised` says whether it has.
+        `parts` cover the array from its end to its start, each as `slice(start, stop)`. For each part, the generator
+        yields the part and the whole array, in which this part and all earlier parts are complete. With `tentative`, a
+        script may still change parts that were yielded; when the last part is yielded, `revised` says whether the
+        script has changed them.
         """
         for part in parts:
             share = 1 - part.start / max(len(self.params), 1)
@@ -724,33 +742,39 @@ class Worker(Peer):
         ends the step.
 
         `turn` is the number of a batch in the block, from 0, and selects the same batch on every worker; None selects
-        the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. Works only in a
-        declared job.
+        the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. This method
+        requires a declared job.
         """
         tag = None if unless is None else unless + self._channel
         return self._gradient(NeedGradient(unless=tag, block=block, turn=turn, closes=last))
 
     def gradient_over(self, start: int, stop: int, last: bool = True) -> Awaitable[Array]:
-        """Compute the mean gradient over the training samples start to stop-1; `loss` is their mean loss.
+        """Compute the mean gradient (K,) over the training samples `start` to `stop` - 1; afterwards, `loss` is the
+        mean loss of these samples.
 
-        Works only in a declared job.
+        This method requires a declared job.
         """
         return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
     def gradient_toward(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
-        """Compute the mean gradient of loss + weight × distance to the mean prediction of `teachers`.
+        """Compute the mean gradient (K,) of the loss plus `weight` times the distance to the mean prediction of
+        `teachers`.
 
-        Works only in a declared job.
+        This method requires a declared job.
         """
         return self._gradient(NeedGradient(teachers=tuple(teachers), weight=weight))
 
     @property
     def layers(self) -> tuple[FactoredWeight, ...]:
-        """Layers whose gradients can be computed as factors: fully connected layers; empty in a script's own loop."""
+        """The layers whose gradients can be computed as factors, that is, the fully connected layers; empty in a
+        script's own loop.
+        """
         return self.find_layers()
 
     async def gradient_in_factors(self, layers: Sequence[FactoredWeight]) -> Array:
-        """Compute the gradient of the next mini-batch with `layers` as factors, laid out as `Packing(K, layers)`."""
+        """Compute the gradient of the next mini-batch with `layers` as factors, in the layout of `Packing(K,
+        layers)`.
+        """
         packed: Array = await self._gradient(NeedGradient(layers=tuple(layers)))
         return packed[: Packing(len(self.params), layers).size]
 
@@ -761,7 +785,7 @@ class Worker(Peer):
         return gradient
 
     def optimizer_step(self, gradient: Array) -> None:
-        """Update `params` in place with this worker's own optimizer."""
+        """Update `params` in place with this worker's own optimizer, along the gradient (K,)."""
         self.stepper.step(self.params, gradient)
 
     def record_round(self, count: int = 1) -> None:
@@ -778,7 +802,7 @@ class Worker(Peer):
 
 
 class Server(Node):
-    """A node that holds the shared parameters, or slice number `index` of them."""
+    """A node that holds the shared parameters, or slice number `index` of them, as the strategy's program sees it."""
 
     def __init__(self, index: int, cluster: Cluster, params: Array, random: np.random.Generator, optimizer: Optimizer):
         super().__init__(server(index), cluster, params, random)
@@ -787,7 +811,7 @@ class Server(Node):
         self.version = 0
 
     def update(self, gradient: Array, lr: float | None = None, share: float = 1.0) -> None:
-        """Apply one optimizer step, or a share of one, to the shared parameters; the version increases by one."""
+        """Apply one optimizer step, or a share of one, to the shared parameters, and increase the version by one."""
         rate = self.optimizer.lr if lr is None else lr
         self.optimizer.step(self.params, gradient, self.optimizer_state, rate, share)
         self.version += 1

@@ -1,5 +1,5 @@
-"""Programs: coroutines that are suspended where time passes, with the events for which they may wait and the interface
-to the driver.
+"""Programs of nodes: coroutines that are suspended where time passes. The module also has the requests for which a
+program may wait, and the interface of a driver.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
 @dataclass(frozen=True, slots=True)
 class NeedGradient:
-    """A worker's request for a gradient; its program waits for the answer."""
+    """A worker program's request for a gradient, for which the program waits."""
 
     unless: str | None = None
-    """Tag of a message that cancels the request if it arrives first; the program then receives the message."""
+    """Tag of a message that cancels the request if the message arrives first; the program then receives the message."""
     share: float = 1.0
     """Share of the gradient for which the program waits, counted from the end of the flat array, where the backward
     pass begins.
     """
     block: int | None = None
-    """Rank of the worker whose part of the data contains the batch; None for this worker's own part."""
+    """Rank of the worker whose part of the data contains the batch; None for the requesting worker's own part."""
     turn: int | None = None
-    """Number of the batch in the data of worker `block`, from 0; None for the next batch."""
+    """Index of the batch in the data of worker `block`, from 0; None for the next batch."""
     samples: tuple[int, int] | None = None
-    """First training sample to use instead of a batch, and the end of the range of samples (exclusive)."""
+    """Range of training samples to use instead of a batch: the first sample, and the end of the range (exclusive)."""
     teachers: tuple[Array, ...] = ()
-    """Models to whose mean prediction the gradient should also lead."""
+    """Parameters of the models toward whose mean prediction the gradient should also lead."""
     weight: float = 0.0
-    """Weight of the distance to the teachers' mean prediction, relative to the loss."""
+    """Weight of the distance to the teachers' mean prediction in the objective, relative to the loss."""
     layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
     tentative: bool = False
-    """Whether a script may still change the parts that it has passed on, until it passes on the last part; the whole
-    gradient is checked at the last part.
+    """Whether a script may still change parts of the gradient that it has passed on, until it passes on the last part.
+    The whole gradient is checked at the last part.
     """
     closes: bool = True
     """Whether the step ends with this gradient.
@@ -48,14 +48,16 @@ class NeedGradient:
     """
 
     def size(self, elements: int) -> int:
-        """Return the number of valid elements in the answer for a model of `elements` parameters; the number depends on
+        """Return the number of valid elements in the answer for a model of `elements` parameters, which depends on the
         factored layers.
         """
         return Packing(elements, self.layers).size if self.layers else elements
 
 
 class Work(Protocol):
-    """An operation whose end is not signaled by a message, such as another library's all-reduce."""
+    """The interface of an operation whose end is not signaled by a message, such as an all-reduce of another
+    library.
+    """
 
     def done(self) -> bool:
         """Whether the operation has succeeded."""
@@ -70,34 +72,39 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeedWork:
-    """A program's request to wait for an operation that sends no message."""
+    """A program's request to wait for the end of an operation that sends no message."""
 
     work: Work
 
 
 GRADIENT = NeedGradient()
 Again = Literal["never", "replayed", "afresh"]
-"""How a restarting program starts a background task again: which state the task recovers, or None for not at all."""
+"""Way in which a restarted program starts a background task again: "replayed" with the task's earlier messages,
+"afresh" without messages, "never" not at all.
+"""
 Effect = NeedGradient | Wanted | NeedWork
 Program = Coroutine[Effect, Any, None]
 
 
 @types.coroutine
 def suspend(effect: Effect) -> Generator[Effect, Any, Any]:
-    """Pass a request to the driver, and return the value with which the driver resumes the program."""
+    """Suspend the program with a request to the driver, and return the value with which the driver resumes the
+    program.
+    """
     return (yield effect)
 
 
 async def completed(work: Work) -> None:
-    """Wait until an operation that sends no message is done."""
+    """Wait until an operation that sends no message has ended."""
     if not work.done():
         await suspend(NeedWork(work))
 
 
 class Task:
-    """A coroutine that runs in the background whenever its messages arrive, even while a gradient is computed.
+    """A coroutine of a node that runs in the background whenever its messages arrive, even while a gradient is
+    computed.
 
-    Its messages use a separate channel: both ends must start the task with the same name.
+    The task's messages use a separate channel, so sender and receiver must start the task with the same name.
     """
 
     def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never"):
@@ -112,7 +119,7 @@ class Task:
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:
-        """Return the message for which the task waits, if it has arrived; None while the task runs."""
+        """Return the message for which the task waits, if the message has arrived; None while the task runs."""
         return None if self.wanted is None else mailbox.take(self.wanted)
 
     def resume(self, message: Message | None) -> None:
@@ -126,11 +133,13 @@ class Task:
         self._wait_for(effect)
 
     def close(self) -> None:
-        """End the task at its current point."""
+        """End the task at the point that it has reached."""
         self._program.close()
 
     def fail(self, error: FlockstepError) -> None:
-        """Raise `error` where the task waits; if the task does not handle the error, the driver receives it."""
+        """Raise `error` in the task at the point where it waits. If the task does not handle the error, the driver
+        receives it.
+        """
         self.wanted = self.work = None
         try:
             effect = self._program.throw(error)
@@ -152,29 +161,31 @@ class Closing(Protocol):
     """A resource that must be closed at the end of a run."""
 
     def close(self, failed: bool) -> None:
-        """Close the resource. Operations may still be in progress if the run has failed."""
+        """Close the resource. If the run has failed, operations may still be in progress."""
 
 
 @dataclass(eq=False)
 class Rendezvous:
-    """Opens shared resources other than messages between the workers of one run, each in a separate process."""
+    """Opens resources that the workers of a run share, such as shared memory. Each worker is a separate process."""
 
     run: str
     """Name of the run, which no other run has."""
     folder: Path
-    """Folder of the record, because the folder of the sockets is removed once all sockets are connected."""
+    """Path of the folder of the record; the folder of the sockets cannot be used, because it is removed once all
+    sockets are connected.
+    """
     rank: int
     workers: int
     attend: Callable[[Work], None]
-    """Function that waits for an operation at any point of a program; meanwhile, it handles the supervisor's
+    """Function that waits for an operation at any point of a program, and meanwhile handles the supervisor's
     messages.
     """
     moved: Callable[[int, int, int], None]
-    """Function that counts bytes sent and received outside of messages, computed by formula, and the equivalent number
-    of messages in each direction.
+    """Function that counts bytes sent and received outside of messages, which are computed by a formula, and the
+    equivalent number of messages in each direction.
     """
     held: dict[str, Closing] = field(default_factory=dict)
-    """Name → shared resource that is closed at the end of the run."""
+    """Name → shared resource, which is closed at the end of the run."""
 
     def close(self, failed: bool = False) -> None:
         """Release all resources that the workers share."""
@@ -183,7 +194,7 @@ class Rendezvous:
 
 
 class Port(Protocol):
-    """A driver's interface to a node: moves the node's messages and writes its record."""
+    """The interface of a driver to a node: sends and receives the node's messages, and writes its record."""
 
     clock: Callable[[], float]
     """Function that returns the seconds on the node's clock."""
@@ -192,22 +203,24 @@ class Port(Protocol):
         """Send `message`, whose array does not change afterwards, without waiting."""
 
     def collect(self) -> None:
-        """Put the messages that have arrived into the mailbox, without waiting."""
+        """Put the messages that have arrived into the node's mailbox, without waiting."""
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
-        """Record updates that took effect on this node; a source of None stands for every other worker."""
+        """Record updates that took effect on this node. A source of None stands for every other worker."""
 
     def refused(self, source: Address, reason: str) -> None:
-        """Record that a gradient of a worker was refused; the run may remove a worker after a number of refused
+        """Record that a gradient of a worker was refused. The run may remove a worker after a number of refused
         gradients.
         """
 
     def scalar(self, name: str, value: float) -> None:
-        """Record a scalar figure of the strategy."""
+        """Write a scalar figure of the strategy to the record."""
 
 
 class ParameterGuard(Protocol):
-    """Checks whether code outside of the strategy writes to the parameters, and whether they are finite."""
+    """The interface of a check that finds writes to the parameters by code outside of the strategy, and values that are
+    not finite.
+    """
 
     def check(self) -> None:
         """Raise `ConfigurationError` if the model has changed since the last call of `note`."""
@@ -222,11 +235,11 @@ class ParameterGuard(Protocol):
 
 
 class Stepper(Protocol):
-    """A worker's own optimizer, of any framework."""
+    """The interface of a worker's own optimizer, of any framework."""
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the optimizer's next step."""
 
     def step(self, params: Array, gradient: Array) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
@@ -237,16 +250,16 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class HostArrays:
-    """Arrays of the workers of one host that lie at the same position of their shared memory."""
+    """The arrays of all workers of a host that lie at the same position of the workers' shared memory."""
 
     offset: int
-    """Number of bytes between the start of a worker's region and its array."""
+    """Number of bytes between the start of a worker's region of shared memory and its array."""
     arrays: Sequence[Array]
     """The array of each worker of the host, in order of rank."""
 
 
 class HostSum(Protocol):
-    """Sums over the workers of a host, in the host's shared memory, when a run has several hosts."""
+    """The interface of sums over the workers of one host in the host's shared memory, in a run with several hosts."""
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
         """Sum `array` over this host's workers; each of the first `shares` workers receives the sum of one share.
@@ -262,21 +275,21 @@ class HostSum(Protocol):
         """
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's workers that correspond to `array`; None if `array` is not in shared
-        memory.
+        """Return the arrays of this host's workers that correspond to `array` in shared memory; None if `array` is not
+        in shared memory.
         """
 
     def count_on_host(self, array: Array, shares: int) -> None:
         """Count the bytes that workers have exchanged through `arrays_on_host` as sent bytes."""
 
     def empty_on_host(self, size: int, dtype: str) -> Array:
-        """Return an array (size,) in shared memory, if arrays there can be summed; the same array for equal size and
-        dtype.
+        """Return an array of shape (size,), in shared memory if arrays in shared memory can be summed. Calls with equal
+        size and dtype return the same array.
         """
 
 
 class SharedSum(Protocol):
-    """Sums over the workers of one host that share memory."""
+    """The interface of sums over the workers of a run whose workers all share the memory of one host."""
 
     def mean_of_slice(self, array: Array) -> Array | None:
         """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if the workers
@@ -287,13 +300,11 @@ class SharedSum(Protocol):
         """
 
     def exchange_slices(self, own: Array, into: Array) -> None:
-        """Copy slice `own` of this worker to `into` (K,) on all other workers, and their slices to `into` on this
-        worker.
+        """Copy slice `own` of this worker's parameters to `into` (K,) on all other workers, and their slices to `into`
+        on this worker.
         """
 
     def all_reduce(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` with the sum over all workers, divided by `divisor`, and wait for the sum. Return False if
         the workers cannot sum in shared memory.
-
-        Return false if that is not possible.
         """

@@ -1,5 +1,4 @@
-"""The registry of components: a table of names and implementations, one line each. A component is imported when it is
-first needed.
+"""The registry of components: a table of nouns, names and implementations, with one line for each component.
 
 Command-line choices, documentation tables and conformance tests are all generated from this table.
 """
@@ -358,22 +357,22 @@ _names: dict[type, str] = {}
 
 
 def nouns() -> list[str]:
-    """Return every kind of component that has a table."""
+    """Return the nouns of the registry, that is, the kinds of components."""
     return list(_TABLE)
 
 
 def names(noun: str) -> list[str]:
-    """Return the names registered under `noun`, in the order of registration."""
+    """Return the names of the components that are registered under `noun`, in the order of registration."""
     return list(_table(noun))
 
 
 def aliases(noun: str) -> dict[str, str]:
-    """Return short name → expression, for all short names of `noun`."""
+    """Return a mapping from each short name of `noun` to the expression for which the name stands."""
     return dict(_ALIASES.get(noun, {}))
 
 
 def alias(noun: str, name: str) -> str | None:
-    """Return the expression for which a short name stands; None if there is no such name."""
+    """Return the expression for which a short name stands; None if there is no such short name."""
     short = _ALIASES.get(noun, {}).get(name)
     if short is None and noun in _CATALOGS and name not in _TABLE[noun] and "(" not in name:
         found: str | None = importlib.import_module(_CATALOGS[noun]).expression(name)
@@ -382,8 +381,8 @@ def alias(noun: str, name: str) -> str | None:
 
 
 def short_name(noun: str, expression: str) -> str:
-    """Return the short name that stands for `expression`; `expression` itself if it has none or is a registered
-    name.
+    """Return the short name that stands for `expression`; `expression` itself if there is no such short name, or if it
+    is a registered name.
     """
     if expression in _table(noun):
         return expression
@@ -391,12 +390,12 @@ def short_name(noun: str, expression: str) -> str:
 
 
 def catalog(noun: str) -> list[str]:
-    """Return the names of published compositions that may be used for a `noun`."""
+    """Return the names of the published systems whose compositions may be used where a `noun` is expected."""
     return list(importlib.import_module(_CATALOGS[noun]).names()) if noun in _CATALOGS else []
 
 
 def register(noun: str, name: str, target: type) -> None:
-    """Register a custom implementation under `name`.
+    """Register a custom class as the component `name` of the given noun.
 
     Raises:
         ConfigurationError: the name is taken by another class, or is not an identifier.
@@ -414,7 +413,7 @@ def register(noun: str, name: str, target: type) -> None:
 
 
 def load(noun: str, name: str) -> Any:
-    """Return the class that is registered as `name`.
+    """Return the class that is registered as the component `name` of the given noun.
 
     Raises:
         UnknownName: the name does not exist; the message has the nearest registered name.
@@ -442,7 +441,7 @@ def load(noun: str, name: str) -> Any:
 
 
 def unknown(noun: str, name: str) -> UnknownName:
-    """Return the error for a name that no component of `noun` has."""
+    """Return the error for a name that no component of `noun` has, with the nearest registered name."""
     known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
     return UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=_FURTHER.get(noun, ""))
 
@@ -453,7 +452,7 @@ def is_custom(noun: str, name: str) -> bool:
 
 
 def name_of(kind: type) -> str:
-    """Return the name under which `kind` is registered, or its class name if it is not registered."""
+    """Return the name under which the class `kind` is registered, or the name of the class if it is not registered."""
     if kind not in _names:
         place = f"{kind.__module__}:{kind.__qualname__}"
         for table in _TABLE.values():

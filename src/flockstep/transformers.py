@@ -1,4 +1,4 @@
-"""flockstep for Transformers: a `Trainer` whose optimizer a strategy of flockstep coordinates."""
+"""flockstep for Transformers: a `Trainer` whose optimizer is coordinated by a strategy of flockstep."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["FlockstepMixin", "FlockstepTrainer", "open_group"]
 
 
 class FlockstepMixin:
-    """Mixin with which a strategy of flockstep coordinates a `Trainer`: `class Mine(FlockstepMixin, Seq2SeqTrainer)`.
+    """Mixin that lets a strategy of flockstep coordinate a `Trainer`: `class Mine(FlockstepMixin, Seq2SeqTrainer)`.
 
     Call `open_group()` before the script makes its `TrainingArguments`. Evaluations and checkpoints use the common
-    model. Each call of `train` is one run; after it, every rank holds the result.
+    model. Each call of `train` is one run, after which every rank holds the result.
     """
 
     accelerator: Any
@@ -64,13 +64,13 @@ class FlockstepMixin:
         return self._coordination[0].traits.delivery == "synchronous"
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; the strategy coordinates the optimizers that it prepares."""
+        """Create the accelerator, which lets the strategy coordinate the optimizers that the accelerator prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = FlockstepAccelerator  # as the Trainer has configured it, with other methods
         self.accelerator.coordinate(*self._coordination)
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train, and end the run."""
+        """Train the model in one run of flockstep, and end the run."""
         result = super().train(*args, **options)  # type: ignore[misc]
         self._finish()
         return result
@@ -85,7 +85,7 @@ class FlockstepMixin:
             return super().evaluation_loop(*args, **options)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **options: Any) -> None:
-        """Save the common model; every rank calls this."""
+        """Save the common model; every rank must call this method."""
         with self._common():
             super().save_model(*args, **options)  # type: ignore[misc]
 

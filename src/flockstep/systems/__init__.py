@@ -1,1 +1,3 @@
-"""The systems of the literature as compositions: names, citations and strategies, without separate code."""
+"""The systems of the literature as compositions of flockstep's components: names, citations and strategies, without
+separate code.
+"""

@@ -1,4 +1,4 @@
-"""The catalog of systems, read from `table.toml`."""
+"""The catalog of published systems, read from `table.toml`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from flockstep.partitions.base import Partition
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 ONE_REPLICA = "all_reduce"
-"""Strategy with which a single replica is run, if a mode names no strategy."""
+"""Expression of the strategy that runs a single replica, for modes that name no strategy."""
 
 
 class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One mode in which a system runs: a strategy between replicas, a partition of each replica, or both."""
+    """One mode in which a published system runs: a strategy between replicas, a partition of each replica, or both."""
 
     strategy: str = ""
-    """The composition, as an expression; empty if there is a single replica, which its workers hold together."""
+    """The mode's strategy, as an expression; empty if there is a single replica, which all workers hold together."""
     name: str = ""
-    """Name that the system gives the mode; the first mode is the default and needs no name."""
+    """Name that the system gives the mode. The first mode is the default and needs no name."""
     partition: str = "none"
-    """How the mode splits each replica over workers, as an expression."""
+    """The mode's partition of each replica over several workers, as an expression."""
     listed: bool = True
-    """Whether the mode counts for the system's row of the table; the survey's row leaves other modes out."""
+    """Whether the mode counts for the system's row in table 1 of Langer et al. (2020)."""
 
     @property
     def runs(self) -> str:
-        """The strategy that runs the mode; with a single replica, any strategy does, because nothing is exchanged."""
+        """The strategy that runs the mode. With a single replica, any strategy can run the mode, because replicas
+        exchange no messages.
+        """
         return self.strategy or ONE_REPLICA
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry | None:
-        """The mode's cell in the taxonomy: that of the strategy, or of the partition if there is a single replica."""
+        """The mode's entry in the taxonomy: the entry of the strategy, or of the partition if there is a single
+        replica.
+        """
         if self.strategy:
             return Strategy.parse(self.strategy).taxonomy_entry
         partition = Partition.parse(self.partition)
@@ -44,22 +48,22 @@ class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: its authors, its algorithm, and the compositions that implement it in flockstep."""
+    """A published system: its authors, its algorithm, and the compositions that implement the system in flockstep."""
 
     name: str
     citation: str
     algorithm: str
     """The system's algorithm in one or two sentences."""
     modes: tuple[Mode, ...]
-    """The modes, with the default mode first."""
+    """The system's modes, with the default mode first."""
     differs: str = ""
-    """Differences between the composition and the published system."""
+    """Differences between flockstep's composition and the published system."""
 
     def expression(self, mode: str = "") -> str:
-        """Return the composition of a mode; "" is the default mode.
+        """Return the composition of a mode as an expression; "" is the default mode.
 
         Raises:
-            CompositionError: the mode needs a partition, which is no strategy.
+            CompositionError: the mode needs a partition in addition to a strategy.
             UnknownName: the system has no mode of that name.
         """
         found = [known for known in self.modes if key(known.name) == key(mode)] if mode else [self.modes[0]]
@@ -75,20 +79,22 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parallelism(self) -> str:
-        """The kinds of parallelism of the system's modes."""
+        """The kinds of parallelism that the system's modes use."""
         here = ["DP"] if any(mode.strategy for mode in self.modes) else []
         if any(Partition.parse(mode.partition).splits_model for mode in self.modes):
             here.append("MP")
         return ", ".join(here)
 
     def cells(self) -> list[TaxonomyEntry]:
-        """Return the taxonomy cell of each listed mode, derived from its composition."""
+        """Return the taxonomy entry of each mode that counts for the system's row, derived from the mode's
+        composition.
+        """
         found = [mode.taxonomy_entry for mode in self.modes if mode.listed]
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:
-        """Return the system's row of the table: properties that all modes share appear once, differing properties side
-        by side.
+        """Return the system's row in table 1 of Langer et al. (2020), derived from its modes: properties that all modes
+        share appear once, differing properties side by side.
 
         A system that runs both synchronously and asynchronously counts as bounded asynchronous, which covers both
         (Langer et al. 2020, section 4.2).
@@ -118,7 +124,7 @@ def systems() -> tuple[System, ...]:
 
 
 def system(name: str) -> System:
-    """Return the system with the given name; case, spaces and hyphens are ignored.
+    """Return the system with the given name. Case, spaces and hyphens are ignored.
 
     Raises:
         UnknownName: there is no such system; the message has the nearest name.
@@ -130,8 +136,8 @@ def system(name: str) -> System:
 
 
 def expression(name: str) -> str | None:
-    """Return the composition for a system's name, or for system and mode as in "MXNet: dist_async"; None for other
-    names.
+    """Return the composition for the name of a system, or for a system and a mode as in "MXNet: dist_async"; None for
+    other names.
     """
     name, _, mode = name.partition(":")
     found = [known for known in systems() if key(known.name) == key(name)]
@@ -144,7 +150,7 @@ def names() -> list[str]:
 
 
 def key(name: str) -> str:
-    """Return the name in lower case, reduced to letters and digits."""
+    """Return the name in lower case and reduced to letters and digits, for comparisons of names."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 

@@ -1,4 +1,6 @@
-"""Table 1 of the survey by Langer et al. (2020) as printed, for comparison with the rows derived from compositions."""
+"""Table 1 of the survey by Langer et al. (2020) as printed, for comparison with the rows derived from flockstep's
+compositions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ COLUMNS = ("parallelism", "optimization", "scheduling", "exchange", "topology")
 
 
 class SurveyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of the survey's table, with the fields of `System.row`."""
+    """A row of table 1 of Langer et al. (2020), with the fields of `System.row`."""
 
     system: str
     parallelism: str
@@ -25,14 +27,14 @@ class SurveyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def table_1() -> tuple[SurveyRow, ...]:
-    """Return the rows of Langer et al. (2020), table 1, in the table's order."""
+    """Return the rows of table 1 of Langer et al. (2020), in the table's order."""
     text = resources.files("flockstep.systems").joinpath("table_1.toml").read_text("utf-8")
     return tuple(msgspec.convert(tomllib.loads(text)["row"], list[SurveyRow]))
 
 
 def differences(derived: Mapping[str, str], published: SurveyRow) -> dict[str, tuple[str, str]]:
-    """Return column → (derived, published), for the columns in which a system's derived row differs from the published
-    row.
+    """Return the columns in which a system's derived row differs from the published row: column → (derived,
+    published).
     """
     found = {column: (derived[column], str(getattr(published, column))) for column in COLUMNS}
     return {

@@ -1,1 +1,1 @@
-"""Experiment trackers, which show the curves of a run."""
+"""Experiment trackers, such as TensorBoard and MLflow, which show the curves of a run."""

@@ -14,19 +14,19 @@ from flockstep.expression import Component
 
 @dataclass(frozen=True)
 class Point:
-    """One point of several curves, at one time."""
+    """The values of several curves at one time."""
 
     group: str
-    """First part of the curves' names, such as `worker-3` or `evaluation`."""
+    """First part of the names of the curves, such as `worker-3` or `evaluation`."""
     values: Mapping[str, float]
-    """Name of a curve → value."""
+    """Name of a curve, without its group → value."""
     step: int
-    """Position on the horizontal axis; it does not decrease within a group."""
+    """Position of the point on the horizontal axis. Within a group, the position never decreases."""
     seconds: float
     """Seconds from the beginning of the run to the point."""
 
     def named(self) -> dict[str, float]:
-        """Whole name of a curve → value."""
+        """Return the values by the whole names of their curves, which include the group."""
         return {f"{self.group}/{name}": value for name, value in self.values.items()}
 
 
@@ -43,7 +43,7 @@ class TrackedRun(ABC):
 
 
 class ExperimentTracker(Component):
-    """An experiment tracker, and where it stores runs."""
+    """The interface of an experiment tracker, with the settings that say where the tracker stores runs."""
 
     noun: ClassVar[str] = "tracker"
 
@@ -54,7 +54,7 @@ class ExperimentTracker(Component):
 
     @abstractmethod
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run.
+        """Create a run in the tracker.
 
         Args:
             name: name of the run.

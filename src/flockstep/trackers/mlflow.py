@@ -9,9 +9,9 @@ from typing import Any
 from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, package
 
 BATCH = 1000
-"""Largest number of values in one call of MLflow."""
+"""Largest number of values in one call of MLflow's interface."""
 LONGEST = 500
-"""Number of characters after which the value of a parameter is cut off."""
+"""Number of characters after which the text of an MLflow parameter is cut off."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MLflow(ExperimentTracker):
     experiment: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run whose parameters are the settings in MLflow.
+        """Create a run in MLflow, with the settings as the run's parameters.
 
         Raises:
             MissingDependency: MLflow is not installed; the smaller package mlflow-skinny is sufficient.

@@ -1,4 +1,4 @@
-"""TensorBoard: writes a file of events that `tensorboard --logdir` shows, even while the run is in progress."""
+"""TensorBoard: writes an event file that `tensorboard --logdir` shows, even while the run is in progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, packag
 
 @dataclass(frozen=True)
 class TensorBoard(ExperimentTracker):
-    """TensorBoard: writes a file of events to a folder with the run's name, within `folder`. Settings are not
-    stored.
-    """
+    """TensorBoard: writes an event file to a folder with the run's name, within `folder`. Settings are not stored."""
 
     folder: str = "tensorboard"
 
@@ -25,11 +23,10 @@ class TensorBoard(ExperimentTracker):
         return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows them"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create the file of events.
+        """Create the event file of a run.
 
         Raises:
-            ConfigurationError: the folder holds a file of events, whose curves would be mixed with the curves of this
-                run.
+            ConfigurationError: the folder holds an event file, whose curves would be mixed with the curves of this run.
             MissingDependency: tensorboard is not installed.
         """
         summary, folder = package("tensorboard.summary"), Path(self.folder) / name

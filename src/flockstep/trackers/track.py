@@ -18,16 +18,16 @@ from flockstep.trackers.base import ExperimentTracker, Point
 
 
 def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCallback = silent) -> int:
-    """Copy the curves of the run in `folder` into an experiment tracker; if the run is in progress, follow it until it
-    ends.
+    """Copy the curves of the run in `folder` into an experiment tracker. If the run is in progress, follow the run
+    until it ends.
 
     Args:
         folder: the folder of a run, which may still be running on this host.
         tracker: an expression such as "tensorboard" or "mlflow(uri='http://host:5000')", or a tracker.
-        say: called with the number of points so far, whenever there are new points.
+        say: function that is called with the number of points so far, whenever there are new points.
 
     Returns:
-        The number of points.
+        The number of points that were copied.
 
     Raises:
         ConfigurationError: the folder holds no run, or the settings of the tracker are invalid.

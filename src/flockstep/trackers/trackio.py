@@ -16,7 +16,7 @@ class Trackio(ExperimentTracker):
     project: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run with the settings as its configuration.
+        """Create a run in Trackio, with the settings as the run's configuration.
 
         Raises:
             MissingDependency: trackio is not installed.

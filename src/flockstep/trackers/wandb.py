@@ -1,4 +1,4 @@
-"""Weights & Biases: stores a run on the server, or in a folder that `wandb sync` sends later."""
+"""Weights & Biases: stores a run on the server, or in a folder that `wandb sync` uploads later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WeightsAndBiases(ExperimentTracker):
     folder: str = "wandb"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run with the settings as its configuration.
+        """Create a run in Weights & Biases, with the settings as the run's configuration.
 
         Raises:
             MissingDependency: wandb is not installed.

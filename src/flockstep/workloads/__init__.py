@@ -1,1 +1,1 @@
-"""The built-in training jobs, and methods of splitting their data over workers."""
+"""The built-in training jobs, readers of training data, and methods of splitting data over workers."""

@@ -15,7 +15,7 @@ from flockstep.frameworks.base import Job
 
 
 class Workload(Component):
-    """A built-in job; its fields are its sizes and its tuned settings.
+    """A built-in training job, whose fields are the sizes of the problem and tuned settings.
 
     The data depend only on the workload's fields, so that every seed trains on the same samples; initial weights and
     the order of the samples depend on the seed of the run.
@@ -25,7 +25,7 @@ class Workload(Component):
 
     @abstractmethod
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run; data and model are built when the job's functions are called.
+        """Return the job for the seed of a run. Data and model are built when the job's functions are called.
 
         Raises:
             MissingDependency: a package that the workload needs is not installed.
@@ -36,7 +36,7 @@ def require(module: str, extra: str, purpose: str) -> None:
     """Check that `module` can be imported.
 
     Raises:
-        MissingDependency: `module` cannot be imported; the message names the `extra` that installs it.
+        MissingDependency: `module` cannot be imported; the message names the `extra` that installs the package.
     """
     try:
         importlib.import_module(module)
@@ -45,7 +45,7 @@ def require(module: str, extra: str, purpose: str) -> None:
 
 
 def require_at_least(least: float, /, **values: float) -> None:
-    """Check that all `values` are at least `least`.
+    """Check that all values in `values` are at least `least`.
 
     Raises:
         ConfigurationError: a value is below `least`; the message names the first such value.
@@ -56,7 +56,7 @@ def require_at_least(least: float, /, **values: float) -> None:
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:
-    """Return a generator of random numbers for one purpose, independent of the generators for other purposes with the
-    same seed.
+    """Return a random generator for one purpose, independent of the generators for other purposes with the same
+    seed.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()),)))

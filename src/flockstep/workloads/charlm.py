@@ -1,4 +1,4 @@
-"""A workload with a small language model of source code, which predicts one character at a time."""
+"""A workload with a small language model of source code, which predicts the next character."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.workloads.base import Workload, require, require_at_least
 
 SYMBOLS = 96
-"""Number of symbols: the printable ASCII characters and the line feed; other characters are removed from the text."""
+"""Number of symbols of the language model: the printable ASCII characters and the line feed. Other characters are
+removed from the text.
+"""
 
 HELD_OUT, RUN = 16, 16
-"""HELD_OUT: number of runs of the test set, evenly spaced over the text.
+"""HELD_OUT: number of stretches of text that form the test set, evenly spaced over the text.
 
-RUN: number of consecutive windows in each run.
+RUN: number of consecutive windows in each of these stretches.
 """
 
 
 @dataclass(frozen=True)
 class CharLM(Workload):
-    """Predict each next character of Python's standard library with a small transformer (108,864 parameters).
+    """Predict each next character of the source of Python's standard library with a small transformer (108,864
+    parameters).
 
     The text is the source of the top-level modules of the running Python, in alphabetical order, or the file `corpus`,
     up to `limit` printable characters. The text differs between versions of Python: its hash is in the job's facts, and
@@ -59,7 +62,7 @@ class CharLM(Workload):
             )
 
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run; this reads the text, because its hash is one of the job's facts.
+        """Return the job for the seed of a run. The text is read at once, because its hash is one of the job's facts.
 
         Raises:
             MissingDependency: torch is not installed.
@@ -111,13 +114,13 @@ class CharLM(Workload):
 
 
 def library() -> list[Path]:
-    """Return the paths of the top-level modules of Python's standard library, sorted by name."""
+    """Return the paths of the top-level modules of Python's standard library, in alphabetical order."""
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def encoded(text: bytes) -> npt.NDArray[np.int64]:
-    """Return the number of each printable character, in range(96); the line feed is last, and other characters are
-    removed.
+    """Return the text as an array of symbol numbers in range(96), with the line feed as the last symbol. Other
+    characters are removed.
     """
     raw = np.frombuffer(text, np.uint8)
     known = raw[((raw >= 32) & (raw < 127)) | (raw == 10)].astype(np.int64)
@@ -125,8 +128,8 @@ def encoded(text: bytes) -> npt.NDArray[np.int64]:
 
 
 def windows(codes: npt.NDArray[np.int64], context: int) -> Data:
-    """Return consecutive windows x (count, context), and y, the character that follows each character; test and
-    training windows do not overlap.
+    """Return consecutive windows x (count, context) of the text, and y, the character that follows each character of x.
+    Test and training windows do not overlap.
     """
     count = (len(codes) - 1) // context
     x = codes[: count * context].reshape(count, context)

@@ -16,7 +16,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 TRAIN = 1437
-"""Number of training samples; the other samples, of 1797 in total, are the test set."""
+"""Number of training samples. The other samples, of 1,797 in total, are the test set."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Digits(Workload):
 
 
 def table_file() -> Path:
-    """Return the file in scikit-learn that holds the digits; importing scikit-learn would take a second in every
-    process.
+    """Return the path of the file in scikit-learn that holds the digits, found without importing scikit-learn, which
+    would take a second in every process.
 
     Raises:
         MissingDependency: scikit-learn is not installed, or has no such file.

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from flockstep.frameworks.torch_kinds import register_kind
 
 MEAN_PIXEL = 0.3
-"""Approximate mean of the digits' pixels; without it the first layer learns the mean in about fifty steps."""
+"""Approximate mean of the pixels of the digits data set. If the mean is not subtracted, the first layer learns it in
+about fifty steps.
+"""
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the result of `build`, called with torch's random numbers seeded; the caller's random state does not
+    """Return the result of `build()`, called with torch's random numbers seeded. The caller's random state does not
     change.
     """
     with torch.random.fork_rng(devices=[]):
@@ -26,28 +28,28 @@ def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats; outputs (..., classes), targets (...)."""
+    """Return the mean cross entropy in nats, for outputs of shape (..., classes) and targets of shape (...)."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def nats_per_character(outputs: Tensor, targets: Tensor) -> float:
-    """Return `cross_entropy` as a number, for use as a metric."""
+    """Return the mean cross entropy in nats as a number, for use as a metric."""
     return float(cross_entropy(outputs, targets))
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error; outputs and targets have the same shape."""
+    """Return the mean squared error of outputs and targets of the same shape."""
     return F.mse_loss(outputs, targets)
 
 
 def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
-    """Return the mean squared error as a number; for targets of variance 1 the error is relative to their variance."""
+    """Return the mean squared error as a number. For targets of variance 1, the error is relative to their variance."""
     return float(squared_error(outputs, targets))
 
 
 def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
-    """Return a CNN for images: pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden
-    units.
+    """Return a CNN for images: pixels (batch, 1, 8, 8) in [0, 1] → logits (batch, 10). With 240 hidden units, the
+    network has 38,170 parameters.
     """
 
     def build() -> nn.Module:
@@ -71,7 +73,9 @@ def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
 
 
 def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
-    """Return a CNN for signals: (batch, 1, 40) → 10 logits; 28,030 parameters with 28 hidden units."""
+    """Return a CNN for signals: (batch, 1, 40) → logits (batch, 10). With 28 hidden units, the network has 28,030
+    parameters.
+    """
 
     def build() -> nn.Module:
         layers: list[nn.Module] = []
@@ -152,7 +156,9 @@ class Transformer(nn.Module):
         self.head = None if tied else nn.Parameter(0.1 * torch.randn(symbols, width))
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return the logits (batch, context, symbols) of each next character of the characters (batch, context)."""
+        """Return the logits (batch, context, symbols) of the next character after each of the characters (batch,
+        context).
+        """
         x = F.embedding(characters, self.embedding) + self.position
         for block in self.blocks:
             x = block(x, self.mask)
@@ -161,8 +167,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer perceptron, each of which normalizes its input and adds its output to the
-    input.
+    """A transformer block: self-attention and a two-layer perceptron, each of which normalizes its input and adds its
+    output to the input.
     """
 
     def __init__(self, width: int, heads: int, residual: float) -> None:
@@ -177,8 +183,8 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return the block's output, of the shape (batch, context, width) of its input; `mask` (context, context) is
-        -inf for later characters.
+        """Return the block's output, which has the shape (batch, context, width) of its input. `mask` (context,
+        context) is -inf for later characters and 0 otherwise.
         """
         x = x + self.out(self._attention(self.mix(self.norm_1(x)), mask))
         result: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))

@@ -15,22 +15,24 @@ from flockstep.frameworks.base import Data, Indices, Job
 
 @dataclass(frozen=True)
 class OwnData:
-    """The samples of one worker, which no other process has, or the test set of the process that evaluates."""
+    """The samples that a single process of a run reads from files: the training samples of one worker, or the test set
+    of the process that evaluates.
+    """
 
     folder: str
-    """Folder with the samples in `x.npy` and `y.npy`, first axis over samples."""
+    """Path of the folder with the samples in `x.npy` and `y.npy`; the first axis of both arrays counts samples."""
     sizes: tuple[int, ...]
     """Number of training samples of every worker."""
     facts: dict[str, str] = field(default_factory=dict)
-    """Facts that must be the same when the run is repeated, such as a hash of the samples."""
+    """Facts about the samples that must be the same when the run is repeated, such as a hash."""
 
     @property
     def parts(self) -> list[Indices]:
-        """For each worker, the indices into its own samples."""
+        """The indices of each worker's samples within the worker's own files."""
         return [np.arange(size) for size in self.sizes]
 
     def job(self, job: Job) -> Job:
-        """Return the job with these samples as both training set and test set; a process uses only one of the two."""
+        """Return the job with these samples as both training set and test set. A process uses only one of the two."""
         return dataclasses.replace(job, data=self._data, facts=self.facts)
 
     def _data(self) -> Data:
@@ -39,7 +41,7 @@ class OwnData:
 
 
 def write_samples(folder: Path, x: FlatArray, y: FlatArray) -> None:
-    """Write samples to the files from which `OwnData` reads them."""
+    """Write the arrays of samples to the files from which `OwnData` reads them."""
     np.save(folder / "x.npy", x, allow_pickle=False)
     np.save(folder / "y.npy", y, allow_pickle=False)
 

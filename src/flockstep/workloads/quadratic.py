@@ -40,8 +40,8 @@ class Quadratic(Workload):
         require_at_least(0, noise=self.noise, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job; the initial parameters, drawn from the standard normal distribution, depend on the engine's
-        seed.
+        """Return the job. The initial parameters are drawn from the standard normal distribution, and depend on the
+        seed of the run.
         """
         return Job(
             model=lambda: numpy_framework.QuadraticModel(np.geomspace(1 / self.condition, 1, self.dimension)),
@@ -70,5 +70,5 @@ class Quadratic(Workload):
 
 
 def squared_distance(outputs: Any, targets: Any) -> float:
-    """Return the mean of the squares of `outputs`, which are parameters minus samples; `targets` are not used."""
+    """Return the mean of the squares of `outputs`, which are parameters minus samples. `targets` are not used."""
     return float(np.mean(np.square(outputs, dtype=np.float64)))

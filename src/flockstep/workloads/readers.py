@@ -1,4 +1,6 @@
-"""Readers of files with samples that `flockstep.Data.of` accepts: text, images in folders, Hugging Face, Parquet."""
+"""Readers of sample files for `flockstep.Data.of`: text, images in folders, Hugging Face data sets and Parquet
+files.
+"""
 
 from __future__ import annotations
 
@@ -87,12 +89,12 @@ class ImageFolder:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Names of the classes in alphabetical order: those of the subfolders."""
+        """Names of the classes, which are the names of the subfolders, in alphabetical order."""
         return sorted({file.parent.name for file in self._files})
 
     @cached_property
     def targets(self) -> list[int]:
-        """Number of the class of every image."""
+        """Index of the class of every image, in order of the images."""
         numbers = {name: number for number, name in enumerate(self.classes)}
         return [numbers[file.parent.name] for file in self._files]
 
@@ -120,7 +122,7 @@ class ImageFolder:
 
 
 class columns:  # noqa: N801 - called like a function
-    """Return samples (row[x], row[y]) of rows that are mappings, such as those of a Hugging Face data set.
+    """Return samples (row[x], row[y]) from rows that are mappings, such as the rows of a Hugging Face data set.
 
     Raises:
         ConfigurationError: the rows have no such columns.
@@ -149,7 +151,7 @@ class _HuggingFace(columns):
 
 
 def hugging_face(folder: Path | str, x: str, y: str) -> columns:
-    """Return the samples of a Hugging Face data set that `save_to_disk` wrote; rows are read when they are needed.
+    """Return the samples of a Hugging Face data set that `save_to_disk` wrote. Rows are read when they are needed.
 
     Args:
         folder: folder of one data set, such as the `train` of a `DatasetDict`.
@@ -176,7 +178,7 @@ def hugging_face(folder: Path | str, x: str, y: str) -> columns:
 
 
 def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return inputs and targets from a Parquet file, or from a folder of such files; the named columns are read into
+    """Return inputs and targets from a Parquet file, or from a folder of such files. The named columns are read into
     memory.
 
     Args:

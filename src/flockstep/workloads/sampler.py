@@ -1,4 +1,4 @@
-"""The order in which a worker goes through its samples."""
+"""The order in which a worker draws its samples."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _STREAM = 0x5A3B
 
 
 BLOCK = 1024
-"""Number of samples that are permuted at a time: several permutations of a small shard, so that fewer generators are
-created.
+"""Number of samples that are permuted at a time. A block holds several permutations of a small shard, so that fewer
+random generators are created.
 """
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Position of a sampler: number of blocks of permutations used up, and number of samples used of the current
-    block.
+    """Position of a sampler: the number of blocks of permutations used up, and the number of samples used of the
+    current block.
     """
 
     block: int = 0
@@ -31,7 +31,8 @@ class SamplerState:
 
 
 class Sampler:
-    """A worker's endless stream of batches: its shard in a new random order each epoch, cut into consecutive batches.
+    """A worker's endless stream of batches: the worker's shard in a new random order each epoch, cut into consecutive
+    batches.
 
     A batch that reaches the end of a permutation continues with the next permutation, so every batch is full and every
     sample is drawn equally often, even from a shard smaller than a batch. The order depends only on seed and rank.
@@ -61,7 +62,9 @@ class Sampler:
         self._block, self._position, self._order = 0, 0, self._permutations(0)
 
     def next(self, batch: int | None = None) -> Indices:
-        """Return the next batch, int64 (batch,); do not write to it, because it may be a view of the order."""
+        """Return the sample indices of the next batch, int64 (batch,). The array may be a view and must not be written
+        to.
+        """
         size = self._batch if batch is None else batch
         start = self._position
         end = start + size
@@ -71,18 +74,19 @@ class Sampler:
         return self._order[start:end]
 
     def peek(self, batch: int) -> Indices | None:
-        """Return the next batch of the given size without drawing it; None if the batch would begin another
+        """Return the indices of the next `batch` samples without drawing them; None if the batch would begin another
         permutation.
         """
         end = self._position + batch
         return self._order[self._position : end] if end <= len(self._order) else None
 
     def state(self) -> SamplerState:
-        """Return the position of the stream."""
+        """Return the position of the sampler in its stream of batches."""
         return SamplerState(self._block, self._position)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from `state` exactly as the sampler from which the state was taken.
+        """Continue the stream of batches from the position `state`, exactly as the sampler from which the state was
+        taken.
 
         Raises:
             ConfigurationError: `state` belongs to a larger shard.
@@ -114,8 +118,8 @@ class Sampler:
 
 
 def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
-    """Return the number of steps of each worker until all workers together have seen the training set `epochs` times;
-    at least 1.
+    """Return the number of steps of each worker in which all workers together draw the training set `epochs` times; at
+    least 1.
 
     Raises:
         ConfigurationError: epochs is not positive, or train_size, workers or batch is below 1.

@@ -41,7 +41,7 @@ class Softmax(Workload):
         require_at_least(0, spread=self.spread, l2=self.l2, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job; every replica starts at zero, whatever the seed."""
+        """Return the job, in which every replica starts at zero, whatever the seed of the run."""
         return Job(
             model=lambda: numpy_framework.SoftmaxRegression(self.features, self.classes, self.l2),
             data=self._data,

@@ -1,4 +1,4 @@
-"""Splits: how the training samples are distributed over the workers."""
+"""Splits, which distribute the training samples over the workers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ Labels = npt.NDArray[np.int64]
 
 
 class Split(Component):
-    """Assigns every training sample to exactly one worker, and at least one sample to every worker."""
+    """The interface of a split, which assigns every training sample to exactly one worker, and at least one sample to
+    every worker.
+    """
 
     noun: ClassVar[str] = "split"
 
     @abstractmethod
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return each worker's sample indices, out of range(size); equal arguments give equal indices.
+        """Return the indices of each worker's samples, out of range(size). Equal arguments give equal indices.
 
         Args:
             labels: the class of every sample, of shape (size,), or None if there are no classes.
             size: number of samples.
-            workers: number of shards to make.
+            workers: number of workers over which the samples are divided.
             seed: the run's seed.
 
         Raises:
@@ -44,7 +46,7 @@ class Iid(Split):
     """A random permutation of the samples, cut into equal parts, so that all workers have the same distribution."""
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return parts of a random permutation, whose sizes differ by at most one."""
+        """Return equal parts of a random permutation of the samples; the sizes of the parts differ by at most one."""
         _check(labels, size, workers)
         return np.array_split(generator("split", seed).permutation(size), workers)
 
@@ -67,7 +69,9 @@ class ByLabel(Split):
             )
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return shards of few classes; without `classes_per_worker` their sizes differ by at most one."""
+        """Return the indices of each worker's samples, which are of few classes. Without `classes_per_worker`, the
+        sizes of the shards differ by at most one.
+        """
         labels = _need_labels("by_label", labels)
         _check(labels, size, workers)
         rng = generator("split", seed)
@@ -103,7 +107,8 @@ class ByLabel(Split):
 
 @dataclass(frozen=True)
 class Dirichlet(Split):
-    """Each class is split in random proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019).
+    """Each class is divided among the workers in random proportions drawn from Dirichlet(alpha) (Yurochkin et al.
+    2019).
 
     A small alpha gives each worker few classes and shards of unequal size, a large alpha approaches `iid`. A worker
     that would get no sample gets a sample from the largest shard.

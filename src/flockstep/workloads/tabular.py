@@ -13,7 +13,9 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 GAIN = 1.5
-"""Scale of the inputs to the teacher's units, which exceed their linear range; the student's initial scale is 1."""
+"""Factor on the inputs of the teacher network's tanh units, with which the inputs exceed the units' linear range. The
+student's initial factor is 1.
+"""
 
 Floats = npt.NDArray[np.float64]
 
