@@ -1,1 +1,3 @@
-"""Closed-form costs of training: layers and models by their shapes, clusters, links, and the step of a strategy."""
+"""Closed-form costs of training, computed from the shapes of layers and models, from clusters and links, and from the
+step of a strategy.
+"""

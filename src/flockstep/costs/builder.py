@@ -1,4 +1,6 @@
-"""A builder for the shapes of networks; each method adds a layer and returns the shape of the layer's output."""
+"""A builder for the shapes of networks, each of whose methods adds a layer and returns the shape of the layer's
+output.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class At:
-    """Shape of a layer's output: `channels` maps of `size` × `size` per sample; `after` names the layers that compute
-    it.
+    """Shape of a layer's output: `channels` maps of `size` × `size` elements per sample. `after` names the layers that
+    compute the output.
     """
 
     channels: int
@@ -29,12 +31,14 @@ class At:
 
 @dataclass
 class Net:
-    """Layers in the order in which they were added, each with the names of the layers whose outputs it reads."""
+    """A network under construction: its layers in the order in which they were added, each with the names of the layers
+    whose outputs it reads.
+    """
 
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, layer: Layer, after: tuple[str, ...], channels: int, size: int = 1) -> At:
-        """Append `layer`. If it reads the output of no other layer, its inputs are the data, which need no gradient."""
+        """Append `layer` to the network."""
         wired = dataclasses.replace(layer, after=after)
         self.layers.append(wired if after else dataclasses.replace(wired, by_input=NOTHING))
         return At(channels, size, (layer.name,))
@@ -58,7 +62,7 @@ class Net:
         )
 
     def pool(self, x: At, name: str, kernel: int, stride: int, pad: int = 0, ceil: bool = False) -> At:
-        """Append a square maximum or mean pooling; with `ceil`, the size of the output is rounded up."""
+        """Append a square maximum or mean pooling. With `ceil`, the size of the output is rounded up."""
         size = _outputs(x.size, kernel, stride, pad, ceil)
         layer = formulas.pooling(name, x.elements, x.channels * size**2, (kernel, kernel))
         return self.add(layer, x.after, x.channels, size)
@@ -76,17 +80,17 @@ class Net:
         return self.add(formulas.linear(name, x.elements, width), x.after, width)
 
     def total(self, xs: Sequence[At], name: str) -> At:
-        """Append a layer that adds the outputs of branches."""
+        """Append a layer that adds the outputs of several branches."""
         after = tuple(one for x in xs for one in x.after)
         return self.add(formulas.total(name, xs[0].elements, len(xs)), after, xs[0].channels, xs[0].size)
 
     def shape(self, name: str, note: str) -> ModelShape:
-        """The shape of the network built so far."""
+        """Return the shape of the network that has been built."""
         return ModelShape(name, tuple(self.layers), note=note)
 
 
 def in_parallel(xs: Sequence[At]) -> At:
-    """Concatenate the channels of the outputs of branches."""
+    """Return the output of several branches whose channels are concatenated."""
     return At(sum(x.channels for x in xs), xs[0].size, tuple(one for x in xs for one in x.after))
 
 

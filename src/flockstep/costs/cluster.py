@@ -24,7 +24,7 @@ from flockstep.simulation.tiers import Tiers
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """A cluster: groups of machines in order of rank, and the links between the workers.
+    """The description of a cluster: groups of machines in order of rank, and the links between the workers.
 
     The groups that an `inside` link names form a tier; a separate link connects every two tiers.
     """
@@ -40,16 +40,14 @@ class ClusterShape:
     """Seconds that a gradient takes in addition to its operations, whatever the size of the model."""
     about: str = ""
     job: str | None = None
-    """The job whose gradients `law` describes; None if `law` describes no particular job."""
+    """The job whose gradients the distribution `law` describes; None if `law` describes no particular job."""
     rates: Rates = field(default_factory=Rates)
     message: float = 0.0
-    """Seconds that a worker spends on each message that it sends or receives, whatever the message's size."""
+    """Seconds that a worker spends on each message that it sends or receives, whatever the size of the message."""
     copy: float = 0.0
     """Seconds that a core spends on each byte of payload at either end of a link, while the link carries the byte."""
     step: float = 0.0
-    """Seconds of a worker's step that are spent on anything other than the gradient, the optimizer, messages and
-    codecs.
-    """
+    """Seconds of a worker's step that are spent neither on the gradient nor on the optimizer, messages and codecs."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -82,7 +80,7 @@ class ClusterShape:
 
     @property
     def workers(self) -> int:
-        """Number of workers on all machines."""
+        """Number of workers on all machines of the cluster."""
         return sum(group.size for group in self.groups)
 
     @property
@@ -92,7 +90,9 @@ class ClusterShape:
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the groups in each tier, in order of the groups."""
+        """Names of the machine groups in each tier, in order of the groups. A tier consists of the groups that one
+        `inside` link connects.
+        """
         together = {name: wire.groups for wire in self.wires if wire.reach == "inside" for name in wire.groups}
         names = [group.name for group in self.groups]
         tiers = [tuple(one for one in names if one in together.get(name, (name,))) for name in names]
@@ -100,12 +100,12 @@ class ClusterShape:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether any group has workers that may join and leave at any time."""
+        """Whether the cluster has a group whose workers may join and leave at any time."""
         return any(group.comes_and_goes for group in self.groups)
 
     @property
     def failures(self) -> float:
-        """Failures per second of all machines together."""
+        """Number of failures per second of all machines together."""
         return sum(group.failures * group.count for group in self.groups)
 
     @property
@@ -115,14 +115,14 @@ class ClusterShape:
         return min(known, default=None)
 
     def with_memory(self, nbytes: float | None) -> ClusterShape:
-        """Return the cluster with `nbytes` bytes of memory for each worker; None means unknown."""
+        """Return the cluster with `nbytes` bytes of memory for each worker; None for unknown memory."""
         groups = (replace(one, memory=None if nbytes is None else nbytes * one.workers) for one in self.groups)
         return replace(self, groups=tuple(groups))
 
     def placed(self, workers: int | None = None) -> tuple[tuple[MachineGroup, int], ...]:
         """Return the machines in order of rank, with the number of workers on each machine.
 
-        A total of `workers` that differs from the description's is divided among the machines in proportion.
+        A number of `workers` that differs from that of the description is divided among the machines in proportion.
 
         Raises:
             ConfigurationError: `workers` is below 1.
@@ -153,11 +153,11 @@ class ClusterShape:
         return tuple(group for group, size in self.placed(workers) for _ in range(size))
 
     def factors(self, workers: int | None = None) -> tuple[float, ...]:
-        """Factor of every worker on the durations of `law`, if each worker has a core of its own."""
+        """Factor of every worker on the durations of the distribution `law`, if each worker has a core of its own."""
         return tuple(1 / group.speed for group in self.groups_by_rank(workers))
 
     def seconds_for(self, work: float) -> float:
-        """Mean seconds of a gradient of `work` floating-point operations on a machine of speed 1.
+        """Return the mean seconds of a gradient of `work` floating-point operations on a machine of speed 1.
 
         Raises:
             ConfigurationError: the description has no operations per second.
@@ -170,7 +170,7 @@ class ClusterShape:
         return self.overhead + work / self.operations
 
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
-        """Return the compute model of the workers for virtual time.
+        """Return the compute model of `workers` workers of the cluster, for a run in virtual time.
 
         `seconds` is the mean duration of a gradient at speed 1; None stands for the mean of `law`.
 
@@ -192,7 +192,7 @@ class ClusterShape:
         return SharedCores(law, sum(_cores(*machine) for machine in machines), turns=True) if all(crowded) else law
 
     def network(self, workers: int | None = None) -> Network:
-        """Return the simplest network model between the workers for virtual time.
+        """Return the simplest network model that describes the links between the workers, for a run in virtual time.
 
         Servers have their own network cards: on separate machines if the tier has one worker per machine, otherwise on
         the workers' machines.
@@ -256,7 +256,7 @@ class ClusterShape:
 
     @functools.cached_property
     def slowest(self) -> ClusterLink:
-        """Return the slowest link between any two workers; see `wire_between`.
+        """Return the slowest link between any two workers, with the latency of the whole path.
 
         Raises:
             ConfigurationError: there is only one worker.
@@ -269,7 +269,7 @@ class ClusterShape:
 
     @property
     def link(self) -> costs.LinkModel:
-        """Return the slowest link between any two workers as a link model of the closed-form costs."""
+        """Return the slowest link between any two workers, as a link model of the closed-form costs."""
         return self.slowest.cost
 
     def _representatives(self) -> Iterator[int]:

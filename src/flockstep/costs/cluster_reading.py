@@ -1,4 +1,4 @@
-"""Cluster descriptions from TOML; an error names the file, the line, the value and what to write instead."""
+"""Reads cluster descriptions from TOML. An error names the file, the line, the value and the way out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
 
 HERE = "here"
-"""Name of the cluster file that `flockstep calibrate` stores."""
+"""Name by which a user refers to the cluster file that `flockstep calibrate` stores for this machine."""
 
 _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -29,12 +29,12 @@ _OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/
 
 
 def calibration() -> pathlib.Path:
-    """Path of the cluster file that describes this machine, written by `flockstep calibrate`."""
+    """Return the path of the cluster file that `flockstep calibrate` writes for this machine."""
     return pathlib.Path.home() / ".cache" / "flockstep" / f"{HERE}.toml"
 
 
 def usual_cluster() -> str:
-    """Name of the cluster that a plan uses by default: this machine's calibration if there is one, otherwise
+    """Return the name of the cluster that a plan uses by default: "here" if this machine was calibrated, otherwise
     "laptop".
     """
     try:
@@ -44,14 +44,14 @@ def usual_cluster() -> str:
 
 
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
-    """Load a built-in cluster, or a cluster described by a TOML file.
+    """Load a built-in cluster, or a cluster that a TOML file describes.
 
     Args:
         name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.
 
     Raises:
-        ConfigurationError: there is no such cluster, or the file breaks a rule; the message has the file, the line,
-            the value and what to write instead.
+        ConfigurationError: there is no such cluster, or the file breaks a rule; the message names the file, the line,
+            the value and the way out.
     """
     path = pathlib.Path(name)
     if name == HERE:
@@ -77,7 +77,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
 
 
 def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") -> ClusterShape:
-    """Parse a TOML document that describes a cluster; `where` names the document in errors.
+    """Return the cluster that a TOML document describes. `where` names the document in errors.
 
     Raises:
         ConfigurationError: the document breaks a rule.

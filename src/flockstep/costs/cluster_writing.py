@@ -1,4 +1,4 @@
-"""Writes a cluster as a TOML document that `flockstep.costs.cluster_reading` reads."""
+"""Writes a cluster's description as a TOML document that `flockstep.costs.cluster_reading` can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from flockstep.costs.machines import DAY, ClusterLink, MachineGroup
 
 
 def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
-    """Return the cluster as a TOML document without default values; `notes` become comments at the top."""
+    """Return the cluster's description as a TOML document without default values. `notes` become comments at the
+    top.
+    """
     data: dict[str, Any] = {"about": shape.about} if shape.about else {}
     data["compute"] = str(shape.law)
     if shape.operations is not None:

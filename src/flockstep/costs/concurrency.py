@@ -1,5 +1,5 @@
-"""Work and depth of one worker's share of a layer, if P workers divide the samples, divide each layer, or divide the
-network into groups of layers.
+"""Work and depth of one worker's share of a layer, if P workers divide the samples (data parallelism), divide each
+layer (model parallelism), or divide the network into groups of layers (pipeline parallelism).
 
 The three ways compute the same step: the gradient of P·N samples, N for each worker. Their W, D and W/D can therefore
 be compared: W/D bounds the number of processing elements that a worker can keep busy (Ben-Nun & Hoefler 2019, sections
@@ -16,21 +16,23 @@ from flockstep.costs.layers import Layer, Number, log2_ceil
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Work and depth of one worker in a step, of the forward and the backward pass together."""
+    """Work and depth of one worker in a step, for the forward and the backward pass together."""
 
     work: Number
-    """W: number of floating-point operations of the worker."""
+    """Work W: the number of floating-point operations of the worker."""
     depth: int
-    """D: length of the longest chain of dependent operations that the worker takes part in."""
+    """Depth D: the length of the longest chain of dependent operations in which the worker takes part."""
 
     @property
     def parallelism(self) -> float:
-        """W/D, the mean number of the worker's operations that can run at the same time; 0 if there are none."""
+        """Average parallelism W/D: the mean number of the worker's operations that can run at the same time; 0 without
+        operations.
+        """
         return self.work / self.depth if self.depth else 0.0
 
 
 def of_data_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
-    """Return the share of a worker that computes the layer on its own `batch` samples.
+    """Return the work and depth of a worker that computes the layer on its own `batch` samples.
 
     The gradient of the weights is summed over the samples of a worker, and then over `workers` workers in ⌈log2 P⌉
     rounds. The additions of both sums are those of one sum over all samples.
@@ -42,13 +44,15 @@ def of_data_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
 
 
 def of_model_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
-    """Return the share of a worker that computes a P-th of the layer on the samples of all `workers` workers."""
+    """Return the work and depth of a worker that computes a P-th of the layer on the samples of all P = `workers`
+    workers.
+    """
     everything = batch * workers
     return Concurrency(layer.work(everything) / workers, layer.depth(everything))
 
 
 def of_pipeline_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
-    """Return the share of the worker whose pipeline stage has the layer.
+    """Return the work and depth of the worker whose pipeline stage contains the layer.
 
     In a step, the stage computes `workers` micro-batches of `batch` samples, one after the other.
     """
@@ -60,4 +64,6 @@ CONCURRENCY: dict[str, Callable[[Layer, int, int], Concurrency]] = {
     "model": of_model_parallel,
     "pipeline": of_pipeline_parallel,
 }
-"""Kind of parallelism → function (layer, samples per worker, workers) that returns a worker's share."""
+"""Kind of parallelism → function that returns a worker's share of a layer, given (layer, samples per worker, number of
+workers).
+"""

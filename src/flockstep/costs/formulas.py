@@ -1,8 +1,8 @@
-"""Work and depth of layers, by kind, from their shapes, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
+"""Work W and depth D of layers, by kind, from their shapes, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
 
-Their table gives the orders of W and D; the formulas here count every operation. The argument `data` says that the
-layer's inputs are the data, which need no gradient. Sums over the batch determine the depth of the weights' gradients.
-A convolution computed as a matrix product (im2col) has the same W and D as a direct convolution.
+The paper's table gives the orders of W and D; the formulas of this module count every operation. The argument `data`
+says that the layer's inputs are the data, which need no gradient. Sums over the batch determine the depth of the
+weights' gradients. A convolution computed as a matrix product (im2col) has the same W and D as a direct convolution.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 NORMALIZE, NORMALIZE_WEIGHTS, NORMALIZE_INPUTS = 7, 3, 8
-"""Operations per element of a normalization. Forward: mean 1, center 1, variance 2, divide 1, scale and shift 2.
-Backward: 2 for ∇γ, 1 for ∇β, 8 for the gradient of the inputs.
+"""Number of operations per element of a normalization. Forward pass: mean 1, center 1, variance 2, divide 1, scale and
+shift 2. Backward pass: 2 for ∇γ, 1 for ∇β, 8 for the gradient of the inputs.
 """
 SOFTMAX, SOFTMAX_BACK = 4, 3
-"""Operations per element of a softmax. Forward: maximum, exponential of the difference, sum, quotient. Backward:
-product, sum, difference.
+"""Number of operations per element of a softmax. Forward pass: maximum, exponential of the difference, sum, quotient.
+Backward pass: product, sum, difference.
 """
 
 
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
-    """Fully connected layer: W = N C_out C_in, D = ⌈log2 C_in⌉ forward.
+    """Return a fully connected layer: work W = N C_out C_in, depth D = ⌈log2 C_in⌉ in the forward pass.
 
     `rows` is the number of rows per sample, for example the tokens of a text.
     """
@@ -52,7 +52,8 @@ def convolution(
     data: bool = False,
     transposed: bool = False,
 ) -> Layer:
-    """Convolution, direct or im2col: W = N C_out H' W' C_in K_y K_x, D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ forward.
+    """Return a convolution, direct or im2col: work W = N C_out H' W' C_in K_y K_x, depth D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ +
+    ⌈log2 K_x⌉ in the forward pass.
 
     `kernel`, `inputs` (H, W) and `outputs` (H', W') have any number of dimensions. A transposed convolution spreads
     each input over a window, so the inputs are counted instead of the outputs.
@@ -73,7 +74,7 @@ def convolution(
 
 
 def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], data: bool = False) -> Layer:
-    """Maximum or mean pooling: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉.
+    """Return a maximum or mean pooling: work W = N C H' W' K_y K_x, depth D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉.
 
     The backward pass has one operation per output.
     """
@@ -88,7 +89,9 @@ def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], dat
 
 
 def activation(name: str, elements: Number, data: bool = False, kind: str = "activation") -> Layer:
-    """Elementwise activation: W = N C H W and D = 1, both forward and backward."""
+    """Return an elementwise activation: work W = N C H W and depth D = 1, both in the forward and in the backward
+    pass.
+    """
     return Layer(
         name,
         kind,
@@ -100,8 +103,8 @@ def activation(name: str, elements: Number, data: bool = False, kind: str = "act
 
 
 def total(name: str, elements: Number, terms: int = 2) -> Layer:
-    """Sum of the outputs of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; the gradient is passed on
-    unchanged.
+    """Return a layer that adds the outputs of `terms` branches: work W = N C H W (terms - 1), depth D = ⌈log2 terms⌉.
+    The gradient is passed on unchanged.
     """
     return Layer(
         name,
@@ -113,7 +116,7 @@ def total(name: str, elements: Number, terms: int = 2) -> Layer:
 
 
 def softmax(name: str, elements: Number, classes: int, data: bool = False) -> Layer:
-    """Softmax over `classes` classes: a maximum and a sum, each of depth ⌈log2 classes⌉."""
+    """Return a softmax over `classes` classes: a maximum and a sum, each of depth ⌈log2 classes⌉."""
     depth = log2_ceil(classes)
     return Layer(
         name,
@@ -126,7 +129,8 @@ def softmax(name: str, elements: Number, classes: int, data: bool = False) -> La
 
 
 def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
-    """Batch normalization: W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance.
+    """Return a batch normalization: work W of the order N C H W, depth D = ⌈log2 N H W⌉ for the mean, and again for the
+    variance.
 
     `places` is H·W, the number of places per sample.
     """
@@ -144,7 +148,9 @@ def batch_norm(name: str, channels: int, places: Number, affine: bool = True, da
 
 
 def group_norm(name: str, elements: Number, over: int, weights: int, biases: int = 0, data: bool = False) -> Layer:
-    """Normalization over `over` elements of one sample (layer, group and instance norm): D = 2 ⌈log2 over⌉ forward."""
+    """Return a normalization over `over` elements of one sample (layer, group or instance norm): depth D = 2 ⌈log2
+    over⌉ in the forward pass.
+    """
     depth = log2_ceil(over)
     each = elements / weights if weights else elements
     return Layer(
@@ -160,7 +166,7 @@ def group_norm(name: str, elements: Number, over: int, weights: int, biases: int
 
 
 def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
-    """Embedding: a lookup without arithmetic; the backward pass adds the gradients of equal symbols."""
+    """Return an embedding: a lookup without arithmetic, whose backward pass adds the gradients of equal symbols."""
     return Layer(
         name,
         "embedding",
@@ -172,8 +178,8 @@ def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
 
 
 def attention(name: str, heads: int, queries: int, keys: int, head: int) -> Layer:
-    """Attention without its weights, softmax(q kᵀ) v (Vaswani et al. 2017); `head` is the number of elements per
-    head.
+    """Return an attention without its weights, softmax(q kᵀ) v (Vaswani et al. 2017). `head` is the number of elements
+    per head.
     """
     scores = heads * queries * keys
     over_keys = log2_ceil(keys)
@@ -198,9 +204,10 @@ def recurrent(
     biases: int = 2,
     data: bool = False,
 ) -> Layer:
-    """Recurrent cell of `gates` gates (4 for LSTM, 3 for GRU, 1 for a plain cell) over a sequence.
+    """Return a recurrent cell of `gates` gates (4 for LSTM, 3 for GRU, 1 for a plain cell) over a sequence of `steps`
+    steps.
 
-    D grows with `steps`, which are sequential.
+    The depth D grows with `steps`, because the steps are sequential.
 
     Each step has a product with the inputs, which does not depend on earlier steps, a product with the hidden state,
     and about three further operations per gate and unit.

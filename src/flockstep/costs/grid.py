@@ -1,4 +1,4 @@
-"""Locally connected layers on a grid of machines: the number of activations that a machine fetches from its
+"""Locally connected layers on a grid of machines, and the number of activations that each machine fetches from its
 neighbors.
 """
 
@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A convolution or a locally connected layer, on a field of `height` × `width` places."""
+    """The shape of a convolution or of a locally connected layer, on a field of `height` × `width` places."""
 
     height: int
     width: int
@@ -35,11 +35,12 @@ class LocalLayer:
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """Height and width of the field of outputs, without padding."""
+        """Height and width of the field of outputs, which has no padding."""
         return (self.height - self.window) // self.stride + 1, (self.width - self.window) // self.stride + 1
 
     def fetched(self, rows: int, columns: int) -> list[int]:
-        """Return the input elements that each machine of a grid fetches for one sample (Coates et al. 2013, section 4).
+        """Return the numbers of input elements that the machines of a grid fetch for one sample (Coates et al. 2013,
+        section 4).
 
         Inputs and outputs are divided into `rows` × `columns` rectangles, one for each machine. A machine fetches an
         element once, however many of its outputs read it, and returns the same number of gradients in the backward

@@ -1,10 +1,11 @@
-"""Work, depth and bytes of a network's layers, and where data parallelism costs less than splitting a layer.
+"""Work, depth and bytes of a network's layers, and the layers for which data parallelism costs less than splitting.
 
 Work W and depth D are those of Ben-Nun & Hoefler, "Demystifying Parallel and Distributed Deep Learning" (2019, sections
 on the primer of parallelism and on layer types): W counts operations, D is the longest chain of dependent operations,
 and W/D, the average parallelism, bounds the number of processing elements that a layer can keep busy. The paper counts
-a multiply-add as one operation of W; here it is two floating-point operations. The paper's D counts the ⌈log2 n⌉ rounds
-of a sum of n numbers; here a chain has at least one operation. As in the paper, W and D leave out biases.
+a multiply-add as one operation of W; flockstep counts two floating-point operations. The paper's D counts the ⌈log2 n⌉
+rounds of a sum of n numbers; in flockstep, a chain has at least one operation. As in the paper, W and D leave out
+biases.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ Parallelism = Literal["data", "split"]
 
 
 def log2_ceil(count: Number) -> int:
-    """⌈log2 count⌉, the number of rounds in which `count` numbers are summed in pairs; 0 for at most one number."""
+    """Return ⌈log2 count⌉, the number of rounds in which `count` numbers are summed in pairs; 0 for at most one
+    number.
+    """
     return max(math.ceil(count) - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One computation of a layer: its values, the gradient of its weights, or the gradient of its inputs.
+    """The operations of one pass of a layer: of its values, of the gradient of its weights, or of the gradient of its
+    inputs.
 
     `products` are multiply-adds and `other` further operations, both per sample. The longest chain consists of `depth`
     operations and of `sums` successive sums, each over `summed` numbers from every sample of the batch.
@@ -49,18 +53,22 @@ class Pass:
                 )
 
     def work(self, batch: int) -> Number:
-        """Return W, the number of floating-point operations for `batch` samples; a multiply-add counts as two."""
+        """Return the work W, the number of floating-point operations for `batch` samples. A multiply-add counts as two
+        operations.
+        """
         return batch * (2 * self.products + self.other)
 
     def chain(self, batch: int) -> int:
-        """Return D, the length of the longest chain of dependent operations; 0 if there are no operations."""
+        """Return the depth D, the length of the longest chain of dependent operations; 0 without operations."""
         if not self.products and not self.other:
             return 0
         return max(1, self.depth + self.sums * log2_ceil(batch * self.summed))
 
 
 NOTHING = Pass()
-"""An empty pass, for the gradient of the weights in a layer without weights, and for the gradient of the data."""
+"""A pass without operations, for the gradient of the weights in a layer without weights, and for the gradient of the
+data.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Layer:
     name: str
     kind: str
     parameters: int = 0
-    """Number of the layer's parameters that no earlier layer counts."""
+    """Number of parameters of the layer, without parameters that an earlier layer counts."""
     forward: Pass = NOTHING
     by_weight: Pass = NOTHING
     """The pass that computes the gradient of the weights."""
@@ -84,13 +92,15 @@ class Layer:
     writes: Number = 0
     """Number of elements of the layer's outputs, per sample."""
     trained: int | None = None
-    """Number of parameters that have a gradient; None if all have one."""
+    """Number of the layer's parameters that have a gradient; None if all have one."""
     after: tuple[str, ...] | None = None
     """Names of the layers whose outputs this layer reads; None for the previous layer."""
     tied: str | None = None
     """Name of the layer that counts the weights which this layer shares; None if this layer has its own weights."""
     counted: CountedBy = "formula"
-    """How the work was counted: by the formulas of this package, by torch, from a trace of JAX, or unknown."""
+    """The way in which the work was counted: by the formulas of flockstep, by torch, from a trace of JAX, or not at
+    all.
+    """
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -109,64 +119,75 @@ class Layer:
 
     @property
     def gradients(self) -> int:
-        """Number of elements of the layer's gradient."""
+        """Number of elements of the gradient of the layer's parameters."""
         return self.parameters if self.trained is None else self.trained
 
     @property
     def multiply_adds(self) -> Number:
-        """Multiply-adds of the forward pass of one sample, the number that papers about networks state."""
+        """Number of multiply-adds of the forward pass of one sample, the number that papers about networks state."""
         return self.forward.products
 
     def work_forward(self, batch: int) -> Number:
-        """Floating-point operations of the forward pass of `batch` samples."""
+        """Return the floating-point operations of the forward pass of `batch` samples."""
         return self.forward.work(batch)
 
     def work_backward(self, batch: int) -> Number:
-        """Floating-point operations of both gradients for `batch` samples."""
+        """Return the floating-point operations of the gradients of weights and inputs for `batch` samples."""
         return self.by_weight.work(batch) + self.by_input.work(batch)
 
     def work(self, batch: int) -> Number:
-        """Return W, the number of floating-point operations for `batch` samples, forward and backward."""
+        """Return the work W, the number of floating-point operations of the forward and backward pass of `batch`
+        samples.
+        """
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth_backward(self, batch: int) -> int:
-        """Depth of the backward pass: the longer chain of the two gradients, which do not depend on each other."""
+        """Return the depth of the backward pass: the longer chain of the gradients of weights and inputs, which do not
+        depend on each other.
+        """
         return max(self.by_weight.chain(batch), self.by_input.chain(batch))
 
     def depth(self, batch: int) -> int:
-        """Return D, the length of the longest chain of dependent operations, forward and backward."""
+        """Return the depth D, the length of the longest chain of dependent operations in the forward and backward
+        pass.
+        """
         return self.forward.chain(batch) + self.depth_backward(batch)
 
     def parallelism(self, batch: int) -> float:
-        """Return W/D, the mean number of operations that can run at the same time; 0 if there are none."""
+        """Return the average parallelism W/D, the mean number of operations that can run at the same time; 0 without
+        operations.
+        """
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
     def activation_bytes(self, batch: int, itemsize: int = 4) -> Number:
-        """Bytes of the outputs for `batch` samples."""
+        """Return the bytes of the layer's outputs for `batch` samples."""
         return batch * self.writes * itemsize
 
     def gradient_bytes(self, itemsize: int = 4) -> int:
-        """Bytes of the gradient of the layer's parameters."""
+        """Return the bytes of the gradient of the layer's parameters."""
         return self.gradients * itemsize
 
     def data_bytes(self, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends per step to average the gradient by an optimal all-reduce: 2 (P-1)/P |∇w|."""
+        """Return the bytes that a worker sends per step to average the layer's gradient by an optimal all-reduce: 2
+        (P-1)/P |∇w| for P workers.
+        """
         return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)
 
     def pipeline_bytes(self, batch: int, itemsize: int = 4) -> Number:
-        """Bytes per step on the link after this layer, if a pipeline's stage ends with it: activations of `batch`
-        samples, and their gradients.
+        """Return the bytes per step on the link after this layer, if a pipeline stage ends with the layer: activations
+        of `batch` samples, and gradients of the activations.
         """
         return 2 * self.activation_bytes(batch, itemsize)
 
     def split_bytes(self, batch: int, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends per step if the layer is split over P workers, by the cheaper of two methods.
+        """Return the bytes that a worker sends per step if the layer is split over P workers by the cheaper of two
+        methods.
 
-        Before and after the layer each worker holds the activations of its own `batch` samples. Split by outputs, all
-        workers gather the inputs of all P·batch samples, and each returns its outputs to the workers that hold the
-        samples. Split by inputs, the inputs are exchanged and the outputs are summed and scattered. Gradients travel in
-        the opposite direction; gradients of the data are not needed.
+        Before and after the layer, each worker holds the activations of its own `batch` samples. If the layer is split
+        by outputs, all workers gather the inputs of all P·batch samples, and each returns its outputs to the workers
+        that hold the samples. If the layer is split by inputs, the inputs are exchanged and the outputs are summed and
+        scattered. Gradients travel in the opposite direction; gradients of the data are not needed.
         """
         ways = 2 if self.by_input.work(1) else 1
         whole = (workers - 1) * batch * itemsize  # to gather, or to sum and scatter, one element per sample
@@ -178,13 +199,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A network as a list of layers in the order of execution; `itemsize` is the number of bytes of one element."""
+    """The shape of a network: its layers in the order of execution. `itemsize` is the number of bytes of one
+    element.
+    """
 
     name: str
     layers: tuple[Layer, ...]
     itemsize: int = 4
     note: str = ""
-    """Which variant of the network this is, or where the layers come from."""
+    """Text that says which variant of the network the shape describes, or where the layers come from."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -205,17 +228,17 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the network; shared parameters are counted once."""
+        """Number of parameters of the network, with shared parameters counted once."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def gradients(self) -> int:
-        """Number of elements of the gradient, equal to the number of trained parameters."""
+        """Number of elements of the network's gradient, equal to the number of trained parameters."""
         return sum(layer.gradients for layer in self.layers)
 
     @property
     def multiply_adds(self) -> Number:
-        """Multiply-adds of the forward pass of one sample."""
+        """Number of multiply-adds of the network's forward pass of one sample."""
         return sum(layer.multiply_adds for layer in self.layers)
 
     @property
@@ -224,19 +247,22 @@ class ModelShape:
         return tuple(layer.name for layer in self.layers if layer.counted == "unknown")
 
     def work_forward(self, batch: int) -> Number:
-        """Floating-point operations of the forward pass of `batch` samples."""
+        """Return the floating-point operations of the network's forward pass of `batch` samples."""
         return sum(layer.work_forward(batch) for layer in self.layers)
 
     def work_backward(self, batch: int) -> Number:
-        """Floating-point operations of the gradients for `batch` samples."""
+        """Return the floating-point operations of the network's backward pass of `batch` samples."""
         return sum(layer.work_backward(batch) for layer in self.layers)
 
     def work(self, batch: int) -> Number:
-        """W: floating-point operations of a gradient of `batch` samples, forward and backward."""
+        """Return the work W, the floating-point operations of the network's forward and backward pass of `batch`
+        samples.
+        """
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth(self, batch: int) -> int:
-        """D: the longest chain of dependent operations through the layers, forward and backward.
+        """Return the depth D, the length of the longest chain of dependent operations through the layers, forward and
+        backward. Branches run in parallel.
 
         Branches run in parallel.
         """
@@ -254,45 +280,51 @@ class ModelShape:
         return max(reached.values())
 
     def parallelism(self, batch: int) -> float:
-        """W/D of the whole network: the mean number of operations that can run at the same time."""
+        """Return the average parallelism W/D of the network, the mean number of operations that can run at the same
+        time.
+        """
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient of all the model's parameters."""
+        """Number of bytes of the gradient of all parameters of the network."""
         return self.gradients * self.itemsize
 
     def activation_bytes(self, batch: int) -> Number:
-        """Bytes of the outputs of all layers: what backpropagation stores if every layer keeps its output."""
+        """Return the bytes of the outputs of all layers for `batch` samples, which backpropagation stores if every
+        layer keeps its output.
+        """
         return sum(layer.activation_bytes(batch, self.itemsize) for layer in self.layers)
 
     def data_bytes(self, workers: int) -> float:
-        """Bytes that a worker sends per step of data parallelism."""
+        """Return the bytes that a worker sends per step of data parallelism with `workers` workers."""
         return sum(layer.data_bytes(workers, self.itemsize) for layer in self.layers)
 
     def split_bytes(self, layer: Layer, batch: int, workers: int) -> float:
-        """Bytes that a worker sends per step if `layer`, together with all layers that share its weights, is split over
-        the workers.
+        """Return the bytes that a worker sends per step if `layer`, together with all layers that share its weights, is
+        split over the workers.
         """
         users = [one for one in self.layers if one is layer or one.tied == layer.name]
         return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
 
     def cheaper(self, layer: Layer, batch: int, workers: int) -> Parallelism:
-        """Method that sends fewer bytes with `batch` samples per worker: "data" (the gradient) or "split"
-        (activations).
+        """Return the method that sends fewer bytes for a layer with `batch` samples per worker: "data" sends the
+        gradient, "split" sends activations.
         """
         sent = layer.data_bytes(workers, self.itemsize)
         return "split" if sent and self.split_bytes(layer, batch, workers) < sent else "data"
 
     def break_even_batch(self, layer: Layer, workers: int) -> float:
-        """Number of samples per worker above which data parallelism sends fewer bytes for `layer`; 0 if it always sends
-        fewer.
+        """Return the number of samples per worker above which data parallelism sends fewer bytes for `layer` than
+        splitting; 0 if data parallelism always sends fewer.
         """
         sent, each = layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, 1, workers)
         return sent / each if each else 0.0
 
     def cheapest_bytes(self, batch: int, workers: int) -> float:
-        """Bytes that a worker sends per step if each layer uses the method that sends fewer bytes."""
+        """Return the bytes that a worker sends per step if each layer uses data parallelism or splitting, whichever
+        sends fewer bytes.
+        """
         return sum(
             min(layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, batch, workers))
             for layer in self.layers
@@ -300,12 +332,14 @@ class ModelShape:
         )
 
     def split_layers(self, batch: int, workers: int) -> tuple[str, ...]:
-        """Names of the layers for which splitting over the workers sends fewer bytes."""
+        """Return the names of the layers for which splitting over the workers sends fewer bytes than data
+        parallelism.
+        """
         return tuple(layer.name for layer in self.layers if self.cheaper(layer, batch, workers) == "split")
 
 
 def require_scale(batch: int, workers: int) -> None:
-    """Check a batch size and a number of workers.
+    """Check that a batch size and a number of workers are at least 1.
 
     Raises:
         ConfigurationError: the batch size or the number of workers is below 1.

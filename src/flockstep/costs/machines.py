@@ -19,11 +19,15 @@ DAY = 86400.0
 MOST = 1_000_000
 """Largest number of machines, or of workers, in a cluster."""
 SLOWEST, FASTEST = 1e-9, 1e9
-"""Smallest and largest allowed speed of a machine, relative to the description's `compute`."""
+"""Smallest (SLOWEST) and largest (FASTEST) allowed speed of a machine, relative to the speed to which `compute` of the
+description refers.
+"""
 
 
 class WrongValue(ConfigurationError):
-    """Error about an invalid value in a description. `path` locates the value, so that a reader can report the line."""
+    """Error: a cluster's description has an invalid value. `path` locates the value, so that a reader of the
+    description can report the line.
+    """
 
     def __init__(self, message: str, *path: str | int):
         super().__init__(message)
@@ -32,7 +36,7 @@ class WrongValue(ConfigurationError):
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """A group of identical machines."""
+    """A group of identical machines in a cluster."""
 
     name: str
     count: int = 1
@@ -40,9 +44,9 @@ class MachineGroup:
     workers: int = 1
     """Number of worker processes on each machine."""
     speed: float = 1.0
-    """Speed relative to the description's `compute`; 2 is twice as fast."""
+    """Speed of each machine relative to the speed to which `compute` of the description refers; 2 is twice as fast."""
     cores: int | None = None
-    """Number of cores of each machine that its workers share; None for one core per worker."""
+    """Number of cores of each machine that the machine's workers share; None for one core per worker."""
     memory: float | None = None
     """Memory of each machine in bytes; None if unknown."""
     failures: float = 0.0
@@ -89,20 +93,22 @@ class MachineGroup:
 @dataclass(frozen=True)
 class ClusterLink:
     """A link within each machine of some groups (`node`), among all machines of some groups (`inside`), or between two
-    tiers.
+    tiers (`between`).
     """
 
     reach: Reach
     groups: tuple[str, ...]
     bandwidth: float
-    """Bandwidth of a card in each direction, in bytes per second."""
+    """Bandwidth of a network card in each direction, in bytes per second."""
     latency: float = 0.0
     """Seconds that a message within a machine or tier takes in addition to the time for its bytes.
 
     Between tiers, the seconds are added to the latencies within both tiers.
     """
     fair: bool = False
-    """Whether messages that pass the link at the same time share it, as over TCP, instead of waiting in turn."""
+    """Whether messages that pass the link at the same time share its bandwidth, as over TCP, instead of waiting in
+    turn.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
@@ -131,18 +137,24 @@ class ClusterLink:
 
     @property
     def network(self) -> Link:
-        """Return the link for virtual time; messages pass one after the other."""
+        """Return the link as a link of the network model for virtual time. Messages pass the link one after the
+        other.
+        """
         return Link(self.bandwidth, self.latency)
 
     @property
     def alone(self) -> Link | FairLink:
-        """Return the network for virtual time of a cluster in which this link is the only kind between machines."""
+        """Return the network model for virtual time of a cluster in which this link is the only kind of link between
+        machines.
+        """
         return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Codec and optimizer rates of one worker, in elements per second, by expression."""
+    """Throughput of one worker's codecs and optimizers, in elements per second, by expression of the codec or
+    optimizer.
+    """
 
     encode: Mapping[str, float] = field(default_factory=dict)
     decode: Mapping[str, float] = field(default_factory=dict)
@@ -151,7 +163,7 @@ class Rates:
 
 
 def shown(value: object) -> str:
-    """Return a value as text for a message, shortened to 200 characters."""
+    """Return a value as text for an error message, shortened to 200 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of very many digits; too many brackets
@@ -160,5 +172,5 @@ def shown(value: object) -> str:
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:
-    """Return names separated by commas; "none" if there are none."""
+    """Return the names as one text, separated by commas; "none" if there are no names."""
     return ", ".join(names) or "none"

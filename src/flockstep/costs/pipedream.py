@@ -1,4 +1,6 @@
-"""PipeDream's planner: stages of consecutive layers, each replicated (Narayanan et al., PipeDream, SOSP 2019, 3.1)."""
+"""PipeDream's planner, which divides a network into stages of consecutive layers, each held by several workers
+(Narayanan et al., PipeDream, SOSP 2019, section 3.1).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Consecutive layers `first` to `last`, held by `replicas` workers."""
+    """A stage of a pipeline: the consecutive layers `first` to `last`, held by `replicas` workers."""
 
     first: int
     last: int
@@ -20,12 +22,12 @@ class PlannedStage:
 
 
 Stages = tuple[PlannedStage, ...]
-"""Stages of a plan, in the order of their layers."""
+"""Type of the stages of a pipeline, in the order of their layers."""
 
 
 @dataclass(frozen=True)
 class PipeDreamPlan:
-    """The stages that PipeDream's planner chooses, and its prediction."""
+    """The stages that PipeDream's planner chooses, and the predicted time."""
 
     stages: Stages
     seconds: float
@@ -96,9 +98,10 @@ def pipedream_plan(
 def even_plan(
     seconds: Sequence[float], outputs: Sequence[float], weights: Sequence[float], workers: int, bandwidth: float
 ) -> PipeDreamPlan:
-    """Return the best plan whose stages all have the same number of workers, as every `pipeline(…)` has.
+    """Return the best pipeline whose stages all have the same number of workers, as the stages of every `pipeline(…)`
+    have.
 
-    The arguments are those of `pipedream_plan`.
+    The arguments have the same meaning as in `pipedream_plan`.
     """
     counts = [count for count in range(1, workers + 1) if not workers % count and workers // count <= len(seconds)]
     plans = [pipedream_plan(seconds, outputs, weights, workers, bandwidth, count) for count in counts]

@@ -1,4 +1,4 @@
-"""Reference models: networks used in papers on distributed training, by shape only."""
+"""Reference models: the shapes of networks that papers on distributed training use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.errors import UnknownName
 
 @dataclass(frozen=True)
 class Reference:
-    """A network with its published numbers of parameters and of multiply-adds of one forward pass."""
+    """A reference model with its published numbers of parameters and of multiply-adds of one forward pass."""
 
     build: Callable[[], ModelShape]
     parameters: float
@@ -42,11 +42,11 @@ MODELS = {
     ),
     "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
 }
-"""The reference models of the literature, by name."""
+"""The reference models of the literature: name → network."""
 
 
 def reference(name: str) -> ModelShape:
-    """Build the reference model called `name`.
+    """Return the shape of the reference model called `name`.
 
     Raises:
         UnknownName: there is no such model.

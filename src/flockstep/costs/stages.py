@@ -1,4 +1,6 @@
-"""A network as a pipeline: where it is cut, how evenly the work is divided, and which bytes cross links."""
+"""A network as a pipeline: the places where the network is cut, the balance of the work, and the bytes that cross
+links.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,28 @@ from flockstep.errors import ConfigurationError
 from flockstep.partitions.cutting import balanced
 
 Chain = tuple[Layer, ...]
-"""A list of consecutive layers."""
+"""Type of a list of consecutive layers."""
 
 
 @dataclass(frozen=True)
 class StageCut:
-    """A network cut into stages of consecutive layers."""
+    """A network that is cut into pipeline stages of consecutive layers."""
 
     first: tuple[str, ...]
     """Name of the first layer of each stage."""
     shares: tuple[float, ...]
     """Each stage's share of the work W of a gradient."""
     link_bytes: tuple[Number, ...]
-    """Bytes per step on the link behind each stage except the last: activations, and their gradients."""
+    """Bytes per step on the link behind each stage except the last, for activations and their gradients."""
 
     @property
     def speedup(self) -> float:
-        """Upper bound on the speed-up of these stages over one worker, reached if the slowest stage never waits."""
+        """Upper bound on the speed-up of the pipeline over one worker, reached if the slowest stage never waits."""
         return 1 / max(self.shares)
 
 
 def cut(model: ModelShape, stages: int, batch: int) -> StageCut:
-    """Return the cut into `stages` stages whose slowest stage has the least work for `batch` samples; see `chunks`.
+    """Return the cut into `stages` stages whose slowest stage has the least work for `batch` samples.
 
     Raises:
         ConfigurationError: the layers do not form a chain, or the network has too few places to cut.

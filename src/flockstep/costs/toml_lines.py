@@ -23,7 +23,9 @@ _STRING = re.compile(
 
 
 class Lines:
-    """Line numbers of the keys of a document: path, such as ("links", 0, "between") → number, from 1."""
+    """The line numbers of the keys of a TOML document: path of a key, such as ("links", 0, "between") → line number,
+    from 1.
+    """
 
     def __init__(self, text: str):
         self._text = text
@@ -32,8 +34,8 @@ class Lines:
         self._scan()
 
     def of(self, path: KeyPath) -> int:
-        """Return the line of `path`, or of the innermost table that contains `path` if the document does not have the
-        path.
+        """Return the line number of the key at `path`, or of the innermost table that contains `path` if the document
+        does not have the key.
         """
         while path not in self._found:
             path = path[:-1]

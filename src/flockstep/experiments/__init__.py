@@ -1,1 +1,1 @@
-"""Runs, comparisons and plans as functions with typed results, for the commands and for notebooks."""
+"""Functions that run, compare and plan trainings, with typed results; commands and notebooks use them."""

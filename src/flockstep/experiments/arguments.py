@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of `flockstep.experiments` share."""
+"""Checks of arguments that several functions of `flockstep.experiments` have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
 
 
 def usual(given: T | None, default: T | None) -> T | None:
-    """Return the value that was given for an argument, or the default if the value is None."""
+    """Return the value that was given for an argument, or the default if no value was given (None)."""
     return default if given is None else given
 
 
@@ -39,7 +39,7 @@ def cluster_of(
     """Return the cluster whose links and times a simulation uses; None if the argument names no cluster.
 
     Raises:
-        ConfigurationError: there is no such cluster, or a network or a compute model is given too.
+        ConfigurationError: there is no such cluster, or a network or a compute model is given in addition.
     """
     if cluster is None:
         return None

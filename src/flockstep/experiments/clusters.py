@@ -1,4 +1,4 @@
-"""Functions that run training on the machines of a cluster manager (Ray, Spark)."""
+"""Functions that run training on the machines of a cluster manager, Ray or Spark."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def on_ray(
     Arguments not listed here are as in `flockstep.run`.
 
     Args:
-        job: as in `flockstep.run`; a Python file is copied to the nodes.
-        strategy: as in `flockstep.run`.
+        job: a built-in workload, or the path of a Python file with a function `job()`, which is copied to the nodes.
+        strategy: an expression or a strategy object.
         workers: number of worker processes on all nodes.
         nodes: number of nodes that share the workers; None for as many as the cluster has, and at most `workers`.
         cpus_per_worker: cores that each worker reserves.
@@ -124,9 +124,9 @@ def on_spark(
 
     Args:
         rows: a DataFrame, or an RDD of pairs (x, y) of numbers or arrays.
-        job: as in `flockstep.run`; a Python file is copied to the executors. Everything but the training data is taken
-            from the job.
-        strategy: as in `flockstep.run`.
+        job: a built-in workload, or the path of a Python file with a function `job()`, which is copied to the
+            executors. Everything but the training data is taken from the job.
+        strategy: an expression or a strategy object.
         x: columns of the inputs in a DataFrame: names of columns of numbers, or one column of arrays or vectors.
         y: column of the target in a DataFrame.
         test: rows of the same kind for evaluations, which the driver collects; None for the test set of the job.

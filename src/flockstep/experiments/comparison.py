@@ -1,4 +1,6 @@
-"""Comparisons: a grid of runs (strategies, learning rates, seeds), stored as they finish, and ranked at the end."""
+"""Comparisons of strategies: a grid of runs (strategies, learning rates, seeds), which are stored as they finish and
+ranked at the end.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
-"""Function that runs a configuration in a folder, with a title; the last argument says whether to replace the run in
-the folder.
+"""Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
+that the folder holds.
 """
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs of a comparison: each strategy at each learning rate (the job's learning rate if none is given) with
-    each of `seeds` seeds.
+    """The runs of a comparison: each strategy at each learning rate with each of `seeds` seeds. If no learning rate is
+    given, the job's learning rate is used.
     """
 
     base: RunConfig
@@ -59,7 +61,7 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """Number of runs in the grid."""
+        """Number of runs that the comparison takes."""
         return len(self.strategies) * max(1, len(self.rates)) * self.seeds
 
     @property
@@ -68,7 +70,7 @@ class Grid:
         return self.seeds > 1 or len(self.rates) > 1
 
     def groups(self, out: Path) -> list[list[_Planned]]:
-        """The runs by strategy and learning rate; runs that differ only in their seed form one group.
+        """Return the runs by strategy and learning rate. Runs that differ only in their seed form one group.
 
         Raises:
             ConfigurationError: a strategy or an option is invalid, or a strategy is given twice.
@@ -93,7 +95,9 @@ class Grid:
         return found
 
     def marks(self, config: RunConfig) -> str:
-        """Return text that distinguishes a run from the other runs of its strategy: the learning rate and the seed."""
+        """Return the text that distinguishes a run from the other runs of its strategy: the learning rate and the
+        seed.
+        """
         rate = f", lr {config.lr:g}" if self.rates else ""
         return rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 
@@ -111,14 +115,14 @@ class _Planned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ranked runs of several strategies. `print` shows the ranked table."""
+    """The result of a comparison: the ranked runs of several strategies. `print` shows the ranked table."""
 
     runs: tuple[RunResult, ...]
-    """Every run, in the given order of strategies, learning rates and seeds."""
+    """All runs, in the given order of strategies, learning rates and seeds."""
     groups: tuple[RepeatedRuns, ...]
-    """The runs' summaries; runs that differ only in their seed form one group."""
+    """The summaries of the runs. Runs that differ only in their seed form one group."""
     chosen: tuple[RepeatedRuns, ...]
-    """For each strategy, the runs at the learning rate by which the strategy is ranked."""
+    """For each strategy, the summaries of the runs at the learning rate by which the strategy is ranked."""
     report: Path
     """Path of the HTML page with the ranked table and the figures."""
     repeated: bool
@@ -126,19 +130,21 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Summary]:
-        """One summary for each strategy, best strategy first: the summary of its run, or the medians of its runs."""
+        """One summary for each strategy, with the best strategy first: the summary of the strategy's run, or the
+        medians of its runs.
+        """
         return rank(
             [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
         )
 
     @property
     def seeds(self) -> int:
-        """Largest number of runs of a strategy at one learning rate."""
+        """Largest number of runs that any strategy has at one learning rate."""
         return max(len(group.runs) for group in self.groups)
 
     @property
     def drawn(self) -> list[RunResult]:
-        """For each strategy, the run that the report draws, which is the run nearest to the medians."""
+        """For each strategy, the run whose curves the report draws: the run nearest to the medians."""
         nearest = [group.nearest() for group in self.chosen]
         return [next(run for run in self.runs if run.summary is one) for one in nearest]
 
@@ -149,7 +155,7 @@ class Comparison:
 
     @property
     def caveats(self) -> list[str]:
-        """Sentences about the questions that remain open when medians or the best learning rates are compared."""
+        """Sentences about questions that a comparison of medians or of best learning rates leaves open."""
         return caveats(self.groups, self.chosen) if self.repeated else []
 
     def __str__(self) -> str:
@@ -199,16 +205,18 @@ def compare(
     Arguments not listed here are as in `run`.
 
     Args:
-        job: as in `run`.
+        job: a built-in workload, or the path of a Python file with a function `job()`.
         strategies: expressions or strategy objects.
-        simulated: run in virtual time; otherwise on processes of this machine.
-        network: as in `simulate`, like `compute`, `cluster` and `until_target`; refused without `simulated`.
-        faults: injected faults, as in `simulate`; runs on real processes take those of gradients only.
+        simulated: whether to run in virtual time, in place of processes of this machine.
+        network: network between the nodes, as in `simulate`. `network`, `compute`, `cluster` and `until_target` are
+            refused without `simulated`.
+        faults: injected faults, as in `simulate`; runs on real processes take only faults of gradients.
         seed: the first seed.
-        seeds: number of seeds for each strategy; medians are ranked.
-        lr_grid: learning rates to try for each strategy, which is ranked by the best one.
+        seeds: number of seeds for each strategy; with several seeds, strategies are ranked by medians.
+        lr_grid: learning rates to try for each strategy; a strategy is ranked by its best learning rate.
         partition: how each replica is split over workers, as in `simulate`; for simulated runs.
-        transport: as in `run`, like `heartbeat` and `step_timeout`; refused with `simulated`.
+        transport: how messages move between the processes, as in `run`. `transport`, `heartbeat` and `step_timeout` are
+            refused with `simulated`.
         out: folder of the comparison; None for a new folder in runs/.
 
     Returns:
@@ -242,10 +250,10 @@ def compare(
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """Return the learning rates of a grid, after checking them; empty if no grid is given.
+    """Check the learning rates of a grid and return them; the result is empty if no grid is given.
 
     Raises:
-        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given too.
+        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given in addition.
     """
     if grid and lr is not None:
         text = ",".join(f"{rate:g}" for rate in grid)
@@ -284,14 +292,14 @@ def carry_out_all(
     say: Callable[[str], None],
     conclude: Callable[[Comparison], None],
 ) -> Comparison:
-    """Run those configurations of `grid` that have no finished run in `out`, and rank all runs.
+    """Run the configurations of `grid` that have no finished run in `out`, and rank all runs.
 
     `say` is called with a line for each run. `conclude` is called with the comparison, even if the comparison was
     interrupted.
 
     Raises:
         ConfigurationError: a strategy or an option is invalid; nothing was started.
-        Interrupted: the comparison was interrupted; the same call continues it.
+        Interrupted: the comparison was interrupted; the same call continues the comparison.
     """
     if grid.base.kind == "train":
         from flockstep.launchers.children import refuse_program
@@ -384,7 +392,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders in `folder`, or `folder` itself if it is one.
+    """Return the folders of the runs in `folder`; if `folder` is itself the folder of a run, return only `folder`.
 
     Raises:
         ConfigurationError: there is no run folder.

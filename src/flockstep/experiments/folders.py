@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def folder(out: Path | str | None, what: str) -> Path:
-    """Return the folder for a record: `out` if given, otherwise a new folder in runs/ named after the time and
-    `what`.
+    """Return the folder for a record: `out` if it is given, otherwise a new folder in runs/ whose name consists of the
+    time and `what`.
     """
     if out is not None:
         return Path(out)
@@ -16,6 +16,6 @@ def folder(out: Path | str | None, what: str) -> Path:
 
 
 def slug(text: str) -> str:
-    """Turn a text into a file name of at most 60 letters, digits and hyphens."""
+    """Return a text as a file name of at most 60 letters, digits and hyphens."""
     kept = "".join(c if c.isalnum() else "-" for c in text)
     return "-".join(part for part in kept.split("-") if part)[:60]

@@ -1,4 +1,4 @@
-"""Runs a function on several workers, from a cell of a notebook or from a script."""
+"""Runs a function on several worker processes, from a cell of a notebook or from a script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from flockstep.records.folder import FUNCTION, RunFolder
 
 @dataclass(frozen=True)
 class LaunchResult(RunResult):
-    """A run of a function that has ended, the folder of its record, and the values that the function returned."""
+    """The result of running a function on workers: the folder of the run's record, and the values that the function
+    returned.
+    """
 
     returned: dict[int, Any] = field(default_factory=dict)
     """Rank → value that the function returned on this rank; a worker that died has no entry."""
@@ -48,10 +50,11 @@ def launch(
 ) -> LaunchResult:
     """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
 
-    The function calls `flockstep.distribute`, and returns what the caller needs, such as `model.state_dict()`. Each
-    process starts fresh: it imports the modules that the function uses, and receives the source of the functions and
-    classes of the notebook or program that it uses. Numbers, text, arrays, tensors, and lists, dicts and data classes
-    of them travel as data; anything else must be created inside the function. The record holds the whole program.
+    The function calls `flockstep.distribute`, and returns the value that the caller needs, such as
+    `model.state_dict()`. Each process starts fresh: it imports the modules that the function uses, and receives the
+    source of the functions and classes of the notebook or program that it uses. Numbers, text, arrays, tensors, and
+    lists, dicts and data classes of them travel as data; anything else must be created inside the function. The record
+    holds the whole program.
 
     In a notebook nothing more is needed; interrupting the kernel ends all processes and keeps the record. A script must
     guard the call with `if __name__ == "__main__":`, because servers import the script again.

@@ -1,4 +1,4 @@
-"""Plans as a function: predicts time and bytes of every strategy on a cluster, and recommends a strategy."""
+"""Plans as a function, which predicts time and bytes of every strategy on a cluster, and recommends a strategy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from flockstep.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Predictions for a job on a cluster, and the advice that follows. `print` shows the advice."""
+    """The result of a plan: predictions for a job on a cluster, and advice based on them. `print` shows the advice."""
 
     outlook: Outlook
-    """The predictions of all strategies."""
+    """The predictions for all strategies."""
     advice: Advice
     """The recommendation, its reasons, and the conditions under which it would change."""
     hybrid: HybridAdvice | None = None
@@ -38,7 +38,7 @@ class PlanResult:
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data, for JSON; strategies are sorted by their predicted speed-up, the best first."""
+        """Return the plan as plain data, for JSON. Strategies are sorted by their predicted speed-up, highest first."""
         document = self.outlook.document()
         rows = [{**one, "speedup": self.advice.speedups[one["name"]]} for one in document["strategies"]]
         rows.sort(key=lambda one: -one["speedup"])
@@ -46,7 +46,7 @@ class PlanResult:
         return found if self.hybrid is None else {**found, "hybrid": self.hybrid.document()}
 
     def write(self, path: Path | str) -> Path:
-        """Write the plan as one HTML file, and return its path."""
+        """Write the plan as one HTML file, and return the path of the file."""
         from flockstep.planning.page import write_plan
 
         write_plan(self.outlook, self.advice, Path(path), ())
@@ -71,16 +71,17 @@ def plan(
     partitions: Sequence[str] = (),
     memory: str | None = None,
 ) -> PlanResult:
-    """Predict every strategy on a cluster before anything is run, and recommend one, as `flockstep plan` does.
+    """Predict the cost of every strategy on a cluster before anything is run, and recommend a strategy, as `flockstep
+    plan` does.
 
-    Sets the thread limits of the numerical libraries to 1.
+    The call sets the thread limits of the numerical libraries to 1.
 
     Args:
         what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
         cluster: a name in `flockstep list clusters`, or the path of a TOML file; None for "here" if this machine was
             calibrated, otherwise "laptop".
         workers: number of workers; None for all workers of the cluster.
-        require: any of unbalanced, reproducible, elastic, private, slow-links.
+        require: requirements on the run: any of unbalanced, reproducible, elastic, private, slow-links.
         strategies: the strategies to consider; empty for all.
         batch: samples per worker and step; None for the job's value. hours: duration of the run in hours; None for the
             job's value.
@@ -121,8 +122,8 @@ def predicted(
     say: ProgressCallback = silent,
     memory: float | None = None,
 ) -> Outlook:
-    """Predict every strategy, or only `strategies`, for a job on a cluster; `say` receives a line about the current
-    task.
+    """Predict the cost of every strategy, or only of `strategies`, for a job on a cluster. `say` is called with a line
+    about the current task.
 
     `length` is the duration of the run in seconds; None for the job's duration. `memory` is the memory of a worker in
     bytes; None for the memory that the cluster states.

@@ -1,4 +1,4 @@
-"""Single runs, on real processes or in virtual time, as functions."""
+"""Functions for single runs, on real processes or in virtual time."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Watch = Callable[[int, int, float], None]
-"""Function that is called with the steps done by all workers, the total number of steps, and the virtual seconds."""
+"""Type of functions that are called with the progress of a simulation: the steps done by all workers, the total number
+of steps, and the virtual seconds.
+"""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that has ended, and the folder of its record."""
+    """The result of a run that has ended, with the folder of its record."""
 
     folder: Path
     config: RunConfig
-    """Every setting needed to repeat the run."""
+    """The configuration of the run, with every setting needed to repeat it."""
     summary: Summary
-    """The figures of the run."""
+    """The summary figures of the run."""
 
     @classmethod
     def read(cls, folder: Path | str) -> RunResult:
-        """Read the run that is recorded in `folder`.
+        """Read the result of the run that is recorded in `folder`.
 
         Raises:
             ConfigurationError: the folder holds no run.
@@ -49,11 +51,12 @@ class RunResult:
         return cls(record.path, record.read_config(), record.read_summary())
 
     def events(self) -> list[Event]:
-        """All events of the run, sorted by time."""
+        """Return all events of the run, sorted by time."""
         return RunFolder(self.folder).read_events()
 
     def parameters(self) -> tuple[FlatArray, Schema]:
-        """The resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
+        """Return the parameters of the resulting model, flat (K,), or (M, K) for an ensemble, and the schema of their
+        tensors.
 
         Raises:
             ConfigurationError: the run left no result.
@@ -117,15 +120,15 @@ def run(
         split: how the data is split over the workers.
         partition: how each replica is split over workers, such as "pipeline(4, schedule=1f1b, microbatches=8)"; None if
             every worker holds the whole model.
-        target: metric that time-to-target refers to; None for the job's value.
+        target: value of the metric to reach, for the time to target; None for the job's value.
         evaluate_every: steps per worker between two evaluations.
         result: policy that selects the resulting model.
         faults: injected faults of gradients, such as "flips_sign(1)".
-        on_bad_gradient: what happens to a gradient that is not finite or too large: "stop" ends the run, "skip" puts
-            zeros in its place, "quarantine" also removes the worker after `strikes` bad gradients.
+        on_bad_gradient: treatment of a gradient that is too large or not finite: "stop" ends the run, "skip" puts zeros
+            in its place, "quarantine" also removes the worker after `strikes` bad gradients.
         max_gradient_norm: largest Euclidean norm of a gradient; None for no limit.
         strikes: number of bad gradients of one worker until its quarantine.
-        transport: how messages move between the processes.
+        transport: transport of the messages between the processes.
         heartbeat: seconds without an answer after which a node counts as lost.
         link_timeout: seconds for which the TCP connection to another host may be interrupted before its nodes count as
             lost.
@@ -224,8 +227,8 @@ def simulate(
     Arguments not listed here are as in `run`.
 
     Args:
-        job: as in `run`.
-        strategy: as in `run`.
+        job: a built-in workload, or the path of a Python file with a function `job()`.
+        strategy: an expression or a strategy object.
         workers: number of simulated workers.
         network: network between the nodes; None for "1gbit".
         compute: compute model of the gradients; None for "lognormal(0.01)".
@@ -235,7 +238,7 @@ def simulate(
         partition: how each replica is split over workers, such as "pipeline(4, schedule=1f1b, microbatches=8)"; None if
             every worker holds the whole model.
         until_target: end the run at the first evaluation that reaches the target.
-        watch: called from time to time with the progress.
+        watch: function that is called from time to time with the progress.
 
     Returns:
         The finished run.
@@ -256,7 +259,8 @@ def simulate(
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
-    """Return the configuration of a simulation with the links and times of a cluster; unchanged if `shape` is None.
+    """Return the configuration of a simulation, changed to the links and times of a cluster; unchanged if `shape` is
+    None.
 
     Raises:
         ConfigurationError: the cluster cannot have the configured number of workers.
@@ -276,15 +280,16 @@ def carry_out(
     standings: Callable[[dict[Address, NodeProgress], int], Any] | None = None,
     gathering: Gathering | None = None,
 ) -> RunResult:
-    """Train or simulate with a configuration.
+    """Train or simulate with a configuration, and record the run.
 
     Args:
         config: the run's configuration; its `kind` selects real processes or virtual time.
         folder: folder of the record.
         overwrite: replace the run that the folder holds.
-        watch: called from time to time with the progress of a simulation.
-        standings: called from time to time with the state of every node of a real run, and the steps of each worker.
-        gathering: the hosts of a real run, of which this one coordinates; None: all processes are on this machine.
+        watch: function that is called from time to time with the progress of a simulation.
+        standings: function that is called from time to time with the state of every node of a real run, and the steps
+            of each worker.
+        gathering: the hosts of a real run, which this host coordinates; None if all processes are on this machine.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.

@@ -1,4 +1,4 @@
-"""Results as text, for `print` and for notebook cells."""
+"""Formats results as text, for `print` and for notebook cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WIDTH = 100
 
 
 def ranked_text(summaries: Sequence[Summary], seeds: int = 1) -> str:
-    """Return the ranked table of runs without colors; each row is the median of `seeds` runs."""
+    """Return the ranked table of runs as text without colors. Each row is the median of `seeds` runs."""
     return printed(table(summaries, seeds))
 
 
 def printed(*what: object) -> str:
-    """Return the text that the library rich prints for an object, 100 columns wide."""
+    """Return the text that the library rich prints for an object, in lines of at most 100 characters."""
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None, highlight=False).print(*what, sep="\n")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

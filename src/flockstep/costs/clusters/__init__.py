@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 
 FOLDER = pathlib.Path(__file__).parent
-"""Folder of the built-in descriptions."""
+"""Path of the folder with the built-in cluster descriptions."""
 
 
 def names() -> list[str]:
-    """Names of the built-in clusters."""
+    """Return the names of the built-in clusters."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))

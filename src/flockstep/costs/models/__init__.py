@@ -1,1 +1,1 @@
-"""Well-known networks by shape only; none has weights."""
+"""The shapes of well-known networks, without weights."""

@@ -1,4 +1,4 @@
-"""AlexNet (Krizhevsky, Sutskever & Hinton 2012)."""
+"""The shape of AlexNet (Krizhevsky, Sutskever & Hinton 2012)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ NOTE = (
 
 
 def alexnet(classes: int = 1000) -> ModelShape:
-    """AlexNet: five convolutions and three fully connected layers; 60,965,224 parameters, 724 M multiply-adds."""
+    """Return the shape of AlexNet: five convolutions and three fully connected layers, with 60,965,224 parameters and
+    724 M multiply-adds.
+    """
     net = Net()
     x = net.relu(net.conv(At(3, 227), "conv1", 96, 11, stride=4), "relu1")
     x = net.pool(x, "pool1", 3, 2)

@@ -1,4 +1,4 @@
-"""GoogLeNet (Szegedy et al. 2014, table 1)."""
+"""The shape of GoogLeNet (Szegedy et al. 2014, table 1)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ INCEPTIONS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Inception block → numbers of channels: 1 × 1; 3 × 3 reduce and 3 × 3; 5 × 5 reduce and 5 × 5; 1 × 1 after the
-pooling.
+"""Inception block → numbers of channels of its convolutions: 1 × 1; 3 × 3 reduce and 3 × 3; 5 × 5 reduce and 5 × 5; 1 ×
+1 after the pooling.
 """
 NOTE = (
     "the published network for inputs of 224 × 224, with biases, without its two auxiliary classifiers and without "
@@ -26,9 +26,9 @@ NOTE = (
 
 
 def googlenet(classes: int = 1000) -> ModelShape:
-    """GoogLeNet: three convolutions, nine inception blocks, a fully connected layer.
+    """Return the shape of GoogLeNet: three convolutions, nine inception blocks and a fully connected layer.
 
-    It has 6,998,552 parameters and 1.6 G multiply-adds.
+    The network has 6,998,552 parameters and 1.6 G multiply-adds.
     """
     net = Net()
     x = net.relu(net.conv(At(3, 224), "conv1", 64, 7, 2, 3), "relu1")

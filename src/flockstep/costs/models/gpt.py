@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the shape of GPT-2 small (Radford et al. 2019, table 2)."""
+"""The shape of decoder-only transformers, such as GPT-2 small (Radford et al. 2019, table 2)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from flockstep.costs.layers import Layer, ModelShape
 
 
 def gpt_2_small() -> ModelShape:
-    """GPT-2 small: 12 layers of width 768, 12 heads, 1,024 tokens per sample; 124,439,808 parameters."""
+    """Return the shape of GPT-2 small: 12 layers of width 768, 12 heads, 1,024 tokens per sample, with 124,439,808
+    parameters.
+    """
     return gpt("gpt-2-small")
 
 
 def gpt(
     name: str, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, symbols: int = 50257
 ) -> ModelShape:
-    """A decoder-only transformer on samples of `context` tokens.
+    """Return the shape of a decoder-only transformer on samples of `context` tokens.
 
     The output layer shares the embedding's weights, without biases.
 

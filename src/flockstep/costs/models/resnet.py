@@ -1,4 +1,4 @@
-"""Residual networks of bottleneck blocks (He, Zhang, Ren & Sun 2015, table 1)."""
+"""The shapes of residual networks of bottleneck blocks (He, Zhang, Ren & Sun 2015, table 1)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from flockstep.costs.layers import ModelShape
 
 
 def resnet_50(as_published: bool = False) -> ModelShape:
-    """ResNet-50, with blocks (3, 4, 6, 3): 25,557,032 parameters, 4.1 G multiply-adds, or 3.8 G with `as_published`."""
+    """Return the shape of ResNet-50, with blocks (3, 4, 6, 3): 25,557,032 parameters and 4.1 G multiply-adds, or 3.8 G
+    with `as_published`.
+    """
     return resnet("resnet-50", (3, 4, 6, 3), as_published)
 
 
 def resnet_152(as_published: bool = False) -> ModelShape:
-    """ResNet-152, with blocks (3, 8, 36, 3): 60,192,808 parameters, 11.5 G multiply-adds, or 11.3 G with
-    `as_published`.
+    """Return the shape of ResNet-152, with blocks (3, 8, 36, 3): 60,192,808 parameters and 11.5 G multiply-adds, or
+    11.3 G with `as_published`.
     """
     return resnet("resnet-152", (3, 8, 36, 3), as_published)
 
 
 def resnet(name: str, blocks: Sequence[int], as_published: bool = False, classes: int = 1000) -> ModelShape:
-    """A residual network of bottleneck blocks on inputs of 224 × 224.
+    """Return the shape of a residual network of bottleneck blocks on inputs of 224 × 224.
 
     A block that halves the maps has the stride in its 3 × 3 convolution, as is common today. In the paper
     (`as_published`), the first 1 × 1 convolution has the stride, which needs fewer operations and the same parameters.

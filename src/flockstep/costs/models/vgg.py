@@ -1,4 +1,4 @@
-"""VGG-A (Simonyan & Zisserman 2014, table 1)."""
+"""The shape of VGG-A (Simonyan & Zisserman 2014, table 1)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from flockstep.costs.builder import At, Net
 from flockstep.costs.layers import ModelShape
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-"""Numbers of channels of the 3 × 3 convolutions in each stage; a pooling layer ends a stage."""
+"""Numbers of channels of the 3 × 3 convolutions in each stage. A pooling layer ends each stage."""
 
 
 def vgg_a(classes: int = 1000) -> ModelShape:
-    """VGG-A: eight convolutions and three fully connected layers; 132,863,336 parameters, 7.6 G multiply-adds."""
+    """Return the shape of VGG-A: eight convolutions and three fully connected layers, with 132,863,336 parameters and
+    7.6 G multiply-adds.
+    """
     net, x = Net(), At(3, 224)
     for stage, widths in enumerate(STAGES, 1):
         for place, channels in enumerate(widths, 1):
