@@ -92,7 +92,9 @@ class Message(msgspec.Struct, eq=False, gc=False):
             ProtocolError: the message has no array.
         """
         if self.array is None:
-            raise ProtocolError(f"{node_name(self.source)} sent {self.tag!r} without an array")
+            raise ProtocolError(
+                f"{node_name(self.source)} sent {self.tag!r} without an array, which messages with this tag need"
+            )
         return self.array
 
     @property
@@ -120,9 +122,9 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
             if (self.tag or "").startswith(SCRIPT):
                 return "the other ranks in a call that every rank must make, such as consensus(), sync() or finish()"
-            return f"the others in {self.tag!r}"
+            return f"the other ranks in {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
-        return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
+        return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from any node"
 
 
 ANYTHING = Wanted()

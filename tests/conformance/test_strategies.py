@@ -336,7 +336,7 @@ class Asynchronous(Sound):
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        (Deadlocks(), r"on 4 workers fails: deadlock.*'never' from anyone"),
+        (Deadlocks(), r"on 4 workers fails: deadlock.*'never' from any node"),
         (WaitsForTheGone(), r"on 2 workers fails: worker \d has left"),
         (StopsEarly(), "takes {1: 19} steps"),
         (Explodes(), "the parameters of worker 1 are not finite"),

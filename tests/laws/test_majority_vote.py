@@ -96,6 +96,7 @@ def test_does_not_vote_with_what_has_no_sign(value):
     me = SimpleNamespace(state=MajorityVoteState(None))
     gradient = np.array([1, -1, value, 0], np.float32)
     with pytest.raises(
-        Diverged, match=f"signs can only be counted for numbers, got {value} at element 2; lower the learning rate"
+        Diverged,
+        match=f"gradients must be finite for their signs to be counted, got {value} at element 2; lower the learning rate",
     ):
         MajorityVote()._mean(me, gradient)

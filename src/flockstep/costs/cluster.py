@@ -300,7 +300,7 @@ def _check_names(cluster: ClusterShape) -> None:
     """Check that groups have different names, and that links name existing groups, each kind of link once."""
     names = [group.name for group in cluster.groups]
     if len(set(names)) != len(names):
-        raise WrongValue(f"groups of nodes must have different names, got {listed(names)}", "nodes")
+        raise WrongValue(f"groups of nodes must have different names, got {listed(names)}; rename a group", "nodes")
     seen: set[tuple[str, ...]] = set()
     for number, wire in enumerate(cluster.wires):
         for name in wire.groups:

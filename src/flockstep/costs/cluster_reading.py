@@ -186,7 +186,9 @@ class _Table:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
             raise self.wrong(
-                key, f"{key} must be the name of a group of nodes or a list of such names, got {shown(value)}"
+                key,
+                f"{key} must be the name of a group of nodes or a list of such names, got {shown(value)}; write for "
+                f"example {key} = 'machines'",
             )
         return tuple(value)
 

@@ -347,7 +347,8 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
         return False
     if not record.holds_finished(prepare(config)[2]):
         raise ConfigurationError(
-            f"{folder} holds a finished run of another configuration; choose another folder with --out, or delete it"
+            f"{folder} holds a finished run of another configuration; choose another folder with --out, or "
+            "delete this folder"
         )
     return True
 

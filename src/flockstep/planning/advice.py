@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REQUIREMENTS = {
     "unbalanced": "the data of the workers differ in kind or size, as if sorted by label",
     "reproducible": "repeating the run must give the same result",
-    "elastic": "workers come and go",
+    "elastic": "workers join and leave during the run",
     "private": "data may not leave the machines that store them",
     "slow-links": "links are sometimes slower than the cluster's description says",
 }

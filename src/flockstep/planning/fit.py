@@ -350,7 +350,10 @@ def _link(
     shares = [1 - base / one.seconds for one, base in zip(runs, free, strict=True)]
     notes.append(f"share of the step time spent on messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
     if max(shares) < NOTHING:
-        notes.append("this share is too small to determine latency or bandwidth: the link is assumed to cost nothing")
+        notes.append(
+            "messages take too small a share of the step time to determine latency or bandwidth: links are "
+            "assumed to cost nothing"
+        )
         return latency or 0.0, bandwidth or FAST
     if latency is None and bandwidth is None:
         found = _both(runs, free)

@@ -98,7 +98,9 @@ class GradientPush(Strategy):
                 "all its weight away; leave out the weights of the topology, or let them sum to less than one"
             )
 
-    resizing = Resizing(replicas="own", also="the mean weighs replicas by their mass, and then each worker has mass 1")
+    resizing = Resizing(
+        replicas="own", also="the replicas are averaged by their masses, and afterwards each worker has mass 1"
+    )
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
         return former.params, former.state.mass / UNIT

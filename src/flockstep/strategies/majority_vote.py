@@ -88,8 +88,8 @@ class MajorityVote(Strategy):
         where = first_not_finite(gradient)
         if where >= 0:
             raise Diverged(
-                f"signs can only be counted for numbers, got {gradient[where]} at element {where}; lower the learning "
-                "rate or clip the gradient"
+                f"gradients must be finite for their signs to be counted, got {gradient[where]} at element {where}; "
+                "lower the learning rate or clip the gradient"
             )
         return gradient
 
