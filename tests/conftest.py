@@ -15,8 +15,9 @@ import support.children.sitecustomize  # noqa: F401 - what other processes do fi
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
 from support.order import mixed
-from support.processes import RealRun, end_forkers, search_path
+from support.processes import RealRun, end_forkers, search_path, share_forkers
 
+pytest_plugins = ["support.side_by_side"]
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 os.environ["PYTHONPATH"] = search_path()
 settings.register_profile("push", settings.get_profile("ci"), max_examples=15)
@@ -27,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark as `full` what adds no value to crossed parameters; mix the files where processes share them."""
     _mark(items)
     result = yield
-    if hasattr(config, "workerinput"):
+    if config.option.processes > 1:
         items[:] = mixed(items)
     return result
 
@@ -62,6 +63,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Share between processes that run tests what they would import each."""
+    if session.config.option.processes > 1:
+        share_forkers()
+    try:
+        return (yield)
+    finally:
+        end_forkers(shared=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
