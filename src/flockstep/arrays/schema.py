@@ -127,7 +127,7 @@ class Schema:
         return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
-        """Return the name of each tensor → its view into `flat`, in the shape of the tensor."""
+        """Return name of the tensor → its view into `flat`, in the shape of the tensor."""
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:

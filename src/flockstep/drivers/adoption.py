@@ -103,7 +103,7 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
 
 
 def say_nothing_of(error: FlockstepError) -> None:
-    """Keep Python from printing this error if no code catches it, because another process prints the error."""
+    """Keep Python from printing `error` if no code catches it, because another process prints it."""
     hook = sys.excepthook
 
     def quiet(kind: type[BaseException], raised: BaseException, trace: object) -> None:

@@ -1,4 +1,5 @@
-"""A run uses the supervisor's clock; each node computes the supervisor's time from its own clock.
+"""Computes the supervisor's time from a node's own clock, because all times of a run are measured by the supervisor's
+clock.
 
 Two hosts' clocks differ by an unknown offset. Each round trip of a message to the supervisor and back gives four
 timestamps, which bound the offset to within half of the time that the messages were in transit; the round trip with the

@@ -1,4 +1,4 @@
-"""`flockstep.jax.distribute`: a strategy steps the parameters of a JAX script's own training loop."""
+"""`flockstep.jax.distribute`: a strategy updates the parameters of a JAX script's own training loop."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Trainer:
 
 
 class OptaxStepper:
-    """Lets an optax optimizer step a worker's parameters."""
+    """Updates a worker's parameters with an optax optimizer."""
 
     def __init__(self, optimizer: Any, tree: FlatTree, params: FlatArray):
         self.state: Any = None

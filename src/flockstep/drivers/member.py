@@ -162,7 +162,9 @@ class NodeSpec:
     supervisor is on another host; then only the broken link shows that it has ended.
     """
     process: int = 0
-    """Process id of the only process that may use this specification; 0 if any process may that has received it."""
+    """Process id of the only process that may use this specification; 0 if every process that receives the
+    specification may use it.
+    """
     claimed: int = 0
     """Number of calls in this process that have used the specification: calls of `distribute`, and `join` if it was
     called first.

@@ -117,7 +117,7 @@ def barrier() -> None:
 
 
 def membership_here() -> Membership | None:
-    """Return the newest membership that has not ended, otherwise the last one; None if the process has taken part in no
-    run.
+    """Return the newest membership that has not ended, otherwise the newest that has ended; None if the process has
+    taken part in no run.
     """
     return (memberships_here() or _memberships or [None])[-1]  # type: ignore[list-item]

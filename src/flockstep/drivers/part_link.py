@@ -87,7 +87,7 @@ class PartLink(Bus):
         return self._bus.waiting(self._outside(peer))
 
     def broken(self, seconds: float) -> set[Address]:
-        """The nodes of the group, and the stages of this worker's replica, whose connections broke at least `seconds`
+        """The nodes of the group, and the parts of this worker's replica, whose connections broke at least `seconds`
         ago.
         """
         known = range(self._first, self._first + self.group.parts) if self._me >= 0 else ()

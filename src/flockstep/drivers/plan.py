@@ -101,7 +101,9 @@ class Plan:
 
 
 def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raise `CompositionError` if nodes of the strategy would step slices with an optimizer of whole layers."""
+    """Raise `CompositionError` if nodes of the strategy update slices of the parameters, but the optimizer needs whole
+    layers.
+    """
     if strategy.traits.server_optimizer and not optimizer.elementwise:
         raise CompositionError(
             f"{strategy} updates slices of the parameters, got {optimizer}, which needs whole layers; "

@@ -79,7 +79,7 @@ class Stored(Note, frozen=True):
 
 
 class Fenced(Note, frozen=True):
-    """Answer to a process that believes to be the head of a server but no longer is: the epoch of the current head."""
+    """Answer to a process that still acts as the head of a server but no longer is: the epoch of the current head."""
 
     epoch: int
 
@@ -548,7 +548,8 @@ class ProgramEvents:
 def replicate(
     runner: ProgramRunner, cluster: Cluster, address: Address, transmit: Callable[[Address, Message], None]
 ) -> Endpoint | None:
-    """Let the node of `runner` exchange messages with replicated servers; None if servers have no backups.
+    """Return the object through which the node of `runner` exchanges messages with replicated servers; None if servers
+    have no backups.
 
     `address` is the address of this process; `transmit` sends a message to another process.
     """

@@ -51,7 +51,7 @@ class StageNote(Note, frozen=True):
 
 
 def stage_notes(schedule: PipelineSchedule, ties: int = 0) -> Notes:
-    """Return the kinds of notes of the messages between stages, by tag; `ties`: number of `Tie`s."""
+    """Return message tag → type of the note, for the messages between stages; `ties` is the number of `Tie`s."""
     words = [(word, schedule.chunks) for word in sorted(set(TAGS.values()))] + [(LENT, ties), (RETURNED, ties)]
     return dict.fromkeys([PASSED, *(f"{word} {one}" for word, count in words for one in range(count))], StageNote)
 

@@ -76,7 +76,7 @@ class BackwardHooks:
             )
 
     def revise(self, refusal: str) -> None:
-        """Tell the strategy that gradients have changed of which it may have received parts.
+        """Tell the strategy that gradients have changed after it may have received parts of them.
 
         Raises:
             ConfigurationError: the strategy has used a part and cannot take it back; the message of the error is

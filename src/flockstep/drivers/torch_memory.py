@@ -24,8 +24,8 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 def memory_of(
     flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer
 ) -> WorkerMemory | ServerMemory | SliceMemory:
-    """Return the object that keeps optimizer state as the strategy of `loop` requires; `spec` is the optimizer as
-    servers execute it.
+    """Return the object that manages optimizer state under the strategy of `loop`; `spec` is the optimizer in the form
+    that servers execute.
     """
     traits = loop.strategy.traits
     if not traits.server_optimizer:

@@ -293,7 +293,7 @@ class OtherHosts:
         """
 
     def descriptors(self) -> dict[int, bool]:
-        """File descriptors to wait for, each with whether to wait until it accepts output."""
+        """Return file descriptor → whether to wait until it accepts output, for all connections to other hosts."""
         return {}
 
     def heard(self) -> Iterator[bytes]:

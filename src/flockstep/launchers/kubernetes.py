@@ -23,7 +23,7 @@ LONGEST_NAME = 63
 INDEX = "JOB_COMPLETION_INDEX"
 """Environment variable in which the Job controller stores the index of a pod."""
 KEY = "secret"
-"""Key under which the secret of a run is stored in its Secret."""
+"""Key under which the secret of a run is stored in its Kubernetes Secret."""
 RUNS = "/runs"
 """Folder in the pods where the volume of the records is mounted."""
 RESOLVE = """import socket, sys, time

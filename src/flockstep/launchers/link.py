@@ -59,7 +59,7 @@ class ProcessLink:
         return self._link.receive()
 
     def disconnected(self) -> bool:
-        """Whether the connection broke since the last call."""
+        """Return whether the connection has broken since the last call."""
         return self._link.disconnected()
 
     def close(self) -> None:

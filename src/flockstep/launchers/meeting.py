@@ -128,7 +128,8 @@ class Meeting:
 
 
 def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: str = "") -> Meeting:
-    """Return the meeting at "host:port", "address:port" or "[IPv6]:port".
+    """Return the meeting whose coordinator listens at `coordinator`, written as "host:port", "address:port" or
+    "[IPv6]:port".
 
     Raises:
         ConfigurationError: the text has none of these forms.

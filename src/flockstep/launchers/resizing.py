@@ -59,7 +59,7 @@ class ResizedRun:
     config: RunConfig
     plan: Plan
     before: RunConfig
-    """The configuration of the run before the change."""
+    """Configuration of the run before the number of workers changed."""
     states: dict[Address, NodeCheckpoint]
     notes: tuple[str, ...]
     """Sentences for the record about the change of the number of workers."""

@@ -30,7 +30,7 @@ class Outcome:
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
     replaced: set[Address] = field(default_factory=set)
-    """Lost processes of servers, of which another process continues."""
+    """Lost processes of servers whose place another process has taken."""
     change: Change | None = None
     """Change of the workers with which the run continues; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)

@@ -22,12 +22,12 @@ ANY_PORT = "*"
 
 
 def tcp_address(host: str, port: str | int) -> str:
-    """Return the address of a port on a numeric host: tcp://127.0.0.1:5000, tcp://[::1]:5000."""
+    """Return the tcp:// address of a port on a numeric host, such as tcp://127.0.0.1:5000 or tcp://[::1]:5000."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """Return the numeric host of tcp://HOST:PORT; empty for ipc://PATH."""
+    """Return the host of tcp://HOST:PORT, a numeric address; empty for ipc://PATH."""
     kind, _, place = address.partition("://")
     return "" if kind == "ipc" else place.rpartition(":")[0].strip("[]")
 

@@ -190,8 +190,8 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
-        """Return the bytes sent, the bytes received and the messages in each direction of a ring all-reduce of `array`,
-        as which the sum is counted.
+        """Return the bytes sent, the bytes received and the messages in each direction that a ring all-reduce of
+        `array` would cost.
         """
         n, rank, size = self.workers, self.rank, len(array)
         sizes = [part.stop - part.start for part in slices(size, n)]
