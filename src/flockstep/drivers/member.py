@@ -462,7 +462,9 @@ class Member:
                 if early is not None:
                     self._early.append(early)
             except PeerLost:
-                raise SupervisorSilent("the process that supervises this run has stopped answering") from None
+                raise SupervisorSilent(
+                    "the process that supervises this run has stopped answering; see its output"
+                ) from None
 
     def send_in_parts(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
         """Send a snapshot to the supervisor: `note` with its description, then the bytes of the arrays in parts.

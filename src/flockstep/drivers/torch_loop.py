@@ -299,8 +299,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for entry, parameter in zip(self.flat.schema.entries, self.flat.parameters, strict=True):
             if own and parameter.dtype is torch.float16:
                 raise ConfigurationError(
-                    f"GradScaler needs gradients that stay unrounded when they are unscaled, but {entry.name} is "
-                    "float16; keep parameters in float32 under autocast"
+                    f"GradScaler needs parameters of float32, because float16 would round the unscaled gradients, got "
+                    f"{entry.name} in float16; keep parameters in float32 under autocast"
                 )
 
     def _unscale(self) -> None:

@@ -38,7 +38,7 @@ class WrongGradient(Fault):
             )
         if self.begin < 0 or (self.end and self.end <= self.begin):
             raise ConfigurationError(
-                f"begin must be >= 0 and end after it, got {self.begin} and {self.end}; end=0 means forever"
+                f"begin must be >= 0 and end > begin, got {self.begin} and {self.end}; end=0 means forever"
             )
 
     def active(self, step: int) -> bool:
