@@ -320,7 +320,7 @@ def test_a_gradient_scaler_is_refused_where_float16_would_round_unscaled_gradien
         (KINDS["float16-float32"](), "all_reduce"),
         (Mixed(torch.float16, torch.float16), "ps(bsp)"),
     ):
-        with pytest.raises(ConfigurationError, match=r"weight is float16; keep parameters in float32 under autocast"):
+        with pytest.raises(ConfigurationError, match=r"weight in float16; keep parameters in float32 under autocast"):
             scaled_step(model, strategy)
     model = KINDS["float16-float32"]()
     before = values(model)
