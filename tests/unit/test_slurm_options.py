@@ -55,5 +55,5 @@ def test_another_script_than_the_command_is_refused(options: str) -> None:
 
 
 def test_variables_that_sbatch_reads_are_refused_too() -> None:
-    with pytest.raises(ConfigurationError, match=r"SBATCH_WAIT is set, .* as --wait, .*the job itself; unset it"):
+    with pytest.raises(ConfigurationError, match=r"SBATCH_WAIT is set, .* reads --wait, .*the job itself; unset it"):
         options_of_job("", {"SBATCH_WAIT": "1"})

@@ -74,7 +74,7 @@ def options_of_job(options: str, environment: Mapping[str, str]) -> list[str]:
         ) from None
     for variable in VARIABLES.keys() & environment.keys():
         raise ConfigurationError(
-            f"sbatch would read --{VARIABLES[variable]}, which a submitted run cannot have, from {variable}: "
+            f"{variable} is set, from which sbatch reads --{VARIABLES[variable]}, but a submitted run cannot have it: "
             f"{REFUSED[VARIABLES[variable]].replace('leave it out', 'unset it')}"
         )
     value = False
