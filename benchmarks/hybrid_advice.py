@@ -1,11 +1,12 @@
 """Is the advice on partition and strategy right? Ten pairs of model and cluster, drawn by a seed.
 
 For each pair `flockstep plan --hybrid` chooses a partition and one of five strategies before anything runs. Then every
-partition of a grid runs with every strategy in virtual time: whole replicas, and for each number of stages four
-schedules with two numbers of micro-batches. Models have their full size there, and so have all messages, but gradients
-are those of a quadratic function, because only the time counts. The value of a run is its samples per second
-divided by the factor by which it needs more samples (the planner's model, evaluated at the run's own figures). The
-advice is right if its own run is worth at least 90 % of the best run.
+partition of a grid runs with every strategy in virtual time: whole replicas, for each number of stages four
+schedules with two numbers of micro-batches, layers split over each number of ways, also within the stages of a
+pipeline, and parameters in shards. Models have their full size there, and so have all messages, but gradients are those
+of a quadratic function, because only the time counts. The value of a run is its samples per second divided by the
+factor by which it needs more samples (the planner's model, evaluated at the run's own figures). The advice is right if
+its own run is worth at least 90 % of the best run.
 
     python benchmarks/hybrid_advice.py --pairs 10 --seed 99 --out hybrid_advice.json
 """
@@ -31,7 +32,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.base import Partition
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples
 from flockstep.planning.hybrid import SplitPrediction, advise_hybrid, samples_needed
@@ -124,25 +125,35 @@ def drawn(seed: int, count: int) -> list[Pair]:
     return found
 
 
-def grid(workers: int, batch: int) -> Iterator[Pipeline | None]:
-    """Yield whole replicas (None), and every number of stages with every schedule and several micro-batches."""
+def grid(workers: int, batch: int) -> Iterator[Partition | None]:
+    """Yield whole replicas (None), every number of stages with every schedule and several micro-batches, and every
+    number of ways.
+    """
     yield None
-    for stages in (one for one in range(2, workers + 1) if not workers % one):
+    numbers = [one for one in range(2, workers + 1) if not workers % one]
+    for ways in numbers:
+        yield Partition.parse(f"tensor({ways})")
+        if ways <= batch:
+            yield Partition.parse(f"sharded({ways})")
+        for stages in (one for one in numbers if not workers % (one * ways)):
+            for count in (one for one in (stages, 2 * stages) if one <= batch):
+                yield Partition.parse(f"pipeline({stages}, 1f1b, {count}) * tensor({ways})")
+    for stages in numbers:
         for schedule in SCHEDULES:
             for count in (stages, 2 * stages):
                 if count > batch or (schedule == "interleaved(2)" and 2 * stages > 8):
                     continue
-                yield Pipeline.parse(f"pipeline({stages}, {schedule}, {count})")
+                yield Partition.parse(f"pipeline({stages}, {schedule}, {count})")
 
 
-def value(site: Site, strategy: Strategy, pipeline: Pipeline | None) -> float:
+def value(site: Site, strategy: Strategy, partition: Partition | None) -> float:
     """Samples per second of a run in virtual time, divided by the factor of samples that it needs more.
 
     The model has its full size, so that every message has; its gradient is that of a quadratic function.
     """
     workers, task = site.cluster.workers, site.task
-    shape = None if pipeline is None else split_shape(task, pipeline)
-    replicas = workers if pipeline is None else pipeline.replicas(workers)
+    shape = None if partition is None else split_shape(task, partition)
+    replicas = workers if partition is None else partition.replicas(workers)
     tensors = task.tensors if shape is None else shape.tensors
     batches = SurrogateBatches(task.batch)
     engine = SurrogateEngine(tensors, task.nbytes, task.itemsize, batches, replicas, task.optimizer, 0)
@@ -183,16 +194,16 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     found = advise_hybrid(outlook, advice, (), strategies)
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
-    for pipeline in grid(workers, pair.batch):
+    for partition in grid(workers, pair.batch):
         for strategy in strategies:
-            if pipeline is not None and pipeline.stages == workers and strategy != strategies[0]:
+            if partition is not None and partition.parts == workers and strategy != strategies[0]:
                 continue  # a single replica exchanges nothing
             try:
-                runs[f"{pipeline or 'none'} with {strategy}"] = value(site, strategy, pipeline)
+                runs[f"{partition or 'none'} with {strategy}"] = value(site, strategy, partition)
             except ConfigurationError as error:
-                print(f"  left out: {pipeline} with {strategy}: {error}", flush=True)
+                print(f"  left out: {partition} with {strategy}: {error}", flush=True)
     assert found.choice is not None
-    chosen = found.choice.pipeline if isinstance(found.choice, SplitPrediction) else None
+    chosen = found.choice.partition if isinstance(found.choice, SplitPrediction) else None
     mine = f"{chosen or 'none'} with {found.choice.strategy}" if found.choice.strategy else "one worker"
     if found.choice.strategy is None:  # one worker alone
         runs[mine] = outlook.alone.samples_per_second
@@ -211,8 +222,8 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
         "runs": runs,
     }
     if found.planner is not None:
-        worth = value(site, strategies[0], found.planner.pipeline)
-        result["pipedream"] = {"partition": str(found.planner.pipeline), "share_of_best": worth / runs[best]}
+        worth = value(site, strategies[0], found.planner.partition)
+        result["pipedream"] = {"partition": str(found.planner.partition), "share_of_best": worth / runs[best]}
     return result
 
 

@@ -65,7 +65,15 @@ MEGABYTES = 700
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of processes")
-@pytest.mark.parametrize(("options", "fits"), [(["-n", "4", "--partition", "pipeline(4)"], True), (["-n", "2"], False)])
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        (["-n", "4", "--partition", "pipeline(4)"], True),
+        (["-n", "4", "--partition", "tensor(4)"], True),
+        (["-n", "4", "--partition", "sharded(4)"], True),
+        (["-n", "2"], False),
+    ],
+)
 def test_a_model_too_large_for_one_process_trains_split(
     two: list[Host], tmp_path: Path, options: list[str], fits: bool
 ) -> None:

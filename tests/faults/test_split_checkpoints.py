@@ -39,6 +39,17 @@ from support.{name} import job
             2,
             marks=pytest.mark.full,
         ),
+        ("split_jobs", "local_sgd(3)", "sharded(2)", "worker-2", "gradient.computed", 33),
+        pytest.param("tied_job", "ps(bsp)", "sharded(2)", "launcher", "manifest.renamed", 2, marks=pytest.mark.full),
+        pytest.param(
+            "split_jobs",
+            "all_reduce",
+            "sharded(4, collective=rabenseifner)",
+            "worker-1",
+            "shard.written",
+            2,
+            marks=pytest.mark.full,
+        ),
         pytest.param("split_job", "ps(bsp)", "tensor(2)", "launcher", "manifest.renamed", 2, marks=pytest.mark.full),
         pytest.param(
             "split_jobs",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from flockstep import registry
 from flockstep.drivers import sharded_way
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError
@@ -95,11 +96,28 @@ def test_a_way_sends_three_times_its_share(ways: int) -> None:
     assert messages == [steps * (ways - 1) * (3 * len(SIZES) + 1)] * ways
 
 
-@pytest.mark.parametrize("collective", ["recursive_doubling", "rabenseifner", "double_tree"])
-def test_other_collectives_compute_the_same(collective: str) -> None:
-    job = job_of()
-    whole, split = simulated(job, "all_reduce"), simulated(job, "all_reduce", f"sharded(2, collective={collective})")
-    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+COLLECTIVES = [name for name in registry.names("collective") if name != "torch_distributed"]
+
+
+@pytest.mark.parametrize(
+    ("partition", "collective"),
+    [
+        ("sharded", "recursive_doubling"),
+        ("tensor", "by_host"),
+        *(pytest.param(one, name, marks=FULL) for one in ("sharded", "tensor") for name in COLLECTIVES),
+    ],
+)
+def test_other_collectives_compute_the_same(partition: str, collective: str) -> None:
+    """Every registered collective over messages, among four ways."""
+    check_trains_as_whole(job_of(), "all_reduce", f"{partition}(4, collective={collective})")
+
+
+@pytest.mark.parametrize("partition", ["sharded", "tensor"])
+@pytest.mark.parametrize("inside", ["{}", "by_host(flat={})", "sparse(dense={})"])
+def test_a_collective_of_the_whole_run_is_refused(partition: str, inside: str) -> None:
+    """Ways are some of a run's processes, also if another collective hides one that connects all processes."""
+    with pytest.raises(CompositionError, match=r"connects all processes of a run by itself; use collective=ring"):
+        Partition.parse(f"{partition}(2, collective={inside.format('torch_distributed')})")
 
 
 def test_a_way_computes_its_share_of_the_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from functools import lru_cache
 
@@ -22,20 +23,27 @@ from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch_stages import split_torch
+from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.advice import advise
 from flockstep.planning.hybrid import (
     HybridAdvice,
     SplitPrediction,
     advise_hybrid,
     memory_of,
+    partitions,
     planned_by_pipedream,
     predict_split,
 )
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.split_surrogate import split_shape
+from flockstep.planning.step_prediction import rehearsed_split
+from flockstep.planning.ways_surrogate import WaysShape
 from flockstep.records.events import StepEvent
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
@@ -46,6 +54,7 @@ from support.split_jobs import job_of
 WIDTHS = (64, 256, 256, 256, 10)
 BATCH = 16
 STRATEGIES = ("all_reduce", "local_sgd(period=4)", "ps(shards=2)")
+KINDS = (Pipeline, TensorParallel, Sharded, Product)
 
 
 def wide() -> nn.Sequential:
@@ -73,10 +82,9 @@ def site_of(
 
 def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) -> tuple[float, float]:
     """Seconds and bytes of a worker's step in a run with real gradients, the first quarter left out."""
-    split, chosen = split_torch(job, 0, Pipeline.parse(partition)), Strategy.parse(strategy)
-    pipeline = Pipeline.parse(partition)
+    split, chosen = make_split(job, 0, Partition.parse(partition)), Strategy.parse(strategy)
     workers = site.cluster.workers
-    replicas = pipeline.replicas(workers)
+    replicas = split.partition.replicas(workers)
     work = site.work(chosen, replicas)
     parts = Iid().assign(split.engine.labels, split.engine.train_size, replicas, 0)
     policy, cluster = choose_result(chosen, None), chosen.cluster(replicas)
@@ -94,28 +102,41 @@ def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) ->
 
 
 @pytest.mark.parametrize("partition", few(
-    ["pipeline(2, gpipe, 4)", "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "pipeline(2, zb_h1, 2)"],
-    "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)",
+    [
+        "pipeline(2, gpipe, 4)", "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "pipeline(2, zb_h1, 2)",
+        "tensor(2)", "tensor(4, collective=recursive_doubling)", "sharded(2)", "sharded(4)",
+        "pipeline(2, 1f1b, 2) * tensor(2)", "pipeline(2, interleaved(2), 2) * tensor(2)",
+    ],
+    "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "tensor(2)", "sharded(2)",
+    "pipeline(2, 1f1b, 2) * tensor(2)",
 ))  # fmt: skip
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "local_sgd(period=4)"))
 def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) -> None:
     """Of a small model the rehearsal is the run: the same seconds and bytes, on a slow link and with uneven times."""
     job = job_of(batch=12)
     site = site_of(job, "10mbit")
-    found = predict_split(Strategy.parse(strategy), Pipeline.parse(partition), site, 4)
+    found = predict_split(Strategy.parse(strategy), Partition.parse(partition), site, 4)
     seconds, sent = measured(job, strategy, partition, site, 48)
     assert found.seconds == pytest.approx(seconds, rel=0.01)
     assert found.sent_bytes == pytest.approx(sent, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    "partition", ["pipeline(2, 1f1b, 4)", pytest.param("pipeline(4, gpipe, 2)", marks=pytest.mark.full)]
+    "partition",
+    [
+        "pipeline(2, 1f1b, 4)",
+        "tensor(2)",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("pipeline(4, gpipe, 2)", "sharded(4)", "tensor(4)", "pipeline(2, 1f1b, 4) * tensor(2)")
+        ),
+    ],
 )
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "all_reduce"))
 def test_a_surrogate_stands_for_a_larger_model(strategy: str, partition: str) -> None:
     job = wide_job()
     site = site_of(job, "200mbit")
-    found = predict_split(Strategy.parse(strategy), Pipeline.parse(partition), site, 4)
+    found = predict_split(Strategy.parse(strategy), Partition.parse(partition), site, 4)
     seconds, sent = measured(job, strategy, partition, site, 16)
     assert found.seconds == pytest.approx(seconds, rel=0.05)
     assert found.sent_bytes == pytest.approx(sent, rel=0.05)
@@ -128,7 +149,7 @@ def test_activations_of_another_size_are_noticed() -> None:
     shape = split_shape(site.task, Pipeline.parse("pipeline(2, gpipe, 1)"))
     less = dataclasses.replace(shape.chunks[0], sends=shape.chunks[0].sends / 2)
     thin = dataclasses.replace(shape, chunks=(less, *shape.chunks[1:]))
-    assert thin.activation_bytes("float32") == shape.activation_bytes("float32") / 2 == BATCH * 256 * 4
+    assert thin.bytes_between("float32") == shape.bytes_between("float32") / 2 == BATCH * 256 * 4
 
 
 @pytest.mark.parametrize(
@@ -143,6 +164,46 @@ def test_the_cut_and_the_shares_are_those_of_the_run(partition: str) -> None:
             assert dataclasses.astuple(planned.shares) == pytest.approx(dataclasses.astuple(mine))
     shapes = [entry.shape for part in split.parts for entry in part.schema.entries]
     assert list(shape.tensors) == shapes
+
+
+def test_sums_of_another_size_are_noticed() -> None:
+    """Negative control: a gradient of the sums that does not travel back leaves out half of the bytes of sums."""
+    job = wide_job()
+    site = site_of(job, "200mbit")
+    shape = split_shape(site.task, Partition.parse("tensor(2)"))
+    assert isinstance(shape, WaysShape)
+    thin = dataclasses.replace(
+        shape, outputs=tuple(tuple(dataclasses.replace(one, backward=0.0) for one in each) for each in shape.outputs)
+    )
+    found, less = (
+        rehearsed_split(Strategy.parse("all_reduce"), site, 4, one, site.compute(4)).sent_bytes_per_step
+        for one in (shape, thin)
+    )
+    between = shape.bytes_between("float32") - thin.bytes_between("float32")
+    assert found - less == pytest.approx(between / 2, rel=0.02)
+    assert between > 0.05 * found
+    copied = sum(way.copied for way in shape.ways)
+    (blocks,) = shape.outputs
+    summed = sum(one.forward for one in blocks[:-1]) + sum(one.backward for one in blocks[1:])
+    assert shape.bytes_between("float32") == 4 * (2 * BATCH * summed + copied)
+
+
+def test_memory_of_ways_and_shards_by_hand() -> None:
+    """A perceptron of 64, 256, 256, 256 and 10 units in two pairs of layers, SGD without momentum."""
+    task = task_of("job", None, wide_job())
+    pairs, halves = [(64, 256, 256), (256, 256, 10)], 0
+    for before, inner, after in pairs:
+        halves += (before * inner + inner + inner * after) // 2
+    shared = 256 + 10  # the biases of the layers that are split by their inputs, which one way trains and both have
+    shape = split_shape(task, Partition.parse("tensor(2)"))
+    own = [sum(map(math.prod, way.tensors)) for way in shape.ways]
+    assert sorted(own) == sorted([halves + 256, halves + 10])
+    outputs = BATCH * (sum(one.holds for one in shape.ways[0].shares[0]) + sum(one.forward for one in shape.outputs[0]))
+    assert memory_of(shape, task) == 4 * (3 * max(own) + shared + outputs)
+    layers = [64 * 256 + 256, 256 * 256 + 256, 256 * 256 + 256, 256 * 10 + 10]
+    stored = 3 * math.ceil(sum(layers) / 2) + 3 * max(layers)
+    activations = BATCH // 2 * task.shape.activation_bytes(1) / 4
+    assert memory_of(split_shape(task, Partition.parse("sharded(2)")), task) == 4 * (stored + activations)
 
 
 def two_layers() -> JobProfile:
@@ -181,11 +242,12 @@ def advised(
 ) -> HybridAdvice:
     site = site_of(wide_job(), bandwidth, more=more, compute=compute)
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
-    return advise_hybrid(outlook, advise(outlook), tuple(map(Pipeline.parse, asked)))
+    return advise_hybrid(outlook, advise(outlook), tuple(map(Partition.parse, asked)))
 
 
-def test_on_a_fast_network_the_model_is_not_split() -> None:
-    found = advised("100gbit")
+def test_where_messages_take_as_long_as_gradients_the_model_is_not_split() -> None:
+    """Every sum of the ways, and every micro-batch, takes at least the latency of 50 us."""
+    found = advised("100gbit", compute="constant(0.0002)")
     assert not isinstance(found.choice, SplitPrediction)
     assert str(found.partition) == "none"
     assert "Do not split the model" in found.sentences[0]
@@ -202,6 +264,41 @@ def test_what_does_not_fit_is_split() -> None:
     )
 
 
+def test_all_partitions_are_searched() -> None:
+    """Where a step takes long and links are fast, workers that share each layer waste no time on bubbles."""
+    site = site_of(wide_job(), "100gbit", compute="constant(0.5)")
+    found = {kind: [str(one) for each in partitions(site, 4) for one in each if type(one) is kind] for kind in KINDS}
+    assert found[TensorParallel] == [str(TensorParallel(ways)) for ways in (2, 4)]
+    assert found[Sharded] == [str(Sharded(ways)) for ways in (2, 4)]
+    assert found[Product] == [
+        str(Partition.parse(f"pipeline(2, 1f1b, {count}) * tensor(2)")) for count in (1, 2, 4, 8, 16)
+    ]
+    advice = advised("100gbit", 'memory = "1200kB"', compute="constant(0.5)")
+    assert {type(one.partition) for one in advice.splits} & {TensorParallel, Sharded}
+
+
+def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
+    """A model that is not a Sequential has stages and shards, but no layers split over ways."""
+    site = site_of(dataclasses.replace(wide_job(), model=Wrapped), "100gbit")
+    outlook = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
+    found = advise_hybrid(outlook, advise(outlook))
+    refused = [(name, why) for name, why in found.refused if "tensor" in name]
+    assert [name for name, _ in refused] == [str(TensorParallel(2))], "once for each reason"
+    assert "must be an nn.Sequential for its layers to be split, got Wrapped" in refused[0][1]
+    assert found.splits
+
+
+class Wrapped(nn.Module):
+    """A perceptron that is traced to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers(x)) + 0
+
+
 def test_what_fits_nowhere_is_said() -> None:
     found = advised("100gbit", 'memory = "100kB"')
     assert found.choice is None
@@ -214,7 +311,7 @@ def test_where_activations_are_smaller_than_weights_a_slow_network_splits() -> N
     best = found.splits[0]
     assert isinstance(found.choice, SplitPrediction)
     assert found.choice is best
-    assert f"--partition '{best.pipeline}'" in found.sentences[0]
+    assert f"--partition '{best.partition}'" in found.sentences[0]
     assert "times as fast as the best strategy with whole replicas" in found.sentences[1]
     assert found.speedups[best.name] > 1
 
@@ -241,7 +338,8 @@ def test_pipedreams_plan_names_the_layers_of_its_cut() -> None:
 def test_models_that_cannot_be_cut_say_why() -> None:
     softmax = flockstep.plan("softmax", "laptop", strategies=["all_reduce"], hybrid=True).hybrid
     assert softmax is not None
-    assert softmax.sentences == ("Do not split the model: softmax cannot be cut into stages that 4 workers fill.",)
+    (sentence,) = softmax.sentences
+    assert "Do not split the model: a model that is split must be a torch.nn.Sequential, got Softmax" in sentence
     branches = flockstep.plan("googlenet", "laptop", strategies=["all_reduce"], hybrid=True).hybrid
     assert branches is not None
     assert "googlenet has branches" in branches.sentences[0]
@@ -257,12 +355,15 @@ def test_the_command_chooses_both(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "With whole replicas:" in said
     assert command([*words, "--partition", "none"]) == 2
-    assert "a plan predicts partitions into the stages of a pipeline, got none" in capsys.readouterr().err
+    assert "a plan of split models predicts partitions that split the model, got none" in capsys.readouterr().err
     assert command([*words[:-1], "1"]) == 2
     assert "memory must be > 0 bytes, with a unit" in capsys.readouterr().err
 
 
 def test_shapes_that_cannot_be_split_are_refused() -> None:
+    for text in ("tensor(2)", "sharded(2)"):
+        with pytest.raises(ConfigurationError, match="are known only for a job; plan for a job, or use a pipeline"):
+            split_shape(two_layers(), Partition.parse(text))
     with pytest.raises(ConfigurationError, match="layers of x are not known"):
         split_shape(JobProfile("x", 10), Pipeline.parse("pipeline(2, gpipe, 1)"))
     with pytest.raises(ConfigurationError, match="microbatches must be at most the 8 samples"):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from flockstep.cli import show
 from flockstep.costs.cluster_reading import memory_bytes
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.base import Partition
 from flockstep.planning.advice import Advice
-from flockstep.planning.hybrid import HybridAdvice, SplitPrediction, advise_hybrid, pipelines_of
+from flockstep.planning.hybrid import HybridAdvice, SplitPrediction, advise_hybrid, partitions_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short, speedup_of
 from flockstep.report.formatting import number, seconds, share, size
@@ -33,7 +33,7 @@ class HybridOptions:
     """The options of `flockstep plan` about split models."""
 
     search: bool
-    partitions: tuple[Pipeline, ...]
+    partitions: tuple[Partition, ...]
     memory: float | None
     """Memory of a worker in bytes; None for the memory that the cluster states."""
 
@@ -47,9 +47,9 @@ def options(hybrid: bool, partitions: Sequence[str] | None, memory: str | None) 
     """Return the options of the command.
 
     Raises:
-        ConfigurationError: a partition is not a pipeline, or the amount of memory has no unit.
+        ConfigurationError: a partition does not split the model, or the amount of memory has no unit.
     """
-    return HybridOptions(hybrid, pipelines_of(partitions or ()), None if memory is None else memory_bytes(memory))
+    return HybridOptions(hybrid, partitions_of(partitions or ()), None if memory is None else memory_bytes(memory))
 
 
 def advised(outlook: Outlook, advice: Advice, asked: HybridOptions, strategies: Sequence[str]) -> HybridAdvice:
@@ -82,7 +82,7 @@ def refusals(found: HybridAdvice) -> list[str]:
 
 def _cells(found: HybridAdvice, one: SplitPrediction) -> tuple[str, ...]:
     return (
-        str(one.pipeline),
+        str(one.partition),
         short(str(one.strategy)),
         speedup_of(found.speedups[one.name]),
         number(one.samples_per_second),

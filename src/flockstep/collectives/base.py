@@ -11,7 +11,7 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
 from flockstep.collectives.group import Group
-from flockstep.expression import Component
+from flockstep.expression import Component, fields_of
 
 
 class Collective(Component):
@@ -23,6 +23,14 @@ class Collective(Component):
     """
 
     noun: ClassVar[str] = "collective"
+
+    @property
+    def over_messages(self) -> bool:
+        """Whether all data travels in flockstep's messages, also that of collectives inside this one; only then can a
+        group that is not a whole run use the collective.
+        """
+        inner = [getattr(self, name) for name in fields_of(type(self))]
+        return all(one.over_messages for one in inner if isinstance(one, Collective))
 
     @abstractmethod
     async def all_reduce(self, me: Group, array: FlatArray) -> None:

@@ -39,6 +39,10 @@ class TorchDistributed(Collective):
                 f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; gloo works everywhere"
             )
 
+    @property
+    def over_messages(self) -> bool:
+        return False
+
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` with the sum over all workers; each worker sends 2(n-1)/n K elements."""
         if me.workers == 1:

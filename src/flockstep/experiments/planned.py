@@ -13,7 +13,7 @@ from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise, require_known
-from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, pipelines_of
+from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, partitions_of
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
@@ -102,14 +102,14 @@ def plan(
     require_known(requirements)
     import_components(listed("imports", imports))
     length = None if hours is None else 3600 * hours
-    pipelines = pipelines_of(listed("partitions", partitions))
+    asked = partitions_of(listed("partitions", partitions))
     limit = None if memory is None else memory_bytes(memory)
     where = usual_cluster() if cluster is None else cluster
     outlook = predicted(what, where, workers, batch, chosen, length, memory=limit)
     advice = advise(outlook, requirements)
-    if not (hybrid or pipelines or memory is not None):
+    if not (hybrid or asked or memory is not None):
         return PlanResult(outlook, advice)
-    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, pipelines, list(map(Strategy.parse, chosen))))
+    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, asked, list(map(Strategy.parse, chosen))))
 
 
 def predicted(

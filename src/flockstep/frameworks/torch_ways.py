@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from flockstep.frameworks.torch_stages import (
     fill,
     joined,
 )
-from flockstep.frameworks.ways import BlockShares, ModelWay, TensorModel, WayWeights
+from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.split_facts import SplitFacts
@@ -77,7 +77,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, _classifies(whole))
     model = _assembled(whole, partition, facts, who, shape, job.batch)
     with _trial(model):
-        loss, largest = _difference(model, model)
+        loss, largest, outputs = _difference(model, model)
     if loss:
         raise ConfigurationError(
             f"the layers of {who}, split over {tensor.ways} ways, must compute what the model computes, got {loss}; "
@@ -89,7 +89,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         assert isinstance(part, TorchWay)
         part.forget()
     check_loss(_engine_of(model), whole, pipeline.microbatches, who)
-    return replace(model, facts=replace(facts, sample_bytes=largest))
+    return replace(model, facts=replace(facts, sample_bytes=largest), outputs=outputs)
 
 
 def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product, facts: SplitFacts) -> TensorModel:
@@ -112,7 +112,7 @@ def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorMode
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
         with _trial(split), _trial(bare):
-            found, _ = _difference(bare, split)
+            found, *_ = _difference(bare, split)
     except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
         found = in_short(error)
     for part in split.parts:
@@ -679,19 +679,21 @@ def _shares(
     if not total:
         return [BlockShares(*[1 / (2 * len(blocks))] * 2) for _ in blocks]
     mine = {one.identity for one in held[way].copied}
-    forward, backward = [0.0] * len(blocks), [0.0] * (len(blocks) + 1)
+    forward, backward, holds = [0.0] * len(blocks), [0.0] * (len(blocks) + 1), [0.0] * len(blocks)
     for number, block in enumerate(blocks):
         for one in block.whole:
             layers = _layers_of(shape, [one.name] if one.name else [])
             forward[number] += sum(layer.work_forward(batch) for layer in layers)
             backward[number] += sum(layer.by_input.work(batch) for layer in layers)
+            holds[number] += sum(layer.writes for layer in layers)
             if any(id(each) in mine for each in one.parameters):
                 backward[number] += sum(layer.by_weight.work(batch) for layer in layers)
         if block.split is not None:
             layers, share = _layers_of(shape, block.split.layers), block.split.share(way)
             forward[number] += share * sum(layer.work_forward(batch) for layer in layers)
             backward[number + 1] += share * sum(layer.work_backward(batch) for layer in layers)
-    return [BlockShares(forward[n] / total, backward[n] / total) for n in range(len(blocks))]
+            holds[number] += share * sum(layer.writes for layer in layers)
+    return [BlockShares(forward[n] / total, backward[n] / total, holds[n]) for n in range(len(blocks))]
 
 
 def _layers_of(shape: ModelShape, names: Sequence[str]) -> list[Layer]:
@@ -720,12 +722,12 @@ def _trial(model: TensorModel) -> Iterator[None]:
         yield
 
 
-def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int]:
+def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
     """Compare loss and gradient of one batch, computed by all parts of `model` and by the unsplit model of `known`.
 
     Returns:
-        How they differ, None if by rounding only, and the size in bytes of the largest array between parts, for one
-        sample.
+        How they differ, None if by rounding only; the size in bytes of the largest array between parts, for one sample;
+        the outputs of each block of each chunk.
     """
     engine = _engine_of(known)
     whole = engine.whole
@@ -738,6 +740,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
     found = [np.zeros_like(one) for one in params]
     given: FlatArray | None = None
     largest, own = 0, math.nan
+    forward, backward = list[float](), list[float]()
     order = [
         (range(stage * ways, stage * ways + ways), chunk, block)
         for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
@@ -752,12 +755,17 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
             own = terms[0][1]
             given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
             largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
+            forward.append(0 if given is None else given.size / len(batch.indices))
         errors: FlatArray | None = None
         for group, chunk, block in reversed(order):
             errors = _joined(
                 [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
             )
-    return difference(own, loss, np.concatenate(found), expected, whole.tolerance), largest
+            backward.append(0 if errors is None else errors.size / len(batch.indices))
+    sizes = map(BlockOutputs, forward, reversed(backward))
+    counts = [len(model.parts[group[0]].shares[chunk]) for group, chunk, block in order if not block]
+    outputs = [list(islice(sizes, count)) for count in counts]
+    return difference(own, loss, np.concatenate(found), expected, whole.tolerance), largest, outputs
 
 
 def _joined(terms: Sequence[FlatArray | None], alike: bool) -> FlatArray | None:

@@ -23,6 +23,20 @@ class BlockShares:
 
     forward: float
     backward: float
+    holds: float = 0.0
+    """Number of elements of the outputs of the block's layers on this way, for one sample, which the backward pass
+    needs.
+    """
+
+
+@dataclass(frozen=True)
+class BlockOutputs:
+    """Numbers of elements, for one sample, of the arrays that the ways add or pass on; 0 if there is no array."""
+
+    forward: float
+    """Elements of the block's outputs."""
+    backward: float
+    """Elements of the gradient of the block's inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +120,8 @@ class TensorModel(SplitModel):
     tensor: TensorParallel
     copied_bytes: int
     """Size in bytes of the largest array of parameters that one way sends to the other ways."""
+    outputs: Sequence[Sequence[BlockOutputs]] = ()
+    """Outputs of each block of each chunk of the model; empty in a process that has not computed the whole model."""
 
     @property
     def partition(self) -> Partition:

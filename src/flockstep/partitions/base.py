@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Literal
 
-from flockstep.errors import ConfigurationError
+from flockstep.collectives.base import Collective
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
 Division = Literal["nothing", "layers", "tensors", "state"]
@@ -17,6 +18,22 @@ Addressing = Literal["none", "p2p mesh", "distributed array abstraction"]
 """Topology of one replica, as in table 1 of Langer et al. (2020): "p2p mesh" if a part sends messages to certain other
 parts; "distributed array abstraction" if a part works on its slice of an array that all parts hold together.
 """
+
+
+def check_ways(partition: str, ways: int, collective: Collective) -> None:
+    """Check the settings of a partition whose workers exchange arrays by a collective.
+
+    Raises:
+        ConfigurationError: there is only one way.
+        CompositionError: the collective connects whole runs only.
+    """
+    if ways < 2:
+        raise ConfigurationError(f"ways of {partition} must be >= 2, got {ways}; use partition=none for one worker")
+    if not collective.over_messages:
+        raise CompositionError(
+            f"the ways of {partition} exchange flockstep's messages, but {collective} connects all processes of a run "
+            "by itself; use collective=ring, or another collective over messages"
+        )
 
 
 class Partition(Component):
@@ -50,6 +67,11 @@ class Partition(Component):
         weights.
         """
         return None
+
+    @property
+    def mean_delay(self) -> float:
+        """Mean number of updates that the weights of a gradient are old because of the partition."""
+        return 0.0
 
     def batches_held(self, part: int) -> float:
         """Return the number of batches whose activations the worker of a part stores at the same time, for its part of

@@ -57,6 +57,10 @@ class Pipeline(Partition):
         return self.schedule.versions(part, self.stages)
 
     @property
+    def mean_delay(self) -> float:
+        return sum(self.schedule.delay(stage, self.stages) for stage in range(self.stages)) / self.stages
+
+    @property
     def delays(self) -> str | None:
         delays = [self.schedule.delay(stage, self.stages) for stage in range(self.stages)]
         if not any(delays):

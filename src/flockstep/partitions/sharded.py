@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.partitions.base import Addressing, Division, Partition
+from flockstep.errors import CompositionError
+from flockstep.partitions.base import Addressing, Division, Partition, check_ways
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,7 @@ class Sharded(Partition):
     """Collective that gathers parameters, and reduces and scatters gradients, over the ways."""
 
     def __post_init__(self) -> None:
-        if self.ways < 2:
-            raise ConfigurationError(
-                f"ways of sharded must be >= 2, got {self.ways}; use partition=none for one worker"
-            )
+        check_ways("sharded", self.ways, self.collective)
 
     @property
     def parts(self) -> int:

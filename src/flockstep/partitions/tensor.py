@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.partitions.base import Addressing, Division, Partition
+from flockstep.errors import CompositionError
+from flockstep.partitions.base import Addressing, Division, Partition, check_ways
 from flockstep.partitions.pipeline import Pipeline
 
 
@@ -32,8 +32,7 @@ class TensorParallel(Partition):
     """Collective that sums outputs, and the gradients of inputs, over the ways."""
 
     def __post_init__(self) -> None:
-        if self.ways < 2:
-            raise ConfigurationError(f"ways of tensor must be >= 2, got {self.ways}; use partition=none for one worker")
+        check_ways("tensor", self.ways, self.collective)
 
     @property
     def parts(self) -> int:
@@ -77,6 +76,10 @@ class Product(Partition):
     @property
     def delays(self) -> str | None:
         return self.pipeline.delays
+
+    @property
+    def mean_delay(self) -> float:
+        return self.pipeline.mean_delay
 
     def batches_held(self, part: int) -> float:
         """Return the number of batches whose activations a worker stores at the same time, as its stage of the pipeline

@@ -1,5 +1,5 @@
 """Chooses a partition of the model together with a strategy: either every worker holds a whole replica, or several
-workers hold a replica as a pipeline.
+workers hold a replica together.
 
 Every prediction is a rehearsal of the split model on the event queue of virtual time, as `flockstep simulate
 --partition` runs it, with a surrogate that computes nothing.
@@ -21,13 +21,16 @@ from flockstep.partitions.pipeline_schedules.interleaved import Interleaved
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
 from flockstep.partitions.pipeline_schedules.zb_h1 import ZeroBubbleH1
+from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.planning.advice import Advice, slower, unfit
 from flockstep.planning.criteria import DOUBT, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
 from flockstep.planning.scaling import waiting
-from flockstep.planning.split_surrogate import SplitShape, split_shape
+from flockstep.planning.split_shape import SplitShape
+from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, has_versions, rehearsed_split
 from flockstep.report.formatting import number, size
 from flockstep.report.progress import ProgressCallback, silent
@@ -52,7 +55,7 @@ GAIN = 1.02
 class SplitPrediction:
     """Predicted means of a step, for a strategy that coordinates replicas that are split over several workers."""
 
-    pipeline: Pipeline
+    partition: Partition
     strategy: Strategy
     replicas: int
     seconds: float
@@ -68,19 +71,19 @@ class SplitPrediction:
     relative_samples: float
     """Factor by which training needs more samples than on one worker for the same accuracy."""
     layers: tuple[str, ...]
-    """Name of the first layer of each part of the model."""
+    """The layers of each part of the model, as text."""
 
     @property
     def name(self) -> str:
         """Partition and strategy, written as options of a command."""
-        return f"{self.pipeline} with {self.strategy}"
+        return f"{self.partition} with {self.strategy}"
 
     def document(self) -> dict[str, Any]:
         """Return the prediction as plain data, for JSON."""
         names = "replicas seconds utilization sent_bytes samples_per_second memory relative_samples"
         figures = {name: getattr(self, name) for name in names.split()}
         return {
-            "partition": str(self.pipeline),
+            "partition": str(self.partition),
             "strategy": str(self.strategy),
             **figures,
             "layers": list(self.layers),
@@ -108,7 +111,7 @@ class HybridAdvice:
     @property
     def partition(self) -> Partition:
         """The partition of the recommended combination."""
-        return self.choice.pipeline if isinstance(self.choice, SplitPrediction) else Unsplit()
+        return self.choice.partition if isinstance(self.choice, SplitPrediction) else Unsplit()
 
     def document(self) -> dict[str, Any]:
         """Return the advice as plain data, for JSON."""
@@ -127,23 +130,23 @@ class HybridAdvice:
 
 
 def predict_split(
-    strategy: Strategy, pipeline: Pipeline, site: Site, workers: int, *, short: bool = False
+    strategy: Strategy, partition: Partition, site: Site, workers: int, *, short: bool = False
 ) -> SplitPrediction:
-    """Predict the cost of a strategy whose replicas are split by `pipeline`. With `short`, predict from few steps with
+    """Predict the cost of a strategy whose replicas are split by `partition`. With `short`, predict from few steps with
     constant gradient times.
 
     Raises:
-        ConfigurationError: the model cannot be cut, the strategy cannot run with this number of replicas, or the cost
+        ConfigurationError: the model cannot be split, the strategy cannot run with this number of replicas, or the cost
             of a step is unknown.
         CompositionError: the strategy cannot train a split model.
     """
-    shape, replicas, task = split_shape(site.task, pipeline), pipeline.replicas(workers), site.task
+    shape, replicas, task = split_shape(site.task, partition), partition.replicas(workers), site.task
     law = as_steady(site.compute(workers)) if short else site.compute(workers)
     found = rehearsed_split(strategy, site, workers, shape, law, SHORT if short else None)
-    rate = found.used * task.batch * found.steps_per_second / pipeline.stages
+    rate = found.used * task.batch * found.steps_per_second / partition.parts
     sent, late = found.sent_bytes_per_step, found.staleness if has_versions(strategy) else None
     return SplitPrediction(
-        pipeline,
+        partition,
         strategy,
         replicas,
         found.seconds_per_step,
@@ -152,7 +155,7 @@ def predict_split(
         rate,
         memory_of(shape, task) + found.held,
         samples_needed(strategy, shape, site, replicas, found.seconds_per_step, sent, rate, late),
-        tuple(part[0].first for part in shape.parts),
+        shape.layers,
     )
 
 
@@ -179,107 +182,136 @@ def samples_needed(
         rate: samples per second of all workers.
         staleness: mean staleness of updates in versions; None if the strategy has no versions.
     """
-    pipeline, task = shape.pipeline, site.task
-    between = max(0.0, sent * pipeline.stages - shape.activation_bytes(task.dtype))
+    partition, task = shape.partition, site.task
+    between = max(0.0, sent * partition.parts - shape.bytes_between(task.dtype))
     alike = StepPrediction(
         str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, staleness, None, rate, 0.0, "rehearsal"
     )
-    return _with_delays(relative_samples(alike, site), pipeline, replicas, task)
+    return _with_delays(relative_samples(alike, site), partition.mean_delay, replicas, task)
 
 
 def memory_of(shape: SplitShape, task: JobProfile) -> float:
     """Return the bytes of memory on the worker that needs most memory, for parameters, copies of parameters, gradient,
     optimizer and activations.
-
-    If a part of the model has several chunks, every micro-batch in flight is assumed to need the activations of the
-    largest chunk.
     """
-    pipeline, needed = shape.pipeline, []
-    for part, chunks in enumerate(shape.parts):
-        parameters = sum(chunk.parameters for chunk in chunks) * (2 + task.slots + pipeline.copies(part))
-        held = pipeline.batches_held(part) * task.batch * max(chunk.holds for chunk in chunks)
-        needed.append((parameters + held) * task.itemsize)
-    return max(needed)
+    return shape.elements_held(task.slots) * task.itemsize
 
 
-def _with_delays(relative: float, pipeline: Pipeline, replicas: int, task: JobProfile) -> float:
-    """Add the samples that delays of a schedule cost, as staleness costs them (see `relative_samples`)."""
-    delays = [pipeline.schedule.delay(stage, pipeline.stages) for stage in range(pipeline.stages)]
-    mean = sum(delays) / len(delays)
+def _with_delays(relative: float, mean: float, replicas: int, task: JobProfile) -> float:
+    """Add the samples that a mean delay of `mean` updates costs, as staleness costs them (see `relative_samples`)."""
     if not mean:
         return relative
     stable = 1 / math.sin(math.pi / (2 * (2 * mean + 1)))
     return DOUBT * (relative + replicas * (stable - 1) / (1 + task.noise))
 
 
-def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
-    """Return the pipelines that a user wants a plan to consider.
+def partitions_of(texts: Sequence[str]) -> tuple[Partition, ...]:
+    """Return the partitions that a user wants a plan to consider.
 
-    Raises: ConfigurationError: a partition is not a pipeline.
+    Raises:
+        ConfigurationError: a partition does not split the model.
     """
-    known = []
-    for text in texts:
-        partition = Partition.parse(text)
-        if not isinstance(partition, Pipeline):
+    known = tuple(map(Partition.parse, texts))
+    for partition in known:
+        if partition.divides == "nothing":
             raise ConfigurationError(
-                f"a plan predicts partitions into the stages of a pipeline, got {text}; write for example 'pipeline(2, "
-                "1f1b, 4)', or leave it out for whole replicas"
+                f"a plan of split models predicts partitions that split the model, got {partition}; write for example "
+                "'pipeline(2, 1f1b, 4)', 'tensor(2)' or 'sharded(2)', or leave it out for whole replicas"
             )
-        known.append(partition)
-    return tuple(known)
+    return known
 
 
-def partitions(site: Site, workers: int) -> Iterator[list[Pipeline]]:
-    """Yield the pipelines to consider: for each number of stages, the schedule 1F1B with every power of two as number
-    of micro-batches.
+def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
+    """Yield the partitions to consider, in lists whose members differ only in the number of micro-batches, which is a
+    power of two: 1F1B with each number of stages, layers split over ways, both together, and sharded parameters.
+
+    Layers are split over ways, and parameters stored in shards, only for a job, whose model tells what a run can split.
     """
-    model = site.task.shape
+    model, job = site.task.shape, site.task.job is not None
     places = 0 if model is None else len(units(model))
-    for stages in range(2, min(workers, places) + 1):
-        if workers % stages:
+    numbers = [one for one in range(2, workers + 1) if not workers % one]
+    for stages in [1, *numbers]:
+        if stages > max(1, places):
             continue
         most = min(site.task.batch, AHEAD * stages)
         counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
-        yield [Pipeline(stages, OneForwardOneBackward(), count) for count in counts]
+        pipelines = [Pipeline(stages, OneForwardOneBackward(), count) for count in counts]
+        if stages > 1:
+            yield list(pipelines)
+        for ways in [one for one in numbers if job and not workers % (stages * one)]:
+            yield [TensorParallel(ways)] if stages == 1 else [each * TensorParallel(ways) for each in pipelines]
+    for ways in numbers if job else ():
+        yield [Sharded(ways)]
 
 
-def _search(site: Site, workers: int, strategy: Strategy, limit: float | None) -> Iterator[SplitPrediction]:
-    """Yield the best partition for each number of stages, by short rehearsals: first the number of micro-batches of
-    1F1B, then the other synchronous schedules.
+def _search(
+    site: Site, workers: int, strategy: Strategy, limit: float | None, refused: list[tuple[str, str]]
+) -> Iterator[SplitPrediction]:
+    """Yield the best partition of each list of `partitions`, by short rehearsals: first the number of micro-batches,
+    then the other synchronous schedules of a pipeline. Partitions that a run would refuse are added to `refused`.
     """
+    reasons: set[str] = set()
     for options in partitions(site, workers):
-        stages = options[0].stages
-        fitting = [one for one in options if fits(one, site, limit)]
-        if not fitting:
-            continue
-        start = next((i for i, one in enumerate(fitting) if one.microbatches >= stages), len(fitting) - 1)
-        best = predict_split(strategy, fitting[start], site, workers, short=True)
-        for way in (1, -1):
-            place = start + way
-            while 0 <= place < len(fitting):
-                other = predict_split(strategy, fitting[place], site, workers, short=True)
-                if other.seconds >= best.seconds:
-                    break
-                best, place = other, place + way
-        for schedule in (ZeroBubbleH1(), Interleaved(2)):
-            try:
-                pipeline = Pipeline(stages, schedule, best.pipeline.microbatches)
-                if fits(pipeline, site, limit):
-                    best = min(best, predict_split(strategy, pipeline, site, workers, short=True), key=_seconds)
-            except ConfigurationError:  # too few layers, or a number of micro-batches that the schedule does not allow
+        try:
+            fitting = [one for one in options if fits(one, site, limit)]
+            if not fitting:
                 continue
+            best = _with_microbatches(fitting, strategy, site, workers)
+        except FlockstepError as error:
+            if str(error) not in reasons:
+                refused.append((str(options[0]), str(error)))
+            reasons.add(str(error))
+            continue
+        if isinstance(best.partition, Pipeline):
+            best = _with_schedules(best, best.partition, strategy, site, workers, limit)
         yield best
+
+
+def _with_microbatches(options: Sequence[Partition], strategy: Strategy, site: Site, workers: int) -> SplitPrediction:
+    """Return the fastest of partitions with increasing numbers of micro-batches, uphill from one with at least as many
+    micro-batches as stages.
+    """
+    start = next((i for i, one in enumerate(options) if _steady(one)), len(options) - 1)
+    best = predict_split(strategy, options[start], site, workers, short=True)
+    for way in (1, -1):
+        place = start + way
+        while 0 <= place < len(options):
+            other = predict_split(strategy, options[place], site, workers, short=True)
+            if other.seconds >= best.seconds:
+                break
+            best, place = other, place + way
+    return best
+
+
+def _steady(partition: Partition) -> bool:
+    """Return whether there are at least as many micro-batches as stages."""
+    pipeline = partition.pipeline if isinstance(partition, Product) else partition
+    return not isinstance(pipeline, Pipeline) or pipeline.microbatches >= pipeline.stages
+
+
+def _with_schedules(
+    best: SplitPrediction, pipeline: Pipeline, strategy: Strategy, site: Site, workers: int, limit: float | None
+) -> SplitPrediction:
+    """Return the fastest of a pipeline of 1F1B and the same pipeline with other synchronous schedules."""
+    for schedule in (ZeroBubbleH1(), Interleaved(2)):
+        try:
+            other = Pipeline(pipeline.stages, schedule, pipeline.microbatches)
+            if fits(other, site, limit):
+                best = min(best, predict_split(strategy, other, site, workers, short=True), key=_seconds)
+        except ConfigurationError:  # too few layers, or a number of micro-batches that the schedule does not allow
+            continue
+    return best
 
 
 def _seconds(found: SplitPrediction) -> float:
     return found.seconds
 
 
-def fits(pipeline: Pipeline, site: Site, limit: float | None) -> bool:
+def fits(partition: Partition, site: Site, limit: float | None) -> bool:
     """Return whether the memory of the worker that needs most memory is at most `limit` bytes. A limit of None stands
     for no limit.
     """
-    return limit is None or memory_of(split_shape(site.task, pipeline), site.task) <= limit
+    return limit is None or memory_of(split_shape(site.task, partition), site.task) <= limit
 
 
 def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
@@ -307,7 +339,7 @@ def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
 def advise_hybrid(
     outlook: Outlook,
     advice: Advice,
-    asked: Sequence[Pipeline] = (),
+    asked: Sequence[Partition] = (),
     strategies: Sequence[Strategy] = (),
     say: ProgressCallback = silent,
 ) -> HybridAdvice:
@@ -333,9 +365,13 @@ def advise_hybrid(
         tried = list(asked)
         if wanted and not asked:
             say("partitions")
-            tried = [one.pipeline for one in _best(_search(site, workers, wanted[0], limit))]
+            failed: list[tuple[str, str]] = []
+            tried = [one.partition for one in _best(_search(site, workers, wanted[0], limit, failed))]
+            if not tried and failed:
+                refused.append(("splitting", failed[0][1]))
             if not any(partitions(site, workers)):
                 raise ConfigurationError(f"{site.task.name} cannot be cut into stages that {workers} workers fill")
+            refused += failed
         found = list(_crossed(wanted, tried, site, workers, refused, say))
         planner = _planner(wanted, site, workers, refused) if wanted else None
     except FlockstepError as error:
@@ -375,22 +411,22 @@ def _unsplittable(strategy: Strategy) -> str | None:
 
 def _crossed(
     wanted: Sequence[Strategy],
-    tried: Sequence[Pipeline],
+    tried: Sequence[Partition],
     site: Site,
     workers: int,
     refused: list[tuple[str, str]],
     say: ProgressCallback,
 ) -> Iterator[SplitPrediction]:
     """Yield the predictions of all combinations; a single replica exchanges nothing, whatever the strategy."""
-    for done, pipeline in enumerate(tried):
+    for done, partition in enumerate(tried):
         for strategy in wanted:
-            say(f"{pipeline} with {strategy}", done, len(tried))
+            say(f"{partition} with {strategy}", done, len(tried))
             try:
-                yield predict_split(strategy, pipeline, site, workers)
+                yield predict_split(strategy, partition, site, workers)
             except FlockstepError as error:
-                refused.append((f"{pipeline} with {strategy}", str(error)))
+                refused.append((f"{partition} with {strategy}", str(error)))
                 continue
-            if pipeline.stages == workers:
+            if partition.parts == workers:
                 break
 
 
@@ -480,7 +516,7 @@ def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedup
     whole, limit = advice.choice, outlook.site.cluster.memory
     replicas = "1 replica" if choice.replicas == 1 else f"{choice.replicas} replicas"
     said = (
-        f"Split each replica over {choice.pipeline.stages} workers: --partition '{choice.pipeline}' with --strategy "
+        f"Split each replica over {choice.partition.parts} workers: --partition '{choice.partition}' with --strategy "
         f"'{choice.strategy}', {replicas}; predicted speed-up {number(speedups[choice.name])}, at most "
         f"{size(choice.memory)} on a worker."
     )
@@ -495,6 +531,6 @@ def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedup
 
 def _of_planner(planner: SplitPrediction, speedups: dict[str, float]) -> str:
     return (
-        f"PipeDream's planner, with equally many workers for each stage, would choose {planner.pipeline}: predicted "
+        f"PipeDream's planner, with equally many workers for each stage, would choose {planner.partition}: predicted "
         f"speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker."
     )

@@ -27,8 +27,10 @@ from flockstep.frameworks.job import build_model, make_engine, make_split
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
+from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
 from flockstep.simulation.compute import ComputeModel
@@ -109,6 +111,13 @@ class JobProfile:
             return make_split(job(0), 0, pipeline).sizes
 
         return lru_cache(maxsize=256)(sizes)
+
+    @cached_property
+    def splits(self) -> dict[Partition, SplitShape]:
+        """Partition → the job's model as the partition splits it, for partitions by which a plan has split the
+        model.
+        """
+        return {}
 
     @cached_property
     def noise(self) -> float:

@@ -24,7 +24,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
-from flockstep.planning.split_surrogate import SplitShape
+from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import (
     Shrunk,
     SurrogateBatches,
@@ -200,7 +200,7 @@ class _Stage:
     @property
     def replicas(self) -> int:
         """Number of replicas of the model, each of which one worker, or the workers of a split model, hold."""
-        return self.workers if self.split is None else self.split.pipeline.replicas(self.workers)
+        return self.workers if self.split is None else self.split.partition.replicas(self.workers)
 
     @property
     def small(self) -> int:
@@ -304,7 +304,7 @@ def rehearse(
         Unrehearsed: no surrogate can replace the model, or the strategy sent nothing although it should have sent
             messages.
     """
-    strategy.check(workers if split is None else split.pipeline.replicas(workers))
+    strategy.check(workers if split is None else split.partition.replicas(workers))
     if steps is not None and steps < 2:
         raise ConfigurationError(f"a rehearsal needs >= 2 steps, got {steps}; {STEPS} is usual")
     if optimizer is not None:

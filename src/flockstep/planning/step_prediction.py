@@ -18,7 +18,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
-from flockstep.planning.split_surrogate import SplitShape
+from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
@@ -227,7 +227,7 @@ def rehearsed_split(
     `law` is the compute model of the gradients of the whole model. A rehearsal of a given number of `steps` uses a
     small surrogate.
     """
-    task, replicas = site.task, shape.pipeline.replicas(workers)
+    task, replicas = site.task, shape.partition.replicas(workers)
     return _known(
         strategy,
         workers,

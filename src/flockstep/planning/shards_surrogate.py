@@ -1,0 +1,129 @@
+"""The surrogate of a model whose parameters are stored in shards, for rehearsals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.schema import Entry, FlatArray, Schema
+from flockstep.codecs.base import Shape
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.job import make_split
+from flockstep.frameworks.shards import ModelShard, ShardedModel
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares
+from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.split_facts import SplitFacts
+from flockstep.planning.job_profile import JobProfile
+from flockstep.planning.split_shape import SplitShape, SurrogateHeld
+from flockstep.planning.surrogate import SurrogateEngine
+
+TRANSIENT = 3
+"""Arrays with the elements of a unit while the unit is computed: the gathered parameters, the weights, the gradient."""
+
+
+@dataclass(frozen=True)
+class ShardsShape(SplitShape):
+    """A model whose parameters are stored in shards."""
+
+    partition: Sharded
+    units: tuple[int, ...]
+    """Number of parameters of each unit."""
+    shares: tuple[PassShares, ...]
+    """Work of the passes of each unit."""
+    outputs: float
+    """Number of elements of the outputs of all layers for one sample, which the backward pass needs."""
+
+    @property
+    def tensors(self) -> tuple[Shape, ...]:
+        return tuple((sum(one.stop - one.start for one in spans),) for spans in self.spans(self.units))
+
+    def spans(self, units: Sequence[int]) -> list[list[slice]]:
+        """Return for each way the elements of its shard in each unit, for units of the given numbers of elements."""
+        ways, share = self.partition.ways, self.partition.collective.share
+        return [[share(ways, size, way) for size in units] for way in range(ways)]
+
+    def passed(self) -> Sequence[float]:
+        return ()
+
+    def bytes_between(self, dtype: str) -> float:
+        """Two gathers and one scatter of every unit (Rajbhandari et al. 2020, section 7.2)."""
+        return 3.0 * (self.partition.ways - 1) * self.parameters * numpy_dtype(dtype).itemsize
+
+    def elements_held(self, slots: int) -> float:
+        stored = max(shape[0] for shape in self.tensors) * (2 + slots + self.partition.copies(0))
+        return stored + TRANSIENT * max(self.units) + self.partition.batches_held(0) * self.batch * self.outputs
+
+    def model(self, engine: SurrogateEngine) -> ShardedModel:
+        """Return the surrogate in shards; its units divide the elements of `engine` as the model's units do."""
+        whole, size = sum(self.units), engine.schema.size
+        ends = [round(size * end / whole) for end in accumulate(self.units)]
+        units = tuple(
+            SurrogateUnit(engine, start, stop, share)
+            for (start, stop), share in zip(pairwise([0, *ends]), self.shares, strict=True)
+        )
+        spans = self.spans([unit.schema.size for unit in units])
+        parts = tuple(
+            ModelShard(_one_tensor(engine, sum(span.stop - span.start for span in own)), engine.train_size, units, own)
+            for own in spans
+        )
+        facts = SplitFacts(tuple(range(len(units))), (), False, 0)
+        return ShardedModel(engine, parts, self.layers, facts, units, (), self.partition)
+
+
+class SurrogateUnit(SurrogateHeld, ModelPart):
+    """A unit of a surrogate: its passes return nothing, and add the surrogate's gradient."""
+
+    def __init__(self, engine: SurrogateEngine, start: int, stop: int, shares: PassShares):
+        """`start` and `stop`: the elements of the unit in the flat array of `engine`."""
+        super().__init__(engine, _one_tensor(engine, stop - start), slice(start, stop))
+        self.shares = [shares]
+
+    def forward(
+        self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        self.keep(chunk, batch, params)
+        return None, 0.0
+
+    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
+        self.add_gradient(chunk, batch, out)
+        return None
+
+    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        raise NotImplementedError("shards compute whole backward passes")
+
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        raise NotImplementedError("shards compute whole backward passes")
+
+
+def _one_tensor(engine: SurrogateEngine, size: int) -> Schema:
+    """Schema of a surrogate's part that counts as one tensor."""
+    return Schema(engine.schema.dtype, (Entry("part", (size,), 0),))
+
+
+def shards_shape(task: JobProfile, partition: Sharded) -> ShardsShape:
+    """Return the model of a task in shards.
+
+    Raises:
+        ConfigurationError: there is no job, or a run refuses to shard its model.
+    """
+    if task.job is None or task.shape is None:
+        raise ConfigurationError(
+            f"the layers of {task.name} whose parameters are gathered together are known only for a job; plan for a "
+            "job, or use a pipeline"
+        )
+    if partition not in task.splits:
+        model = make_split(task.job(0), 0, partition)
+        assert isinstance(model, ShardedModel)
+        task.splits[partition] = ShardsShape(
+            partition,
+            task.batch,
+            model.layers,
+            tuple(unit.schema.size for unit in model.units),
+            tuple(unit.shares[0] for unit in model.units),
+            float(sum(layer.writes for layer in task.shape.layers)),
+        )
+    known = task.splits[partition]
+    assert isinstance(known, ShardsShape)
+    return known
