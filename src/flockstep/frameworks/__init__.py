@@ -1,1 +1,1 @@
-"""Gradients and evaluations of models, for each supported framework."""
+"""Computes gradients and evaluations of models, with one engine for each supported framework."""

@@ -1,4 +1,6 @@
-"""The interface between drivers and frameworks: gradients at given flat parameters, and evaluations."""
+"""The interface between drivers and frameworks: jobs, data, and engines that compute gradients and evaluations at given
+flat parameters.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Training and test samples, first axis over samples; numpy arrays or torch tensors.
+    """The training and test samples of a job, as numpy arrays or torch tensors whose first axis counts the samples.
 
     `Data.of` accepts data sets, loaders and iterables in place of arrays.
     """
@@ -49,12 +51,12 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any) -> Data:
-        """Return samples that are read when they are needed, the next batch in advance.
+        """Return data whose samples are read when they are needed; the next batch is read in advance.
 
         Each argument is a data set (`__len__`, and `__getitem__` that returns a pair (x, y)), a PyTorch DataLoader, of
         which the data set and the collate function are used, an iterable of pairs that ends, which is read into memory,
-        or a pair of arrays. The job draws the batches: a loader's batch size and order do not count. Reading a sample
-        twice must give the same values.
+        or a pair of arrays. The job draws the batches, so a loader's batch size and order have no effect. Reading a
+        sample twice must give the same values.
 
         Raises:
             ConfigurationError: the samples cannot be counted, are not pairs, or change from one reading to the next.
@@ -79,7 +81,7 @@ class Job:
         batch: number of samples in a worker's batch.
         epochs: passes of all workers together over the training set.
         least_steps: minimum number of steps of each worker, however many workers share the passes.
-        target: value of the metric that time-to-target refers to, or None.
+        target: value of the metric to reach, for the time to target; None for no target.
         name: the job's name.
 
     Raises:
@@ -98,7 +100,9 @@ class Job:
     target: float | None = None
     name: str = "job"
     facts: dict[str, str] = field(default_factory=dict)
-    """Facts that must be the same when the run is repeated, such as a hash of the data; kept in the record."""
+    """Facts that must be the same when the run is repeated, such as a hash of the data. The record of the run stores
+    the facts.
+    """
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -110,10 +114,10 @@ class Job:
 def metric_of(
     job: Job, data: Data, whole: object, accuracy: Callable[[Any, Any], float]
 ) -> Callable[[Any, Any], float]:
-    """Return the job's metric, or for "accuracy" the framework's function, for targets of the dtype `whole`.
+    """Return the job's metric as a function; for "accuracy", return the framework's function.
 
     Raises:
-        ConfigurationError: there is no such metric, or the targets are not integers.
+        ConfigurationError: there is no such metric, or the metric is "accuracy" and the targets are not integers.
     """
     if not isinstance(job.metric, str):
         return job.metric
@@ -131,44 +135,47 @@ def metric_of(
 
 @dataclass(frozen=True, eq=False)
 class DistillationTargets:
-    """Models to learn from: `teachers`, of shape (M, K), and the weight of the distance to their predictions."""
+    """The models from whose predictions a model learns: parameters `teachers` of shape (M, K), and the weight of the
+    distance to the predictions.
+    """
 
     teachers: FlatArray
     weight: float
 
 
 class TrainedModel(ABC):
-    """The parameters of a job's model, or of a part of the model, in their initial state."""
+    """The interface of the parameters of a job's model, or of a part of the model, in their initial state."""
 
     schema: Schema
     train_size: int
 
     @abstractmethod
     def initial(self) -> FlatArray:
-        """Return a copy of the parameters (K,) that every replica starts from."""
+        """Return a copy of the parameters (K,) with which every replica starts."""
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; layers for
-        which this is uncertain are left out.
+        """Return the fully connected layers whose gradients over `batch` samples can certainly be computed as
+        factors.
         """
         return ()
 
 
 class Engine(TrainedModel):
-    """One job in one process: computes gradients for any number of replicas, given their flat parameters.
+    """The engine of a job in one process, which computes gradients for any number of replicas, given the replicas' flat
+    parameters.
 
-    Non-trainable buffers (batch-norm statistics) belong to a replica and are never exchanged; an evaluation uses the
+    Non-trainable buffers (batch-norm statistics) belong to a replica and are never exchanged. An evaluation uses the
     mean of the named replicas' floating-point buffers and the first replica's integer buffers.
     """
 
     optimizer: Optimizer
     higher_is_better: bool
     labels: npt.NDArray[np.int64] | None
-    """Class of every training sample, of shape (samples,), or None if there are no classes or the data set does not
+    """Class of every training sample, of shape (samples,); None if there are no classes or the data set does not
     provide them.
     """
     classes: bool
-    """Whether the targets are classes."""
+    """Whether the targets of the job are classes."""
     _data: Data
 
     def prefetch(self, indices: Indices) -> None:
@@ -186,15 +193,19 @@ class Engine(TrainedModel):
 
     @property
     def batching(self) -> str:
-        """Either "batched", or "one by one: …" with the reason why gradients of several replicas take several calls."""
+        """Text that says how gradients of several replicas are computed: "batched", or "one by one: …" with the
+        reason.
+        """
         return "batched"
 
     def operations(self, batch: int) -> float | None:
-        """Floating-point operations of the gradient of `batch` samples; None if the framework does not count them."""
+        """Return the floating-point operations of the gradient of `batch` samples; None if the framework does not count
+        them.
+        """
         return None
 
     def home(self) -> FlatArray:
-        """Return an array (K,) for one replica's parameters, from which gradients are computed without a copy."""
+        """Return an array (K,) for one replica's parameters, at which gradients are computed without a copy."""
         return self.initial()
 
     @abstractmethod
@@ -232,8 +243,8 @@ class Engine(TrainedModel):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient as `gradient` does, with the gradients of `layers` as factors: `Packing(K, layers)` at the
-        beginning of `out`.
+        """Compute a gradient with the gradients of `layers` as factors, and write it to the beginning of `out` in the
+        layout of `Packing(K, layers)`.
 
         Raises:
             CompositionError: this framework cannot compute factors.
@@ -243,11 +254,11 @@ class Engine(TrainedModel):
         )
 
     def buffers(self, replica: int) -> FlatArray:
-        """Return a replica's buffers that change in training, concatenated in float64; empty if there are none."""
+        """Return the buffers of a replica that change in training, concatenated in float64; empty if there are none."""
         return np.empty(0)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Set a replica's buffers to the array that `buffers` returned, possibly in another process."""
+        """Set a replica's buffers to an array that `buffers` returned, possibly in another process."""
         if len(values):
             raise ConfigurationError(
                 f"this model has no buffers that change in training, got {len(values)} values; build the same model "
@@ -260,7 +271,7 @@ class Engine(TrainedModel):
         """Compute the gradient of the loss plus the weighted distance to the mean prediction of the teachers.
 
         With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
-        squared difference of the outputs. Returns the mean loss without the distance.
+        squared difference of the outputs. The returned value is the mean loss without the distance.
 
         Raises:
             CompositionError: this framework or model does not support distillation.
@@ -268,7 +279,8 @@ class Engine(TrainedModel):
         raise CompositionError("this framework cannot learn from the predictions of other models; use torch")
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Return loss and metric of the mean prediction of `members`, (M, K); with classes, the mean of probabilities.
+        """Return loss and metric of the mean prediction of the models `members` (M, K). For classes, the mean is that
+        of the probabilities.
 
         Raises:
             CompositionError: this framework cannot average predictions.
@@ -276,9 +288,11 @@ class Engine(TrainedModel):
         raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
-        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, together with this layout."""
+        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, together with the schema of this
+        layout.
+        """
         return params, self.schema
 
     @abstractmethod
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        """Return loss and metric of the model `params` (K,) on the test set."""
+        """Return loss and metric on the test set of the model with the parameters `params` (K,)."""

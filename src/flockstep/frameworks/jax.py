@@ -1,4 +1,4 @@
-"""Gradients of JAX functions: one replica at a time, or many in one call under `jax.vmap`."""
+"""Gradients of JAX functions, for one replica at a time, or for many replicas in one call under `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LARGEST_CHUNK = 64
 
 @dataclass(frozen=True, eq=False)
 class JaxModel:
-    """A model as two functions, for `Job(model=…)`.
+    """A JAX model as two functions, for `Job(model=…)`.
 
     Args:
-        init: function (key) → the parameters that every replica starts from, a pytree of floating-point arrays.
+        init: function (key) → the parameters with which every replica starts, a pytree of floating-point arrays.
         apply: function (params, x) → the outputs for the samples x, first axis over samples.
         random: whether `apply` draws random numbers in training; `apply(params, x, key)` is then called with a key
             that differs for each gradient, and with `key=None` in evaluations.
@@ -41,10 +41,10 @@ class JaxModel:
 
 
 class JaxEngine(Engine):
-    """Gradients and evaluations of a job whose model is a `JaxModel`; `jax.value_and_grad` under `jax.jit`.
+    """The engine of a job whose model is a `JaxModel`; gradients are computed by `jax.value_and_grad` under `jax.jit`.
 
     The number of replicas in a batched call is rounded up to a power of two, so that few functions are compiled. A
-    gradient from a batched call agrees with one from a single call up to rounding.
+    gradient from a batched call agrees with the gradient from a single call up to rounding.
     """
 
     def __init__(self, job: Job, seed: int, model: JaxModel | None = None):
@@ -81,7 +81,7 @@ class JaxEngine(Engine):
         self._probe(job)
 
     def operations(self, batch: int) -> float | None:
-        """Floating-point operations of a gradient, as XLA counts them before its optimizations."""
+        """Return the floating-point operations of a gradient, as XLA counts them before its optimizations."""
         x, y = (values[np.arange(batch) % self.train_size] for values in (self._data.train_x, self._data.train_y))
         lowered = self._one.lower(self._start, x, y, np.zeros(2, np.uint32), None, 0.0)
         return (lowered.cost_analysis() or {}).get("flops")

@@ -1,4 +1,6 @@
-"""Finds the layers of a JAX model by tracing the model once on a few samples: parameters, products and bytes."""
+"""Finds the layers of a JAX model, with their parameters, products and bytes, by tracing the model once on a few
+samples.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NOTE = (
     "assumed to run one after the other"
 )
 WHOLE = "(model)"
-"""Name of the layer for products of activations alone, such as those of attention."""
+"""Name of the layer that counts products of activations alone, such as the products of attention."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs optimizers of optax on the flat array of a pytree's parameters."""
+"""Runs optimizers of the library optax on the flat array of a pytree's parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.optimizers.sgd import SGD
 
 
 class FlatOptax:
-    """An optax optimizer for flat arrays (K,) in place of trees, compiled; its state is optax's pytree."""
+    """An optax optimizer that is compiled for a flat array (K,) in place of a tree. Its state is optax's pytree."""
 
     def __init__(self, optimizer: Any, tree: FlatTree):
         def stepped(params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
@@ -41,14 +41,16 @@ class FlatOptax:
         self.next_lr = jax.jit(next_lr)
 
     def digest(self, state: Any) -> str:
-        """16 hexadecimal digits of the StableHLO of a step: a digest of what the step computes, with all constants."""
+        """Return 16 hexadecimal digits of a hash of the optimizer's step in StableHLO, which depends on the computation
+        and all its constants.
+        """
         array = jax.ShapeDtypeStruct((self._size,), self._dtype)
         return hashlib.sha256(self.stepped.lower(array, array, state).as_text().encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
 class OptaxOptimizer(Optimizer):
-    """The optax optimizer of a job. Only workers can run it, because its settings cannot be read.
+    """The optax optimizer of a job. Only workers can run the optimizer, because its settings cannot be read.
 
     `lr` is the learning rate of `optax.inject_hyperparams(…)(learning_rate=0.1)`, which schedules of flockstep and
     `--lr` may change, and NaN for other optimizers, whose rates only optax knows. The state holds the leaves of optax's
@@ -58,7 +60,7 @@ class OptaxOptimizer(Optimizer):
     elementwise: ClassVar[bool] = False
     flat: FlatOptax
     structure: Any
-    """Tree structure of the state of the optax optimizer."""
+    """Tree structure of the optax optimizer's state."""
     lr: float = math.nan
 
     @classmethod
@@ -88,11 +90,11 @@ class OptaxOptimizer(Optimizer):
 
     @property
     def on_servers(self) -> Optimizer:
-        """Return None: under strategies whose workers step, servers need no optimizer."""
+        """Return None, because under strategies whose workers step, servers need no optimizer."""
         return SGD(lr=1.0)
 
     def with_lr(self, lr: float) -> Optimizer:
-        """Return this optimizer with another learning rate, if optax allows the rate to be set."""
+        """Return this optimizer with another learning rate, if the optax optimizer allows the rate to be set."""
         if math.isnan(self.lr):
             raise ConfigurationError(
                 f"the learning rate {lr:g} cannot be set, because only optax knows the learning rate of this "
@@ -102,7 +104,7 @@ class OptaxOptimizer(Optimizer):
         return replace(self, lr=lr)
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return the state of `optimizer.init` as a list of arrays."""
+        """Return the initial state of the optax optimizer, as a list of arrays."""
         return OptimizerState(foreign=_leaves(self.flat.init(params.copy())))
 
     def step(

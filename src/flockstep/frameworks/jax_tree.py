@@ -18,7 +18,9 @@ Tree = Any
 
 
 class FlatTree:
-    """Layout of a pytree of parameters in a flat array; the tree's leaves are its tensors, in JAX's order."""
+    """The layout of a pytree of parameters in a flat array. The leaves of the tree are the tensors of the layout, in
+    JAX's order.
+    """
 
     def __init__(self, tree: Tree):
         """Take names, shapes, dtypes and devices from `tree`.
@@ -42,7 +44,7 @@ class FlatTree:
         self._places = [leaf.sharding for leaf in leaves.values()]
 
     def write(self, tree: Tree, flat: FlatArray, what: str = "the parameters") -> None:
-        """Copy the leaves of `tree` into the flat array (K,); `what` names the tree in errors.
+        """Copy the leaves of `tree` into the flat array (K,). `what` names the tree in errors.
 
         Raises:
             ConfigurationError: `tree` has another structure or other shapes than the parameters, or is being traced.
@@ -64,7 +66,7 @@ class FlatTree:
             view[...] = values
 
     def read(self, flat: FlatArray) -> Tree:
-        """Return a tree of new arrays with the values of the flat array (K,); each leaf is on the device of the
+        """Return a tree of new arrays with the values of the flat array (K,). Each leaf is on the device of the
         original leaf.
         """
         views = zip(self.schema.views(flat).values(), self._dtypes, strict=True)
@@ -73,7 +75,7 @@ class FlatTree:
         return jax.tree.unflatten(self.structure, leaves)
 
     def unflatten(self, flat: jax.Array, narrow: bool = True) -> Tree:
-        """Return the tree for a flat JAX array (K,), traced or not; unless `narrow` is set, all leaves have the dtype
+        """Return the tree for a flat JAX array (K,), traced or not. Unless `narrow` is set, all leaves have the dtype
         of the array.
         """
         dtypes = self._dtypes if narrow else [flat.dtype] * len(self._dtypes)

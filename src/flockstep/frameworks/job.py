@@ -28,8 +28,7 @@ _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 
 
 def make_engine(job: Job, seed: int) -> Engine:
-    """Return the engine for the kind of model that the job builds; the function builds the model once to find its
-    kind.
+    """Return the engine for the kind of model that the job builds. The model is built once to find its kind.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
@@ -59,7 +58,7 @@ def make_engine(job: Job, seed: int) -> Engine:
 def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | None = None) -> SplitModel:
     """Return the job's model, split into the parts of `partition`.
 
-    With `facts`, which another process has found, this process holds only one part.
+    With `facts`, which another process has found, this process holds only one part of the model.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
@@ -105,8 +104,8 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return a model that `make_split` has split; `split.facts` has the reason if a process must build the whole model
-    for one part.
+    """Return the model `split` such that this process can hold a single part without building the whole model; if that
+    is impossible, `split.facts` has the reason.
     """
     if isinstance(split, PipelineModel):
         from flockstep.frameworks.torch_stages import with_obstacle
@@ -153,7 +152,7 @@ def load_job_file(path: str | Path) -> Job:
 
 
 def import_components(files: Iterable[str]) -> None:
-    """Run Python files that register custom strategies, codecs or other components; each file once per process.
+    """Run Python files that register custom strategies, codecs or other components. Each file runs once per process.
 
     Raises:
         ConfigurationError: there is no such file, or the file raises an error.
@@ -167,7 +166,7 @@ def import_components(files: Iterable[str]) -> None:
 
 
 def imported(file: Path, where: str) -> ModuleType:
-    """Return the module of a user's Python file; `where` names the file in errors.
+    """Return the module of a user's Python file. `where` names the file in errors.
 
     Raises:
         FlockstepError: running the file fails.
@@ -189,7 +188,7 @@ def imported(file: Path, where: str) -> ModuleType:
 
 
 def build_model(job: Job) -> Any:
-    """Return the model that the job's `model()` builds; torch's random state does not change.
+    """Return the model that the job's `model()` builds, without changing torch's random state.
 
     Raises:
         FlockstepError: `model()` fails.
@@ -207,8 +206,8 @@ def build_model(job: Job) -> Any:
 
 
 def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
-    """Return the error that reports an exception of a user's code in one sentence, with the last line of `file` in the
-    traceback.
+    """Return the error that reports an exception of a user's code in one sentence, including the last line of `file` in
+    the traceback.
     """
     if isinstance(error, FlockstepError):
         return error

@@ -1,4 +1,4 @@
-"""Finds the layers of a job's model, for each framework."""
+"""Finds the layers of a job's model and their costs, for each framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.frameworks.job import build_model, failure, imported, load_job_fi
 from flockstep.frameworks.numpy import Model, SoftmaxRegression
 
 SAMPLES = 4
-"""Number of the job's training samples on which a torch module is run."""
+"""Number of the job's training samples on which a torch module is run to find its layers."""
 
 
 def job_shape(job: Job) -> ModelShape:
@@ -45,12 +45,14 @@ def job_shape(job: Job) -> ModelShape:
 
 
 def file_shape(path: str | Path) -> ModelShape:
-    """Return the layers of what a Python file declares: a `job()`, or a `model()` and the `inputs()` to call it with.
+    """Return the layers of the model that a Python file declares by `job()`, or by `model()` and the `inputs()` with
+    which the model is called.
 
     `inputs()` returns a tensor, or a tuple of tensors, with the samples along the first axis.
 
     Raises:
-        ConfigurationError: there is no such file, the file declares neither, or one of its functions fails.
+        ConfigurationError: there is no such file, the file declares neither a job nor a model, or one of its functions
+            fails.
     """
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():

@@ -1,7 +1,7 @@
-"""Models in plain numpy: their interface, two models with exact gradients, and their engine.
+"""Models in plain numpy: the interface of models, two models with exact gradients, and the engine of such models.
 
-Every product is a matmul over stacked matrices, one per replica, and every sum is within one replica. So the bits of a
-replica's gradient do not depend on which other replicas are computed in the same call.
+Every product is a matmul over stacked matrices, one for each replica, and every sum is within one replica. So the bits
+of a replica's gradient do not depend on which other replicas are computed in the same call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flockstep.frameworks.streams import SampleColumn, labels_of
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
-"""Name → array of a model's parameters or gradients; for several replicas, the first axis runs over the replicas."""
+"""Name → array of a model's parameters or gradients. For several replicas, the first axis counts the replicas."""
 
 
 class Model(ABC):
-    """A model whose gradient is written by hand."""
+    """The interface of a numpy model, whose gradient is written by hand."""
 
     dtype: str = "float32"
 
@@ -36,7 +36,7 @@ class Model(ABC):
 
     @abstractmethod
     def initial(self, random: np.random.Generator) -> Views:
-        """Return name → value of the parameters that every replica starts from."""
+        """Return the parameters with which every replica starts: name → value."""
 
     @abstractmethod
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
@@ -50,12 +50,14 @@ class Model(ABC):
         """
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
-        """Return, for one model, the factors of its fully connected layers: name → U and V with gradient Uᵀ V."""
+        """Return the factors of the gradients of one model's fully connected layers: name → U and V with the gradient
+        Uᵀ V.
+        """
         return {}
 
     @abstractmethod
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """Return one model's outputs for the samples x, first axis over samples."""
+        """Return one model's outputs for the samples x, whose first axis counts the samples."""
 
     @abstractmethod
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
@@ -94,7 +96,7 @@ class QuadraticModel(Model):
         return {"w": (len(self.hessian),)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return the given starting point, or a random point if none is given."""
+        """Return the starting point that was given to the model, or a random point if none was given."""
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
@@ -113,7 +115,7 @@ class QuadraticModel(Model):
         return difference
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Return the mean of ½ (w - x)ᵀ H (w - x)."""
+        """Return the mean of ½ (w - x)ᵀ H (w - x) over the samples x."""
         return float(np.sum(outputs * self._times_hessian(outputs[None])[0], axis=1).mean(dtype=np.float64) / 2)
 
     def _times_hessian(self, rows: FlatArray) -> FlatArray:
@@ -138,11 +140,13 @@ class SoftmaxRegression(Model):
         return {"weight": (self.features, self.classes), "bias": (self.classes,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return zeros, because the loss is convex."""
+        """Return zeros as initial parameters; any starting point is suitable, because the loss is convex."""
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write xᵀ (softmax - onehot) / batch + l2 W, and the sum of the errors for b; return the mean losses."""
+        """Write the gradients xᵀ (softmax - onehot) / batch + l2 W for W, and the sum of (softmax - onehot) / batch for
+        b; return the mean losses.
+        """
         scalar, weight = x.dtype.type, params["weight"]
         losses, error = self._error(params, x, y)
         np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
@@ -153,7 +157,7 @@ class SoftmaxRegression(Model):
         return losses
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
-        """Return (softmax - onehot) / batch and x as factors of W's gradient; none with an l2 penalty."""
+        """Return (softmax - onehot) / batch and x as factors of W's gradient; return no factors with an l2 penalty."""
         if self.l2:
             return {}
         batched = {name: array[None] for name, array in params.items()}
@@ -168,13 +172,13 @@ class SoftmaxRegression(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Return the mean cross-entropy plus the penalty."""
+        """Return the mean cross-entropy of the samples plus the l2 penalty."""
         penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2) if self.l2 else 0.0
         return float(penalty + cross_entropy(outputs, y))
 
 
 class NumpyEngine(Engine):
-    """Gradients and evaluations of a job whose model is a `Model`, which has no random layers and no buffers."""
+    """The engine of a job whose model is a numpy `Model`, which has no random layers and no buffers."""
 
     def __init__(self, job: Job, seed: int, model: Model | None = None):
         """Build the job's model (unless `model` is given) and load its data; `seed` is for the initial parameters.
@@ -225,7 +229,7 @@ class NumpyEngine(Engine):
         return np.asarray(losses, np.float64)
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the layers for which the model computes factors."""
+        """Return the layers whose gradients the model can compute as factors."""
         indices = np.arange(batch) % self.train_size
         factors = self._factors(self._start, indices)
         offsets = {entry.name: entry.offset for entry in self.schema.entries}
@@ -303,12 +307,14 @@ def _mean_probabilities(logits: FlatArray) -> FlatArray:
 
 
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
-    """Return the fraction of the samples whose largest output (last axis) is the output of the target class."""
+    """Return the fraction of the samples whose largest output is that of the target class. Classes are on the last axis
+    of the outputs.
+    """
     return float(np.mean(outputs.argmax(axis=-1) == targets))
 
 
 def cross_entropy(logits: FlatArray, y: FlatArray) -> float:
-    """Return the mean of -log softmax(logits)[y]; logits (N, classes), y (N,)."""
+    """Return the mean of -log softmax(logits)[y] over N samples, for logits (N, classes) and classes y (N,)."""
     shifted, logarithms = _shifted(logits)
     return -float((np.take_along_axis(shifted, y[:, None], axis=1) - logarithms).mean(dtype=np.float64))
 
@@ -346,7 +352,7 @@ def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
 
 
 def converted(data: Data, dtype: str) -> Data:
-    """Return the data with integers as int64 and all other numbers in the model's dtype."""
+    """Return the data with integers as int64, and all other numbers in the model's dtype."""
 
     def convert(values: Any) -> Any:
         if isinstance(values, SampleColumn):

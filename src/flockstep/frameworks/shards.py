@@ -1,7 +1,8 @@
-"""The interface between drivers and frameworks for a model whose parameters are stored in shards.
+"""The interface between drivers and frameworks for a model whose parameters are stored in shards on several workers.
 
-A unit is some consecutive layers whose parameters are gathered together (a FlatParameter of PyTorch's FSDP). Each way
-of a replica holds a shard of every unit, and computes all units on its share of the batch.
+A unit is some consecutive layers whose parameters are gathered together (a FlatParameter of PyTorch's FSDP). Each way,
+that is, each of the workers that share a replica, holds a shard of every unit, and computes all units on its share of
+the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flockstep.partitions.sharded import Sharded
 
 
 class ModelShard(HeldPart):
-    """The shards of all units that one way stores, for any replica."""
+    """The part of a sharded model that one worker of a replica stores: a shard of every unit."""
 
     def __init__(self, schema: Schema, train_size: int, units: Sequence[ModelPart], spans: Sequence[slice]):
         """Create the shards of one way.
@@ -48,8 +49,8 @@ class ModelShard(HeldPart):
         return np.concatenate([unit.initial()[span] for unit, span in zip(self._units, self.spans, strict=True)])
 
     def values(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the initial parameters of the shards, followed by what every way has of each unit: its
-        frozen parameters and its buffers.
+        """Return the bytes of the initial parameters of the shards, followed by the tensors that every worker of a
+        replica has of each unit: frozen parameters and buffers.
         """
         others = [unit.values()[unit.schema.nbytes :] for unit in self._units]
         return np.concatenate([self.initial().view(np.uint8), *others])
@@ -73,17 +74,17 @@ class ModelShard(HeldPart):
         return np.empty(0)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Do nothing, because a model with changing buffers has no shards."""
+        """Do nothing, because a model with changing buffers is never stored in shards."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel(SplitModel):
-    """A job whose parameters are stored in shards."""
+    """A job whose parameters are stored in shards on the workers of each replica."""
 
     parts: tuple[ModelShard, ...]
     units: tuple[ModelPart, ...]
     ties: tuple[Tie, ...]
-    """Parameters of one unit that a later unit computes with too."""
+    """The parameters of one unit with which a later unit also computes."""
     sharded: Sharded
 
     @property
@@ -95,5 +96,5 @@ class ShardedModel(SplitModel):
         return self.sharded.ways
 
     def largest_message(self, batch: int) -> int:
-        """Return the size in bytes of the largest unit: some collectives send whole units."""
+        """Return the size in bytes of the largest unit, because some collectives send whole units."""
         return max(unit.schema.nbytes for unit in self.units)

@@ -1,4 +1,4 @@
-"""The interface between drivers and frameworks for a model in parts, such as the stages of a pipeline."""
+"""The interface between drivers and frameworks for a model that is cut into parts, such as the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from flockstep.partitions.split_facts import SplitFacts
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of one replica's batch."""
+    """A micro-batch: some of the samples of one replica's batch."""
 
     replica: int
     step: int
     number: int
-    """Number of the micro-batch in the step."""
+    """Index of the micro-batch in the step."""
     indices: Indices
-    """Training samples of the micro-batch."""
+    """Indices of the training samples of the micro-batch."""
     share: float
-    """Share of the micro-batch in the samples of the batch."""
+    """Number of samples of the micro-batch, as a share of the samples of the batch."""
 
 
 @dataclass(frozen=True)
 class PassShares:
-    """Work of each kind of pass of one chunk, as shares of the work of a gradient of the whole model."""
+    """The work of each kind of pass over one chunk, as shares of the work of a gradient of the whole model."""
 
     forward: float
     input_backward: float
@@ -40,46 +40,46 @@ class PassShares:
 
     @property
     def backward(self) -> float:
-        """Share of the whole backward pass, for the inputs and for the weights."""
+        """Share of the backward pass: the gradients of the inputs and of the weights together."""
         return self.input_backward + self.weight_backward
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that the part `owner` trains, and that the part `user` computes with too.
+    """A parameter that one part of a model (`owner`) trains, and with which another part (`user`) also computes.
 
-    The user adds the gradient of its use to the owner's gradient once per step, as Megatron-LM sums the gradients of
-    the copies of an embedding.
+    The user's gradient of the parameter is added to the owner's gradient once per step, as Megatron-LM sums the
+    gradients of the copies of an embedding.
     """
 
     owner: int
     lent: slice
-    """The elements of the parameter in the flat array (K,) of the owner."""
+    """The parameter's elements in the flat array (K,) of the owner."""
     user: int
     borrowed: slice
-    """The elements of the parameter in the array with which the user computes."""
+    """The parameter's elements in the array (K + B,) with which the user computes."""
 
 
 class HeldPart(TrainedModel):
-    """One part of a job's model, the same for any replica."""
+    """The interface of one part of a job's model, which is the same for every replica."""
 
     held_bytes: int
     """Number of bytes that `values` returns."""
 
     @abstractmethod
     def values(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the initial parameters (K,) of this part, followed by those of its other tensors."""
+        """Return the bytes of the part's initial parameters (K,), followed by the bytes of its other tensors."""
 
     @abstractmethod
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        """Store the tensors of this part, which another process obtained from `values`, and return a copy of the
-        initial parameters (K,).
+        """Store the tensors of this part, given as the bytes that `values` returned in another process, and return a
+        copy of the initial parameters (K,).
         """
 
     @abstractmethod
     def buffers(self, replica: int) -> FlatArray:
         """Return a replica's changing buffers that belong to this part, concatenated in float64; empty if there are
-        none. The engine's `buffers` are those of all parts, concatenated.
+        none. The engine's `buffers` are the buffers of all parts, concatenated.
         """
 
     @abstractmethod
@@ -89,59 +89,67 @@ class HeldPart(TrainedModel):
     @property
     @abstractmethod
     def kept(self) -> int:
-        """Number of forward passes, over all replicas, whose activations are currently stored."""
+        """Number of forward passes whose activations are currently stored, over all replicas."""
 
 
 class ModelPart(HeldPart):
-    """One stage of a job's model: the passes of any replica over the stage's chunks of consecutive layers.
+    """The interface of one stage of a job's model, which computes the passes of any replica over the stage's chunks of
+    consecutive layers.
 
-    A forward pass stores what the backward passes over the same micro-batch need, until the last of these passes.
-    Passes compute with arrays (K + B,): the K parameters of the part, followed by the B elements that it borrows.
+    A forward pass stores the tensors that the backward passes over the same micro-batch need, until the last of these
+    passes. Passes compute with arrays (K + B,): the K parameters of the part, followed by the B elements that other
+    parts train.
     """
 
     shares: Sequence[PassShares]
-    """Work of the passes of each chunk."""
+    """Work of the passes over each chunk, in order of the chunks."""
     borrowed: int = 0
-    """Number of elements that other parts train and this part computes with too (B)."""
+    """Number B of elements that other parts train and with which this part also computes."""
 
     @abstractmethod
     def forward(
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
-        """Compute the outputs of a chunk; the last chunk returns its share in the batch's mean loss instead.
+        """Compute and return the outputs of a chunk. The last chunk of the model instead returns the micro-batch's
+        share in the mean loss of the batch.
 
         Args:
-            chunk: number of the chunk in this part.
+            chunk: index of the chunk in this part.
             params: the parameters (K + B,) of the part, which do not change before the last backward pass.
             batch: the micro-batch.
-            inputs: outputs of the previous chunk, samples on the first axis; None for the first chunk of the model.
+            inputs: outputs of the previous chunk, with samples on the first axis; None for the first chunk of the
+                model.
 
         Returns:
-            Outputs and loss: None and the loss for the last chunk of the model, otherwise the outputs and 0.
+            The outputs and 0; for the last chunk of the model, None and the loss.
         """
 
     @abstractmethod
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
         """Add the gradient of a chunk's parameters to `out` (K + B,), and return the gradient of its inputs.
 
-        `errors` is the gradient of the outputs, None for the last chunk; the result is None for the first chunk.
+        `errors` is the gradient of the outputs, or None for the last chunk. The result is None for the first chunk.
         """
 
     @abstractmethod
     def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return the gradient of a chunk's inputs, as `backward` does; a call of `weight_backward` must follow."""
+        """Return the gradient of a chunk's inputs, without the gradient of its parameters. A call of `weight_backward`
+        must follow.
+        """
 
     @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradient of a chunk's parameters, after `input_backward`, to `out` (K + B,)."""
+        """Add the gradient of a chunk's parameters to `out` (K + B,), after a call of `input_backward`."""
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
-        """Free the parameters that a forward pass has kept, if the part is able to; `restore` must follow before the
-        backward pass.
+        """Free the parameters that a forward pass has stored, if the part is able to. A call of `restore` must follow
+        before the backward pass.
         """
 
     def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Take back the parameters (K + B,) that `release` has freed; they must be those of the forward pass."""
+        """Fill the memory of the parameters that `release` has freed with `params` (K + B,), which must be the values
+        of the forward pass.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +162,13 @@ class SplitModel(ABC):
     engine: Engine
     parts: Sequence[HeldPart]
     layers: tuple[str, ...]
-    """Names of the layers of each part, as text."""
+    """Names of the layers of each part, as one text for each part."""
     facts: SplitFacts
 
     @property
     @abstractmethod
     def partition(self) -> Partition:
-        """The partition that divides the model."""
+        """The partition by which the model is divided into parts."""
 
     @property
     @abstractmethod
@@ -168,7 +176,9 @@ class SplitModel(ABC):
         """Number of micro-batches into which a batch is divided."""
 
     def largest_message(self, batch: int) -> int:
-        """Return the size in bytes of the largest array that parts send each other, for batches of `batch` samples."""
+        """Return the size in bytes of the largest array that parts send to each other, for batches of `batch`
+        samples.
+        """
         return -(-batch // self.microbatches) * self.facts.sample_bytes
 
     @property
@@ -184,7 +194,7 @@ class PipelineModel(SplitModel):
     parts: tuple[ModelPart, ...]
     pipeline: Pipeline
     ties: tuple[Tie, ...] = ()
-    """The parameters that more than one part computes with."""
+    """The parameters with which more than one part computes."""
 
     @property
     def partition(self) -> Partition:
@@ -195,7 +205,7 @@ class PipelineModel(SplitModel):
         return self.pipeline.microbatches
 
     def lent(self, own: Sequence[FlatArray]) -> list[FlatArray]:
-        """Return the arrays (K + B,) with which the parts compute, from the parameters (K,) of each."""
+        """Return the arrays (K + B,) with which the parts compute, given the parameters (K,) of each part."""
         found = [
             np.concatenate([one, np.zeros(part.borrowed, one.dtype)]) for one, part in zip(own, self.parts, strict=True)
         ]
@@ -204,7 +214,9 @@ class PipelineModel(SplitModel):
         return found
 
     def returned(self, slopes: Sequence[FlatArray]) -> list[FlatArray]:
-        """Return the gradient (K,) of each part, from the gradients (K + B,) of the arrays of `lent`."""
+        """Return the gradient (K,) of each part, given the gradients (K + B,) of the arrays with which the parts
+        compute.
+        """
         own = [slope[: part.schema.size].copy() for slope, part in zip(slopes, self.parts, strict=True)]
         for tie in self.ties:
             own[tie.owner][tie.lent] += slopes[tie.user][tie.borrowed]

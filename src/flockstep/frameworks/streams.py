@@ -16,17 +16,17 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.errors import ConfigurationError
 
 AHEAD = 2
-"""Number of batches that are read in advance, including the current batch."""
+"""Number of batches that are read in advance, including the batch in use."""
 MOST = 1_000_000
 """Largest number of samples of an iterable that are read into memory."""
 TRIED, READINGS = 8, 4
-"""TRIED: number of samples that are tested for giving the same values each time. READINGS: how often each of them is
-read.
+"""TRIED: number of samples for which the values are compared between readings. READINGS: number of times that each of
+these samples is read.
 """
 
 
 class SampleReader:
-    """Reads the samples of a data set, the next batch in advance; only one thread calls the data set."""
+    """Reads the samples of a data set, with the next batch in advance. Only one thread calls the data set."""
 
     def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None, digest: str = ""):
         """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs.
@@ -47,7 +47,9 @@ class SampleReader:
 
     @property
     def labels(self) -> npt.NDArray[np.int64] | None:
-        """Class of every sample, from the data set's `targets`; None if it has none."""
+        """Class of every sample, from the data set's attribute `targets`; None if the data set has no such
+        attribute.
+        """
         targets = getattr(self._samples, "targets", None)
         if targets is None:
             return None
@@ -55,7 +57,7 @@ class SampleReader:
         return found.astype(np.int64) if found.shape == (self.size,) and found.dtype.kind in "iu" else None
 
     def prefetch(self, indices: npt.NDArray[np.int64]) -> None:
-        """Start to read a batch in advance."""
+        """Start to read the batch of the given samples (B,) in advance."""
         key = indices.tobytes()
         if key != self._last[0] and key not in self._pending:
             self._pending[key] = self._submit(indices)
@@ -115,7 +117,7 @@ class SampleReader:
 
 
 class SampleColumn:
-    """The inputs or the targets of samples that are read when they are needed; this object is used like an array."""
+    """The inputs or the targets of samples that are read when they are needed. The object is used like an array."""
 
     def __init__(self, reader: SampleReader, which: int, convert: Callable[[Any], Any] = lambda values: values):
         self.reader, self._which, self._convert = reader, which, convert
@@ -137,20 +139,20 @@ class SampleColumn:
         return np.asarray(self[:], dtype)
 
     def index_select(self, axis: int, indices: Any) -> Any:
-        """Return the samples with the numbers `indices` (B,)."""
+        """Return the samples with the indices `indices` (B,)."""
         assert axis == 0
         return self[indices]
 
     def dim(self) -> int:
-        """Return the number of axes."""
+        """Return the number of axes of the column, as of a tensor."""
         return int(self.ndim)
 
     def numpy(self) -> npt.NDArray[np.int64] | None:
-        """Return the class of every sample; None if the data set has no attribute `targets`."""
+        """Return the class of every sample as an array; None if the data set has no attribute `targets`."""
         return self.reader.labels
 
     def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
-        """Return a column that applies a function to each batch."""
+        """Return a column whose batches are those of this column with a function applied."""
         return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
 
 
@@ -171,8 +173,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
-    """Return the class of every sample, from an array of targets or the data set's attribute `targets`; None if there
-    is neither.
+    """Return the class of every sample, from an array of targets or the data set's attribute `targets`; None if neither
+    exists.
     """
     return column.reader.labels if isinstance(column, SampleColumn) else column
 

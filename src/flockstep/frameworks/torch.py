@@ -1,4 +1,4 @@
-"""Gradients of a torch module, for one replica at a time or for many in one call."""
+"""Gradients of a torch module, for one replica at a time, or for many replicas in one call."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ from flockstep.frameworks.torch_optimizers import from_torch
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
 LARGEST_CHUNK = 64
-"""Maximum number of replicas in one batched call; more replicas would use more memory without being faster."""
+"""Maximum number of replicas in one batched call. More replicas would use more memory without being faster."""
 CHUNK_BYTES = 128 << 20
 """Approximate limit in bytes of the gradients and saved activations of one batched call."""
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Largest relative distance between a batched gradient and a plain gradient that is attributed to rounding, by
-dtype.
-"""
+"""Dtype → largest relative distance between a batched and a plain gradient that is attributed to rounding."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 class TorchEngine(FactoringEngine):
-    """Gradients and evaluations of a job whose model is a torch module on the CPU.
+    """The engine of a job whose model is a torch module on the CPU.
 
     Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
     under `torch.func.vmap` and one backward pass; the bits of a replica's gradient do not depend on which other
@@ -105,20 +103,20 @@ class TorchEngine(FactoringEngine):
         return self.flat.params
 
     def initial(self) -> FlatArray:
-        """Return a copy of the parameters that every replica starts from; after a call of `home`, a copy of the
+        """Return a copy of the parameters with which every replica starts. After a call of `home`, return a copy of the
         module's own parameters.
         """
         return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """Return the module's own parameters, in their initial state; a process that trains in place has no other copy
-        of them.
+        """Return the module's own parameters (K,), in their initial state. A process that trains in place has no other
+        copy of the parameters.
         """
         self._given_away = True
         return self.flat.params
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
+        """Write the mean gradient at `params` over the samples `indices` into `out`; return the mean loss.
 
         Parameters other than the module's own are copied into the module.
         """
@@ -147,8 +145,8 @@ class TorchEngine(FactoringEngine):
 
     @contextlib.contextmanager
     def displaced(self) -> Iterator[None]:
-        """Context in which the module's own parameters have other values, so that a pass that reads them in place of
-        the values that it is given computes something else.
+        """Return a context in which the module's own parameters have other values, so that the results of a pass that
+        wrongly reads the module's parameters, instead of the values passed to it, differ.
         """
         self._keep_start()
         before = self.flat.params.copy()
@@ -184,11 +182,13 @@ class TorchEngine(FactoringEngine):
         return losses
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        """Return loss and metric of the model `params` on the test set, with the mean of the replicas' buffers."""
+        """Return loss and metric on the test set of the model `params` (K,), with the mean of the replicas' buffers."""
         return self._evaluate([self._state_of(params) | self._mean_buffers(replicas)])
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Return loss and metric of the mean prediction of `members`, (M, K), each with its own replica's buffers."""
+        """Return loss and metric of the mean prediction of the models `members` (M, K), each with the buffers of its
+        own replica.
+        """
         pairs = zip(members, replicas, strict=True)
         return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
 
@@ -241,8 +241,8 @@ class TorchEngine(FactoringEngine):
             self._buffers[replica] = restored
 
     def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and batch,
-        whichever process computes it and when.
+        """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model
+        and batch, independently of the process and the time of the computation.
         """
         if not self._random:
             return contextlib.nullcontext()
@@ -255,7 +255,7 @@ class TorchEngine(FactoringEngine):
 
     @property
     def changing_buffers(self) -> Tensors:
-        """Name → initial value of every buffer that changes in training; do not change the values."""
+        """Name → initial value of every buffer that changes in training. Callers must not change the values."""
         return self._initial_buffers
 
     def _bring(self, replica: int) -> None:
@@ -318,8 +318,8 @@ class TorchEngine(FactoringEngine):
 
     @property
     def trial_samples(self) -> Indices:
-        """Return the samples of one batch for trials, evenly spaced in the training data, which may be sorted by
-        class.
+        """Return the training samples of one batch for trials. The samples are evenly spaced in the training data,
+        which may be sorted by class.
         """
         count = min(self._batch_size, self.train_size)
         return np.arange(count) * self.train_size // count
@@ -332,7 +332,9 @@ class TorchEngine(FactoringEngine):
 
     @cached_property
     def batching(self) -> str:
-        """Either "batched", or "one by one: …" with the reason, from trying to batch the gradients of two replicas."""
+        """Text that says how gradients of several replicas are computed: "batched", or "one by one: …" with the reason,
+        found by batching the gradients of two replicas.
+        """
         if reason := self._hindrance():
             return f"one by one: {reason}"
         indices = (np.arange(2 * self._batch_size) % self.train_size).reshape(2, self._batch_size)
@@ -394,14 +396,18 @@ def _first_line(error: Exception) -> str:
 
 
 def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-    """Context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and batch."""
+    """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and
+    batch.
+    """
     words = np.random.SeedSequence([seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
     return seeded(int(words[0]))
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which torch's random numbers on the CPU are seeded; their state is restored afterwards."""
+    """Return a context in which torch's random numbers on the CPU are seeded. The state of the random numbers is
+    restored afterwards.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % 2**64)
         yield

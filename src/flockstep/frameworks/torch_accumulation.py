@@ -1,9 +1,9 @@
-"""Gradients of weights that are added to their array by few products of large matrices.
+"""Adds gradients of weights to their array by a few products of large matrices.
 
-Autograd computes the gradient of a weight for each micro-batch as a tensor of its own, and adds it to the gradient of
-the earlier micro-batches. With few samples in a micro-batch this moves more memory than the products need. Megatron-LM
-multiplies and adds at once (Narayanan et al. 2021); zero-bubble schedules compute gradients of weights later than those
-of inputs (Qi et al. 2023). Here products of several micro-batches are computed as one.
+Autograd computes the gradient of a weight for each micro-batch as a separate tensor, and adds it to the gradient of the
+earlier micro-batches. With few samples in a micro-batch, these additions move more memory than the products need.
+Megatron-LM multiplies and adds at once (Narayanan et al. 2021); zero-bubble schedules compute gradients of weights
+later than those of inputs (Qi et al. 2023). This module computes the products of several micro-batches as one product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 
 class WeightGradient:
-    """The gradient of a weight (outputs, inputs), over the micro-batches of a step."""
+    """The gradient of a weight (outputs, inputs), accumulated over the micro-batches of a step."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
@@ -29,7 +29,8 @@ class WeightGradient:
         """Number of elements in `_slopes` and `_inputs`."""
 
     def add(self, slopes: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add the product of gradients of outputs (rows, outputs) and inputs (rows, inputs), at once or later.
+        """Add the product of gradients of outputs (rows, outputs) and inputs (rows, inputs) to the gradient of the
+        weight, at once or later.
 
         The factors that wait take at most the memory of the weight. Factors that wait are copies, because a model may
         write its next inputs to the same memory.
@@ -43,13 +44,13 @@ class WeightGradient:
             self.complete()
 
     def complete(self) -> None:
-        """Add all products that have not been added yet."""
+        """Add all products that wait to be added to the gradient of the weight."""
         if self.tensor is not None and self._held:
             self.tensor.addmm_(torch.cat(self._slopes).t(), torch.cat(self._inputs))
             self.clear()
 
     def clear(self) -> None:
-        """Forget all products that have not been added yet."""
+        """Drop all products that wait to be added to the gradient of the weight."""
         self._slopes, self._inputs, self._held = [], [], 0
 
 
@@ -112,7 +113,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def fusible(module: nn.Module) -> list[nn.Module]:
-    """Return the layers inside `module` that can add the gradients of their weights to an array directly."""
+    """Return the layers inside `module` whose backward passes can add the gradients of weights directly to an array."""
     return [one for one in module.modules() if "forward" not in vars(one) and _is_plain(one)]
 
 
@@ -124,9 +125,10 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class AddedTogether:
-    """A context in which layers compute outputs whose backward passes add the gradients of weights to `sums`.
+    """Context in which the backward passes of layers add the gradients of weights to the sums in `sums`.
 
-    For all other weights, and for a weight whose `WeightGradient` has no tensor, gradients are those of autograd.
+    For all other weights, and for a weight whose `WeightGradient` has no tensor, autograd computes the gradients as
+    usual.
     """
 
     def __init__(

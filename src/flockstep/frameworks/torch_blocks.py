@@ -1,5 +1,5 @@
-"""Divides a torch module into blocks: first layers that every way computes, then layers that are split over the
-ways.
+"""Divides a torch module into blocks for tensor parallelism. A block consists of layers that every way computes,
+followed by layers that are split over the ways (the workers of a stage).
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from flockstep.frameworks.torch_split_layers import (
 )
 
 Tensors = Mapping[int, torch.Tensor]
-"""Identity of a parameter or buffer of the module → the tensor to compute with in its place."""
+"""Identity of a parameter or buffer of the module → tensor to use in its place."""
 
 
 @dataclass(frozen=True)
 class Passing:
-    """What one computation passes to the next: the activations and, inside a residual connection, its inputs."""
+    """The data that one computation passes to the next: the activations and, inside a residual connection, the inputs
+    of the connection.
+    """
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
 
 
 class Replicated(ABC):
-    """A computation that every way performs identically."""
+    """The interface of a computation that every way (every worker of a stage) performs identically."""
 
     @property
     def name(self) -> str:
-        """Name of the layer in the model; empty if there is none."""
+        """Name of the computation's layer in the model; empty if the computation is not a layer."""
         return ""
 
     @property
@@ -50,7 +52,7 @@ class Replicated(ABC):
 
     @abstractmethod
     def run(self, given: Passing, tensors: Tensors) -> Passing:
-        """Return the outputs of the computation."""
+        """Return the outputs of the computation for the given inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,7 @@ class Whole(Replicated):
 
 @dataclass(frozen=True, eq=False)
 class AddBias(Replicated):
-    """Adds the bias of split layers to the sum of their terms."""
+    """Adds the bias of split layers to the sum of the layers' terms."""
 
     bias: nn.Parameter
 
@@ -105,8 +107,8 @@ class EndResidual(Replicated):
 
 @dataclass(frozen=True, eq=False)
 class LayerBlock:
-    """Computations that every way performs identically, followed by split layers; None in place of split layers in the
-    last block.
+    """A block of a model: computations that every way performs identically, followed by split layers. In the last
+    block, None is in place of split layers.
     """
 
     whole: Sequence[Replicated]
@@ -114,7 +116,7 @@ class LayerBlock:
 
 
 def uses_of(chain: Sequence[ChainLayer]) -> Counter[int]:
-    """Return the number of layers that use each parameter, by its identity."""
+    """Return, for the identity of each parameter, the number of layers that use the parameter."""
     return Counter(id(one) for layer in chain for one in set(layer.module.parameters()))
 
 
@@ -124,14 +126,14 @@ class BlocksOfChain:
 
     ways: int
     uses: Counter[int]
-    """Number of layers of the whole chain that use each parameter, by its identity."""
+    """Identity of each parameter → number of layers of the whole chain that use the parameter."""
     classifies: bool
-    """Whether the outputs go into a mean cross entropy."""
+    """Whether the outputs of the chain go into a mean cross entropy."""
     blocks: list[LayerBlock] = field(default_factory=list)
     _whole: list[Replicated] = field(default_factory=list)
 
     def of(self, chain: Sequence[ChainLayer]) -> list[LayerBlock]:
-        """Return the blocks of the layers; the last block has no split layers."""
+        """Return the blocks into which the layers are divided; the last block has no split layers."""
         at = 0
         while at < len(chain):
             layer = chain[at]

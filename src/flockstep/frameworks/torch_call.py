@@ -10,7 +10,7 @@ import torch
 
 
 class Substituted:
-    """A torch module that is called with other parameters and buffers than its own."""
+    """A torch module whose forward pass is computed with other parameters and buffers than its own."""
 
     def __init__(self, module: torch.nn.Module):
         """Find the places of the tensors of `module`, which stay the same from call to call."""
@@ -34,10 +34,10 @@ class Substituted:
 
     @contextmanager
     def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Context in which `values` are in place of the parameters and buffers of these names.
+        """Return a context in which `values` take the place of the parameters and buffers of the same names.
 
-        A tied tensor has its value under its first name. The module itself is unchanged afterwards, also one in which a
-        module appears twice.
+        A tied tensor has its value under its first name. Afterwards the module is as before, even if a module appears
+        in it twice.
         """
         before = [(table, key, table[key]) for table, key, name in self._places if name in values]
         try:
@@ -51,5 +51,5 @@ class Substituted:
 
 
 def called(module: torch.nn.Module, values: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> Any:
-    """Return the outputs of `module` with `values` in place of its parameters and buffers; see `Substituted`."""
+    """Return the outputs of `module` with `values` in place of the module's parameters and buffers."""
     return Substituted(module)(values, inputs)

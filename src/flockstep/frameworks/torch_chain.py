@@ -1,4 +1,4 @@
-"""A torch module as a chain of layers, and the search for the places where the chain is cut into chunks."""
+"""A torch module as a chain of layers, and the search for the places at which the chain is cut into chunks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ChainLayer:
     name: str
     module: nn.Module
     path: str
-    """Name of `module` in the model; empty if the names of tensors in `module` are the names in the model."""
+    """Name of `module` in the model; empty if the tensors in `module` have their names in the model."""
     whole: tuple[str, ...]
     """Names of the model's modules that lie entirely in this layer."""
     own: tuple[str, ...] = ()
-    """Names of modules whose own work, without that of the modules inside them, counts for this layer."""
+    """Names of modules whose own work counts for this layer, without the work of the modules inside them."""
 
     def named(self, name: str) -> str:
-        """Return the name, in the model, of a tensor of `module`."""
+        """Return the name in the model of a tensor that has the name `name` in `module`."""
         return f"{self.path}.{name}" if self.path else name
 
     @property
@@ -36,7 +36,7 @@ class ChainLayer:
 
 
 def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
-    """Return the layers of an `nn.Sequential`, in order; a Sequential inside is replaced by its own layers.
+    """Return the layers of an `nn.Sequential`, in order. A Sequential inside is replaced by its own layers.
 
     A module that appears twice counts as two layers. `path` is the name of the Sequential in the model.
 
@@ -62,7 +62,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
-    """Return those of the model's counted layers that lie in a layer of the chain."""
+    """Return the layers of `shape`, the counted layers of the model, that lie in one layer of the chain."""
     inside = tuple(start for name in layer.whole for start in (f"{name}.", f"{name} ("))
     exact = {*layer.whole, *layer.own}
     return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
@@ -90,8 +90,8 @@ def chunks_of(
         split_at: names of the layers at which the second and every later chunk begins; empty for the balanced cut.
         batch: samples of a batch, for which work and bytes are counted.
         who: name of the model in errors.
-        ties: whether layers that share weights may be in different chunks; without `split_at` they are if the chain
-            cannot be cut into that number of chunks otherwise.
+        ties: whether layers that share weights may be in different chunks; without `split_at`, such layers are in
+            different chunks only if the chain cannot be cut into `count` chunks otherwise.
 
     Raises:
         ConfigurationError: the chain cannot be cut in this way.
@@ -125,8 +125,8 @@ def chunks_of(
 def places_of(chain: Sequence[ChainLayer], together: bool = True) -> list[int]:
     """Return the layers at which a chunk may begin.
 
-    `together`: whether layers that share weights stay in one chunk; otherwise a chunk begins with a layer that has
-    weights of its own.
+    With `together`, layers that share weights stay in one chunk; otherwise, a chunk begins with a layer that has
+    weights which no earlier layer has.
     """
     uses: dict[int, list[int]] = {}
     for index, layer in enumerate(chain):

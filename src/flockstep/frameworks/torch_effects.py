@@ -1,4 +1,6 @@
-"""What a call of a torch module changes besides computing outputs: attributes, objects that they hold, and globals."""
+"""Finds side effects of a call of a torch module: changes of attributes, of objects that attributes hold, and of
+globals.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from torch import nn
 from flockstep.errors import ConfigurationError
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types whose values never change."""
+"""Types whose values are immutable."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Names of the attributes that every module has, such as `_buffers`."""
+"""Names of the attributes that every torch module has, such as `_buffers`."""
 _OWN_STATE = {*sys.stdlib_module_names, "flockstep", "numpy", "torch"}
 """Packages whose objects are not searched."""
 _MISSING = object()
@@ -33,11 +35,13 @@ _MISSING = object()
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """A name by which the code of a module reaches a value: an attribute, or a global or enclosing variable."""
+    """A variable by which the code of a module reaches a value: an attribute, a global variable or a variable of an
+    enclosing function.
+    """
 
     name: str
     title: str
-    """Name by which messages refer to the place."""
+    """Name by which messages refer to the variable."""
     read: Callable[[], Any]
     write: Callable[[Any], None]
 
@@ -54,11 +58,11 @@ class _Kept:
 
 
 class StateSnapshot:
-    """The values that the code of a module can change when it is called.
+    """A snapshot of the values that the code of a module can change when the module is called.
 
-    These are the attributes of all modules inside it and of their classes, the global and enclosing variables that the
-    methods of these classes name, and everything that these values hold. Code of installed packages is not searched for
-    globals.
+    The snapshot contains the attributes of all modules inside the module and of their classes, the global and enclosing
+    variables that the methods of these classes name, and everything that these values hold. Code of installed packages
+    is not searched for globals.
     """
 
     def __init__(self, module: nn.Module):
@@ -71,11 +75,11 @@ class StateSnapshot:
 
     @property
     def changed(self) -> list[Variable]:
-        """The places whose values have changed, or lead to an object that has changed."""
+        """The variables whose values have changed since the snapshot, or which lead to an object that has changed."""
         return list(dict.fromkeys(one.place for one in self._kept if not one.same()))
 
     def restore(self) -> None:
-        """Restore the earlier values of everything that has changed."""
+        """Restore all values that have changed since the snapshot."""
         for one in self._kept:
             if not one.same():
                 one.restore()
@@ -293,13 +297,13 @@ def _installed(package: str) -> bool:
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether a module belongs to Python, to flockstep, or to an installed package."""
+    """Return whether a Python module belongs to Python, to flockstep, or to an installed package."""
     return _installed(_top(module))
 
 
 class Hidden:
-    """Placeholder for a value that a module changes in every call: code that uses the value while it is traced
-    fails.
+    """Placeholder for a value that a module changes in every call. Code that uses the placeholder while the module is
+    traced fails.
     """
 
     def __init__(self, title: str):
@@ -320,7 +324,7 @@ for _name in (_OPERATORS - {"__class_getitem__", "__getnewargs__"}) | {"__eq__",
 
 @contextmanager
 def hidden(places: Iterable[Variable]) -> Iterator[None]:
-    """A context in which code that uses the values at these places fails."""
+    """Return a context in which code that uses the values of these variables fails."""
     former = [(place, place.read()) for place in dict.fromkeys(places) if place.name not in OF_EVERY_MODULE]
     for place, _ in former:
         place.write(Hidden(place.title))

@@ -13,7 +13,7 @@ from flockstep.frameworks.base import Data, Evaluation
 from flockstep.frameworks.torch_call import called
 
 AT_ONCE = 512
-"""Number of test samples that go through the model together."""
+"""Number of test samples that go through the model in one call."""
 
 
 def evaluate(
@@ -24,7 +24,9 @@ def evaluate(
     metric: Callable[[Any, Any], Any],
     classes: bool,
 ) -> Evaluation:
-    """Return loss and metric on the test set of the mean prediction of `members` (parameters and buffers by name)."""
+    """Return loss and metric on the test set of the mean prediction of the models `members`, each given by its
+    parameters and buffers by name.
+    """
     size = len(data.test_x)
     losses = metrics = 0.0
     module.eval()
@@ -41,8 +43,8 @@ def evaluate(
 
 
 def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> torch.Tensor:
-    """Return the distance of outputs from a teacher's outputs, as `combined` returns them: cross-entropy, or mean
-    squared difference.
+    """Return the distance of outputs from the combined outputs of teachers: the cross-entropy for classes, otherwise
+    the mean squared difference.
     """
     if not classes:
         return torch.nn.functional.mse_loss(outputs, teacher)
@@ -50,7 +52,7 @@ def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> tor
 
 
 def combined(outputs: Sequence[torch.Tensor], classes: bool) -> torch.Tensor:
-    """Return the mean of several models' outputs; with `classes`, the logarithm of the mean probabilities."""
+    """Return the mean of several models' outputs. With `classes`, return the logarithm of the mean probabilities."""
     if len(outputs) == 1:
         return outputs[0]
     stacked = torch.stack(list(outputs))

@@ -16,19 +16,25 @@ from flockstep.frameworks.base import Engine, Indices
 from flockstep.frameworks.torch_flat import FlatModule
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Largest relative distance between a layer's gradient and the sum of its products attributed to rounding, by dtype."""
+"""Dtype → largest relative distance between a layer's gradient and the sum of its products that is attributed to
+rounding.
+"""
 Factors = tuple[FlatArray, FlatArray]
 
 
 class FactoringEngine(Engine):
-    """Computes factors for `torch.nn.Linear` modules: their inputs, and the gradients of their outputs."""
+    """An engine that computes the gradients of `torch.nn.Linear` modules as factors: the inputs of the modules, and the
+    gradients of their outputs.
+    """
 
     module: torch.nn.Module
     flat: FlatModule
     _layers: dict[int, tuple[FactoredWeight, ...]]
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the Linear modules whose weight is used nowhere else, as found in a trial with the first samples."""
+        """Return the Linear modules whose weights no other operation uses, as found in a trial with the first
+        samples.
+        """
         known = self.__dict__.setdefault("_layers", {})
         if batch not in known:
             known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
@@ -44,8 +50,8 @@ class FactoringEngine(Engine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a packed gradient, with the layers' matrices as factors; autograd computes the matrices, too, but
-        they are not packed.
+        """Compute a gradient in which the matrices of `layers` are packed as factors. Autograd computes the matrices,
+        too, but they are not packed.
         """
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())
@@ -84,7 +90,9 @@ class FactoringEngine(Engine):
 
 
 class FactorRecorder:
-    """The factors of one module in one forward and backward pass: a pair of arrays for each time the module is used."""
+    """Records the factors of one module in one forward and backward pass: a pair of arrays for each time the module is
+    used.
+    """
 
     def __init__(self, module: torch.nn.Linear):
         self._module = module
@@ -101,7 +109,7 @@ class FactorRecorder:
         return torch.cat(u).numpy(), torch.cat(v).numpy()
 
     def hook(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Store the module's input, and the gradient of its output once autograd has computed it."""
+        """Store the module's input now, and the gradient of its output once autograd has computed it."""
         call = len(self._inputs)
         self._inputs.append(inputs[0].detach())
 
@@ -115,8 +123,8 @@ class FactorRecorder:
 
 @contextmanager
 def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[FactorRecorder]]:
-    """Context manager that records the inputs and gradients of the modules; yields one trace for each module, in
-    order.
+    """Return a context that records the inputs and the gradients of outputs of the modules, and yields one recorder for
+    each module, in order.
     """
     traces = [FactorRecorder(module) for module in modules]
     handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]

@@ -24,17 +24,17 @@ NamedTensors = dict[str, torch.Tensor]
 
 
 RELEASED = 32 << 20
-"""Number of bytes of parameters that are moved at a time; then the memory that they occupied is returned to the
-system.
-"""
+"""Number of bytes of parameters that are moved at a time; after each move, the old memory is returned to the system."""
 PIECE = 1 << 20
-"""Number of elements of narrower parameters that are processed at a time, because torch makes a wider copy of them."""
+"""Number of elements of narrower parameters that are processed at a time, because torch makes a wider copy of these
+elements.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """Consecutive parameters of a narrower dtype than the flat array: their slice of the flat array, and their own
-    memory.
+    """Consecutive parameters of a narrower dtype than the flat array: the parameters' slice of the flat array, and
+    their separate memory.
     """
 
     indices: range
@@ -43,17 +43,18 @@ class Narrow:
     slopes: torch.Tensor
 
     def views(self, memory: torch.Tensor, schema: Schema) -> list[torch.Tensor]:
-        """Return the parameters' tensors as views of `values` or `slopes`."""
+        """Return the tensors of the parameters as views of `memory`, which is `values` or `slopes`."""
         entries = [schema.entries[index] for index in self.indices]
         return [memory[e.offset - self.part.start :][: e.size].view(e.shape) for e in entries]
 
 
 class FlatModule:
-    """Makes the trainable parameters of `module` views of one buffer and their `.grad` views of another, in place.
+    """The trainable parameters of a torch module in one flat array, and their gradients in another. The parameters of
+    `module` become views of the one, and their `.grad` of the other, in place.
 
-    `params` and `grads` are these buffers: `schema.size` elements that share the module's memory, as `native` returns
-    them. Values and existing gradients are kept, and the parameters remain the same objects, so that an optimizer
-    created before continues to work. The rules:
+    `params` and `grads` are these arrays of `schema.size` elements, which share the module's memory: numpy arrays on
+    the CPU, tensors elsewhere. Values and existing gradients are kept, and the parameters remain the same objects, so
+    that an optimizer created before continues to work. The rules:
 
     * A frozen parameter (requires_grad=False) is not in the flat array and does not change.
     * A tied parameter is in the flat array once, under its first name; all its names keep working.
@@ -110,10 +111,10 @@ class FlatModule:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Apply an optimizer's step on the parameters, taken inside the context, to the flat array.
+        """Return a context in which an optimizer steps on the parameters; the step is then applied to the flat array.
 
         The flat array keeps the remainder beyond the narrower parameters' precision, and adds it to their values after
-        the step. A value of exactly zero, as a pruning hook sets it, gets no remainder. If a hook sets or clamps
+        the step. A value of exactly zero, such as a pruning hook sets, gets no remainder. If a hook sets or clamps
         parameters to other values, the flat array has these values up to the remainder, which is at most half the
         distance between two neighboring values of the dtype, at the value before the step.
         """
@@ -150,8 +151,8 @@ class FlatModule:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
     def master(self) -> NamedTensors:
-        """Return name → copy of the flat array's values of each narrower parameter, or of the values that a script has
-        assigned.
+        """Return the flat array's values of each narrower parameter, or the values that a script has assigned: name →
+        copy.
         """
         views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
@@ -183,8 +184,8 @@ class FlatModule:
                 view.copy_(values[name])
 
     def gather_in_backward(self) -> None:
-        """Gather each gradient as soon as a backward pass has completed it, while it is in the processor's cache, until
-        `keep_gradients`. So a second array of gradients never exists.
+        """Gather each gradient as soon as a backward pass has completed it, while the gradient is in the processor's
+        cache, until `keep_gradients` is called. A second array of gradients is then never needed.
         """
         for index, parameter in enumerate(self.parameters):
             gather = partial(_gather, weakref.ref(self), index)  # a module's hooks must not keep this object alive
@@ -196,21 +197,21 @@ class FlatModule:
             parameter.grad = None
 
     def drop_absent(self) -> None:
-        """Set `.grad` to None for each parameter that had no gradient, if its gradient in the flat array is still
-        zero.
+        """Set `.grad` to None for each parameter that the last backward pass gave no gradient, if its gradient in the
+        flat array is still zero.
         """
         for index in self.absent:
             if not self._grad_views[index].any():
                 self.parameters[index].grad = None
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero, and make `.grad` a view of the flat buffer again if it was replaced."""
+        """Set every gradient to zero. Make each `.grad` a view of the flat array again if it was replaced."""
         self.grads[:] = 0
         self.write_gradients()
         self._bind()
 
     def move_gradients(self, home: FlatArray) -> None:
-        """Move the gradients with their values to the array `home` (K,)."""
+        """Move the gradients, with their values, to the array `home` (K,)."""
         if home is not self.grads:
             home[:] = self.grads
             self._put_gradients(home)
@@ -222,8 +223,8 @@ class FlatModule:
         self._bind()
 
     def keep_gradients(self, home: FlatArray) -> None:
-        """Bind the gradients of a run that has ended to the array `home` (K,), which holds their values; a parameter
-        without a gradient stays without one.
+        """Bind the gradients of a run that has ended to the array `home` (K,), which holds their values. A parameter
+        without a gradient still has none afterwards.
         """
         while self._hooks:
             self._hooks.pop().remove()
@@ -234,7 +235,7 @@ class FlatModule:
             parameter.grad = None
 
     def gather_gradients(self, end: int | None = None) -> FlatArray:
-        """Return the flat gradient after a backward pass.
+        """Return the flat gradient (K,) after a backward pass.
 
         A gradient outside the flat array (autograd creates new ones after `zero_grad(set_to_none=True)`) is copied into
         the array, and `.grad` becomes a view of the array again; a missing gradient counts as zero, as after
@@ -248,7 +249,7 @@ class FlatModule:
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
-        """Gather the gradient of one parameter, as `gather_gradients` does for all parameters."""
+        """Gather the gradient of one parameter into the flat array, as `gather_gradients` does for all parameters."""
         self.gather(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]
@@ -262,8 +263,8 @@ class FlatModule:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
     def gather(self, index: int) -> None:
-        """Move a parameter's gradient into the flat array; a gradient of a narrower dtype is not yet in the flat
-        array.
+        """Move a parameter's gradient to its place: in the flat array, or, for a narrower dtype, in the separate memory
+        of the narrower parameters.
         """
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
@@ -280,29 +281,29 @@ class FlatModule:
 
     @property
     def gradient_version(self) -> int:
-        """A number that grows whenever torch writes to gradients that lie in the flat array."""
+        """A number that grows whenever torch writes to a gradient that lies in the flat array."""
         return sum(memory._version for memory in (self._slopes, *(each.slopes for each in self.narrow)))
 
     def buffers(self) -> NamedTensors:
-        """Return name → tensor of every non-trainable buffer (batch-norm statistics), not copied."""
+        """Return the non-trainable buffers (batch-norm statistics) without copying them: name → tensor."""
         return dict(self.module.named_buffers())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' tensors inside a flat tensor (K,), or the tensors (R, *shape) of R replicas inside a
-        matrix (R, K).
+        """Return the parameters' tensors as views of a flat tensor (K,), or the tensors (R, *shape) of R replicas as
+        views of a matrix (R, K).
         """
         lead = flat.shape[:-1]
         return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of `views`, but narrower parameters as copies in their own dtypes, with which the module
-        computes.
+        """Return the parameters' tensors as views of a flat tensor, but narrower parameters as copies in their own
+        dtypes, with which the module computes.
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
     def narrow_within(self, start: int, stop: int, gradients: bool = False) -> list[torch.Tensor]:
-        """Return the memory of the narrower parameters in elements start to stop-1 of the flat array; with `gradients`,
-        the memory of their gradients.
+        """Return the memory of the narrower parameters among the elements `start` to `stop` - 1 of the flat array; with
+        `gradients`, the memory of their gradients.
         """
         cut = [(each, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
         found = [(each.slopes if gradients else each.values, first, last) for each, first, last in cut]
@@ -375,7 +376,7 @@ class FlatModule:
 
 
 def schema_of(named: Mapping[str, torch.Tensor]) -> Schema:
-    """Return the layout of a flat array of parameters, given by name."""
+    """Return the layout of a flat array of the given parameters: name → parameter."""
     dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
     return Schema.of({name: p.shape for name, p in named.items()}, dtypes)
 
@@ -398,15 +399,15 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def native(flat: torch.Tensor) -> FlatArray:
-    """Return a flat tensor as strategies use it: on the CPU a numpy array that shares its memory, elsewhere
-    the tensor.
+    """Return a flat tensor in the form that strategies use: on the CPU, a numpy array that shares the tensor's memory;
+    elsewhere, the tensor.
     """
     array: Any = flat.numpy() if flat.is_cpu else flat
     return array  # type: ignore[no-any-return]
 
 
 class FlatBackward:
-    """Backward passes that write each gradient directly into a flat array, so that no second array of the gradients'
+    """Makes backward passes write each gradient directly into a flat array, so that no second array of the gradients'
     size exists.
     """
 
@@ -432,7 +433,7 @@ class FlatBackward:
             self._targets = None
 
     def take(self, index: int, parameter: torch.Tensor) -> None:
-        """Handle the gradient of a parameter, which autograd has just completed."""
+        """Write the gradient of a parameter that autograd has just completed to the flat array."""
         if self._targets is None or parameter.grad is None:
             return
         if self._targets:
@@ -454,7 +455,7 @@ def _gather(of: weakref.ref[FlatModule], index: int, parameter: torch.Tensor) ->
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor's values; the tensor may be sparse."""
+    """Copy the values of one tensor to another; the source may be sparse."""
     source = source.detach()
     target.copy_(source.to_dense() if source.layout != torch.strided else source)
 

@@ -1,6 +1,4 @@
-"""torch's own optimizers as flockstep optimizers: every elementwise class, with parameter groups, on any slice of the
-parameters.
-"""
+"""torch's elementwise optimizers as flockstep optimizers, with parameter groups, on any slice of the parameters."""
 
 from __future__ import annotations
 
@@ -24,21 +22,21 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta"),
     *("Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
 )
-"""Classes of torch.optim that step every element independently."""
+"""Names of the classes of torch.optim that step every element independently."""
 LINEAR = ("SGD", "ASGD")
-"""Classes whose step is linear in the gradient and the weight decay; steps of the other classes hardly depend on the
-gradient's scale.
+"""Names of the classes whose step is linear in the gradient and the weight decay. Steps of the other classes hardly
+depend on the scale of the gradient.
 """
 PER_STEP = ("lr_decay", "momentum_decay", "lambd")
-"""Names of settings that torch multiplies by the number of steps."""
+"""Names of the settings that torch multiplies by the number of steps."""
 DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
-"""Class → settings that scale with the gradient, not with the learning rate."""
+"""Class → names of the settings that scale with the gradient, not with the learning rate."""
 FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
-"""Class → factors of running means, in addition to `betas`."""
+"""Class → names of the settings that are factors of running means, in addition to `betas`."""
 SUMS = {"momentum_buffer", "sum"}
-"""Names of torch's state variables that add up past steps instead of averaging them."""
+"""Names of torch's state variables that are sums over past steps, rather than means."""
 NUMBERS = ("mu_product", "eta", "mu")
-"""Names of torch's state variables that are one number per parameter, in addition to the number of steps."""
+"""Names of torch's state variables that consist of one number per parameter, in addition to the number of steps."""
 
 
 @dataclass(eq=False)
@@ -47,12 +45,12 @@ class Pieces:
 
     optimizer: torch.optim.Optimizer | None = None
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """First element, end and group of each parameter that the optimizer has."""
+    """First element, end (exclusive) and group of each parameter that the torch optimizer has."""
 
 
 @dataclass(frozen=True)
 class TorchOptimizer(Optimizer):
-    """A step of `torch.optim`'s class `kind`, on the groups of parameters of a script's optimizer.
+    """An optimizer of torch.optim, the class `kind`, with the parameter groups of a script's optimizer.
 
     `groups` holds the settings of each group as JSON, where `lr` is a multiple of the step's learning rate; `spans`
     assigns the elements of the flat array to groups, as JSON triples [start, stop, group].
@@ -114,8 +112,8 @@ class TorchOptimizer(Optimizer):
         state.steps += share
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """Return the state's arrays under torch's names, with zeros for groups that lack an array, and the scalars of
-        each group.
+        """Return the arrays of the state under torch's names, with zeros for groups that lack an array, and the scalars
+        of each group.
         """
         found = OptimizerState(state.steps)
         size = state.foreign.ranges[-1][1] if state.foreign.ranges else 0

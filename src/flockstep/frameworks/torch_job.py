@@ -1,4 +1,4 @@
-"""Converts a job to torch: its data to tensors, its metric, and its optimizer to a flockstep optimizer."""
+"""Converts a job to torch: the data to tensors, and the metric and the optimizer to forms that the engine uses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
 
 CHECKED = 64
-"""Number of training samples, evenly spaced, that the processes of a split model compare."""
+"""Number of training samples, evenly spaced, whose values the processes of a split model compare."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the fraction of targets (batch, …) whose class has the largest output; classes on the last or second axis.
+    """Return the fraction of the targets (batch, …) whose class has the largest output. Classes are on the last or on
+    the second axis of the outputs.
 
     Raises:
         ConfigurationError: the shapes of outputs and targets do not match.
@@ -41,7 +42,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-    """Return the job's optimizer as a flockstep optimizer; a torch optimizer must update every trainable parameter.
+    """Return the job's optimizer as a flockstep optimizer. A torch optimizer must update every trainable parameter.
 
     Raises:
         ConfigurationError: the torch optimizer leaves a parameter out, or has no counterpart.
@@ -76,13 +77,13 @@ def tensors_of(data: Data, dtype: torch.dtype) -> Data:
 
 
 def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of the training samples `indices`, from data that `tensors_of` has returned."""
+    """Return inputs and targets of the training samples `indices`, from data that `tensors_of` returned."""
     index = as_tensor(indices)
     return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
 
 
 def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
-    """Return digests of the inputs and the targets of up to `CHECKED` of the `size` training samples."""
+    """Return hashes of the inputs and the targets of up to `CHECKED` of the `size` training samples."""
     x, y = samples(np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64)))
     return {"inputs": _digest(x), "targets": _digest(y)}
 

@@ -21,7 +21,7 @@ from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a leaf module: the inputs and outputs for `batch` samples; `data` says that no input has a
+    """One call of a leaf module, with its inputs and outputs for `batch` samples. `data` says that no input has a
     gradient.
     """
 
@@ -43,17 +43,17 @@ class ModuleCall:
         return self.outputs[0]
 
     def each(self, count: int) -> Number:
-        """Return `count` divided by the number of samples."""
+        """Return the count per sample: `count` divided by the number of samples."""
         return count // self.batch if count % self.batch == 0 else count / self.batch
 
     @property
     def reads(self) -> Number:
-        """Number of elements of all inputs, per sample."""
+        """Number of elements of all inputs of the call, per sample."""
         return self.each(sum(one.numel() for one in self.inputs))
 
     @property
     def writes(self) -> Number:
-        """Number of elements of all outputs, per sample."""
+        """Number of elements of all outputs of the call, per sample."""
         return self.each(sum(one.numel() for one in self.outputs))
 
 
@@ -61,7 +61,7 @@ Formula = Callable[[ModuleCall], Layer | None]
 
 
 def layer_of(call: ModuleCall) -> Layer | None:
-    """Return the layer for this call of a module; None if the module's kind has no formula."""
+    """Return the layer, with its work and depth, for a call of a module; None if the module's kind has no formula."""
     formula = _formula(call.module)
     return None if formula is None or not call.inputs or not call.outputs else formula(call)
 
@@ -72,7 +72,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def register_kind(kind: type[nn.Module], formula: Formula | None = None) -> None:
-    """Register `formula` for a custom module class; None stands for one operation per element, as in an activation."""
+    """Register `formula` for a custom module class. None stands for one operation per element, as in an activation."""
     _KINDS[kind] = _activation if formula is None else formula
 
 
@@ -257,10 +257,10 @@ def _times(layer: Layer, times: Number) -> Layer:
 
 def unknown(call: ModuleCall, flops: int, weighed: bool) -> Layer:
     """Return the layer for a call of a module without a formula, with the number of products that torch counts, or
-    without work.
+    without work if torch counts none.
 
-    Each product is assumed to have two gradients, of weights and inputs (`weighed`) or of two inputs. The depth is that
-    of a sum over the products per output, which is exact for a single matrix product.
+    Each product is assumed to have two gradients: of weights and inputs if `weighed`, otherwise of two inputs. The
+    depth is that of a sum over the products per output, which is exact for a single matrix product.
     """
     products = call.each(flops // 2)
     depth = log2_ceil(products / call.writes) if call.writes else 0

@@ -1,4 +1,6 @@
-"""Finds the layers of a torch module by running the module once on a few samples: parameters, work, depth and bytes."""
+"""Finds the layers of a torch module, with their parameters, work, depth and bytes, by running the module once on a few
+samples.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,22 @@ from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unk
 
 NOTE = "found by running the module; layers are assumed to run one after the other"
 WHOLE = "(model)"
-"""Name of the layer for the work that a model does itself, outside of its children."""
+"""Name of the layer that counts the work which a model does outside of its children."""
 
 
 def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:
-    """Return the layers of `module`, called with `inputs`, in its current mode.
+    """Return the layers of `module`, found in one call with `inputs` in the module's current mode.
 
     Leaf modules of torch are counted by formulas. For all other modules, and for operations of a module outside of its
-    children, torch's flop counter counts the products; if it finds none in a leaf, the layer is marked as unknown. A
-    module's second run is a layer without parameters, weights used twice belong to the layer that uses them first, and
-    parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of branches, masks) is
-    not counted. Mode, buffers, attributes and random state are restored afterwards, also after an error.
+    children, torch's flop counter counts the products; if the flop counter finds no product in a leaf, the layer is
+    marked as unknown. A module's second run is a layer without parameters, weights used twice belong to the layer that
+    uses them first, and parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of
+    branches, masks) is not counted. Mode, buffers, attributes and random state are restored afterwards, also after an
+    error.
 
     Args:
         module: the module, which is called once.
-        inputs: the inputs to call it with.
+        inputs: the inputs with which the module is called.
         batch: number of samples in `inputs`; by default the length of the first tensor.
         name: the model's name; by default the name of its class.
 

@@ -1,4 +1,6 @@
-"""Converts torch's optimizers to flockstep optimizers with the same class and hyper-parameters, or raises an error."""
+"""Converts torch's optimizers to flockstep optimizers with the same class and hyper-parameters; raises an error if that
+is impossible.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 def for_servers(
     optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0, as_torch: bool = False
 ) -> Optimizer:
-    """Return a script's optimizer in the form that steps slices of the flat array; if `max_norm` > 0, gradients are
-    clipped first.
+    """Return a script's optimizer as a flockstep optimizer that can step slices of the flat array. If `max_norm` > 0,
+    the optimizer first clips gradients.
 
     With `as_torch`, torch's own class is used, whose bits are those of the script's optimizer.
 
@@ -107,7 +109,7 @@ def for_servers(
 
 
 def same_settings(one: Optimizer, other: Optimizer) -> bool:
-    """Return whether two forms of one optimizer differ at most in the learning rate, which is sent with each
+    """Return whether two forms of a script's optimizer differ at most in the learning rate, which is sent with each
     gradient.
     """
     if isinstance(one, Clipped) and isinstance(other, Clipped):
@@ -116,7 +118,9 @@ def same_settings(one: Optimizer, other: Optimizer) -> bool:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group that determine a step, without the settings that a schedule changes."""
+    """Return the settings of each parameter group that determine a step, without the settings that a schedule
+    changes.
+    """
     return [
         {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
         for group in optimizer.param_groups
@@ -124,7 +128,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate of the optimizer's groups."""
+    """Return the largest learning rate among the optimizer's parameter groups."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 

@@ -1,4 +1,4 @@
-"""A torch module whose parameters are stored in shards, and gathered unit by unit."""
+"""A torch module whose parameters are stored in shards on several workers, and gathered one unit at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from flockstep.partitions.split_facts import SplitFacts
 
 
 class TorchUnit(TorchPart):
-    """Some layers of a torch module whose parameters take memory only while a pass over the layers is computed."""
+    """A unit of a sharded torch module: some layers whose parameters take memory only while a pass over the layers is
+    computed.
+    """
 
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
         """Tensors with memory of their own, which `release` can free."""
@@ -45,13 +47,13 @@ class TorchUnit(TorchPart):
         return True
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
-        """Free the memory of the weights, to which the graph of autograd refers, as `fully_shard` does."""
+        """Free the memory of the weights, to which autograd's graph still refers, as PyTorch's `fully_shard` does."""
         for weight in self._kept[self._key(chunk, batch)].weights:
             weight.untyped_storage().resize_(0)
 
     def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Fill the freed weights with their values again; autograd counts no change, because the values are the
-        same.
+        """Fill the freed weights with their values again. Autograd counts no change of the weights, because the values
+        are the same.
         """
         weights = self._kept[self._key(chunk, batch)].weights
         places = self._places(chunk, as_tensor(params))
@@ -61,7 +63,7 @@ class TorchUnit(TorchPart):
 
 
 class ShardsEngine(PartsEngine):
-    """An engine whose flat array lists the shards of all units, way by way."""
+    """An engine whose flat array consists of the shards of all units, one way (worker of a replica) after the other."""
 
     def __init__(self, units: PartsEngine, schema: Schema, spans: Sequence[slice]):
         """`units`: engine whose flat array lists the units; `spans`: elements of each shard there, way by way."""
@@ -75,7 +77,8 @@ class ShardsEngine(PartsEngine):
 
 
 def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
-    """Build the job's model and divide the parameters of each of its layers among the ways.
+    """Build the job's model, and divide the parameters of each of its layers among the ways, that is, the workers of a
+    replica.
 
     The model is a chain of layers, as for a pipeline; a unit begins with each layer that has parameters of its own.
     Dropout draws from a stream for each replica, step, way and unit.
@@ -104,14 +107,14 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
 
 
 def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFacts) -> ShardedModel:
-    """Return the shards of a model that another process has cut into units, without values."""
+    """Return the shards of a model that another process has cut into units. The shards have no values yet."""
     pipeline = Pipeline(len(facts.starts), GPipe(), sharded.ways)
     return _sharded(stage_torch(job, seed, pipeline, facts, TorchUnit), sharded, f"job {job.name!r}")
 
 
 def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedModel:
-    """Return `split` with the reason why its units cannot be built without the values of the whole model, if there is
-    one.
+    """Return `split`, with the reason why its units cannot be built without the values of the whole model, if there is
+    such a reason.
     """
     pipeline = Pipeline(len(split.units), GPipe(), split.sharded.ways)
     engine = split.engine

@@ -1,4 +1,4 @@
-"""A torch model without the values of its parameters, used by a process that holds only one part of the model."""
+"""A torch model without the values of its parameters, for a process that holds only one part of the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from flockstep.partitions.split_facts import SplitFacts
 
 
 class SkeletonEngine(Engine):
-    """A job whose torch model has shapes only (torch's meta device); the part of this process gets its values from a
-    process that has built the whole model. The memory of this engine does not grow with the model.
+    """The engine of a job whose torch model has shapes but no values (torch's meta device). The part that this process
+    holds gets its values from a process that has built the whole model. The memory of this engine does not grow with
+    the model.
     """
 
     def __init__(self, job: Job, seed: int, facts: SplitFacts):
@@ -66,7 +67,7 @@ class SkeletonEngine(Engine):
         return samples_of(self._data, indices)
 
     def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which torch's random numbers are seeded as `TorchEngine.stream` does."""
+        """Return a context in which torch's random numbers are seeded in the same way as in a `TorchEngine`."""
         return stream_of(self._seed, replica, step, *part) if self._facts.random else contextlib.nullcontext()
 
     @property

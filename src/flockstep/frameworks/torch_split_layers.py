@@ -1,5 +1,5 @@
-"""Torch layers that are split over ways: what each way holds of the parameters, and the term that it adds to the
-output.
+"""Torch layers that are split over ways (the workers of a stage): the part of the parameters that each way holds, and
+the term that each way adds to the output.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
 
 Places = npt.NDArray[np.int64]
-"""Indices of elements of a parameter, arranged in the shape of the tensor that they form on one way."""
+"""Indices of elements of a parameter, in the shape of the tensor that the elements form on one way."""
 Weights = Mapping[str, torch.Tensor]
 ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
     nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout,
 )  # fmt: skip
-"""Layers without parameters that treat every element in the same way, so that a way may apply them to its own
-features.
+"""Types of layers without parameters that treat every element in the same way, so that each way may apply the layer to
+its own features.
 """
 
 
 class SplitLayers(ABC):
-    """Consecutive layers of a model, split over ways; their output is the sum of the terms of all ways."""
+    """The interface of consecutive layers of a model that are split over ways. The output of the layers is the sum of
+    the terms of all ways.
+    """
 
     def __init__(self, layers: Sequence[str], parameters: Mapping[str, torch.Tensor], units: int, ways: int):
         """Create split layers.
@@ -46,41 +48,41 @@ class SplitLayers(ABC):
         """The units of each way."""
 
     def share(self, way: int) -> float:
-        """Return a way's share of the units."""
+        """Return the share of the units (features, heads or words) that a way has."""
         span, units = self.spans[way], int(self.spans[-1].stop)
         return int(span.stop - span.start) / units
 
     @abstractmethod
     def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
-        """Return the axis along which a parameter is divided, and the spans of that axis that a way holds."""
+        """Return the axis along which the parameter `role` is divided, and the spans of this axis that a way holds."""
 
     def shape(self, role: str, way: int) -> tuple[int, ...]:
-        """Return the shape of the tensor that a way holds of a parameter."""
+        """Return the shape of the part of the parameter `role` that a way holds."""
         axis, spans = self.spans_of(role, way)
         found = list(self.parameters[role].shape)
         found[axis] = sum(span.stop - span.start for span in spans)
         return tuple(found)
 
     def places(self, role: str, way: int) -> Places:
-        """Return the numbers of the elements of a parameter that a way holds."""
+        """Return the indices of the elements of the parameter `role` that a way holds."""
         axis, spans = self.spans_of(role, way)
         numbers = numbered(self.parameters[role])
         return np.concatenate([numbers[:, span] if axis else numbers[span] for span in spans], axis)
 
     @abstractmethod
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
-        """Return the term of one way.
+        """Return the term that one way adds to the output.
 
         Args:
-            way: number of the way.
+            way: index of the way.
             x: inputs of the layers, equal on all ways.
-            weights: the tensor that the way holds of each parameter, by role.
+            weights: the part of each parameter that the way holds, by role.
             targets: targets of the batch.
         """
 
 
 def numbered(parameter: torch.Tensor) -> Places:
-    """Return the numbers of the elements of a parameter, in its shape."""
+    """Return the indices of the elements of a parameter, in the parameter's shape."""
     return np.arange(parameter.numel()).reshape(tuple(parameter.shape))
 
 
@@ -90,9 +92,9 @@ def _present(**parameters: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 class ColumnAndRow(SplitLayers):
-    """Two fully connected layers: the first is split by its outputs, the second by its inputs.
+    """Two fully connected layers split over ways, the first by its outputs, the second by its inputs.
 
-    The bias of the second layer is not included; it is added to the sum of the terms.
+    The bias of the second layer is not part of a term, but is added to the sum of the terms.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class ColumnAndRow(SplitLayers):
 
 
 class Heads(SplitLayers):
-    """Self-attention, split by heads; the bias of its output is not included, but added to the sum of the terms."""
+    """Self-attention split over ways by heads. The bias of the output is not part of a term, but is added to the sum of
+    the terms.
+    """
 
     def __init__(self, name: str, module: nn.MultiheadAttention, ways: int):
         parameters = _present(mix=module.in_proj_weight, bias=module.in_proj_bias, out=module.out_proj.weight)
@@ -143,8 +147,8 @@ class Heads(SplitLayers):
 
 
 class VocabularyOfInputs(SplitLayers):
-    """An embedding, split by its words: a way contributes the vectors of its own words, and zeros for all other
-    words.
+    """An embedding split over ways by its words. A way contributes the vectors of its own words, and zeros for all
+    other words.
     """
 
     def __init__(self, name: str, module: nn.Embedding, ways: int):
@@ -165,7 +169,7 @@ class VocabularyOfInputs(SplitLayers):
 
 
 class VocabularyOfOutputs(SplitLayers):
-    """A fully connected layer before a cross entropy, split by its outputs; a way never sends its outputs.
+    """A fully connected layer before a cross entropy, split over ways by its outputs. A way never sends its outputs.
 
     Element w of a sample's term is the logarithm of the sum of exponentials over the words of way w; the last element
     is the output of the target. From their sum, `cross_entropy` computes the loss.
@@ -194,7 +198,7 @@ class VocabularyOfOutputs(SplitLayers):
 
     @staticmethod
     def cross_entropy(summed: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy, from the sum (…, ways + 1) of the terms."""
+        """Return the mean cross entropy, given the sum (…, ways + 1) of the terms of all ways."""
         return (summed[..., :-1].logsumexp(-1) - summed[..., -1]).mean()
 
 

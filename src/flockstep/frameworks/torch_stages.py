@@ -1,4 +1,6 @@
-"""Cuts a torch module into parts, and computes passes over consecutive layers, one micro-batch at a time."""
+"""Cuts a torch module into the stages of a pipeline, and computes passes over consecutive layers, one micro-batch at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 
 ROUNDING = 1e-6
-"""Largest accepted rounding error of the sum of the shares that the micro-batches have in a batch."""
+"""Largest rounding error with which the micro-batches' shares of a batch may sum to one."""
 FLOATS = (torch.float16, torch.float32, torch.float64)
-"""Dtypes of activations that stages can send each other."""
+"""Dtypes of activations that stages can send to each other."""
 TRIAL_BATCHES = 16
-"""Number of batches of targets for which the mean loss of micro-batches is compared with the loss of the batch."""
+"""Number of batches of targets for which the mean loss of the micro-batches is compared with the loss of the batch."""
 
 
 def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
@@ -66,9 +68,10 @@ def cut_chain(
     make: type[TorchPart] | None = None,
     way_out: str = "microbatches=1",
 ) -> PipelineModel:
-    """Cut the chain of a job's model into the stages of `pipeline`, as `split_torch` does.
+    """Cut the chain of a job's model into the stages of `pipeline`.
 
-    `make`: class of the parts; None: `TorchPart`. `way_out`: what computes a batch as a whole, for errors.
+    `make` is the class of the parts; None stands for `TorchPart`. `way_out` names, for errors, a setting with which a
+    batch is computed as a whole.
     """
     who = f"job {job.name!r}"
     samples, _ = whole.samples(whole.trial_samples)
@@ -89,11 +92,11 @@ def cut_chain(
 def stage_torch(
     job: Job, seed: int, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None = None
 ) -> PipelineModel:
-    """Return the parts of a model that another process has cut, of which this process gives one part its values with
+    """Return the parts of a model that another process has cut. This process then gives one part its values by
     `ModelPart.take`.
 
-    If `facts` names no obstacle, the parts have no values and take no memory before. `make`: class of the parts; None:
-    `TorchPart`.
+    If `facts` names no obstacle, the parts have no values and take no memory before. `make` is the class of the parts;
+    None stands for `TorchPart`.
     """
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
     return _staged(whole, job, pipeline, facts, make)
@@ -107,7 +110,7 @@ def _staged(
 
 
 def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
-    """Try to build the parts of `split` without the whole model; return `split`, with the reason if that is
+    """Try to build the parts of `split` without the whole model. Return `split`, with the reason if that is
     impossible.
     """
     return replace(split, facts=replace(split.facts, obstacle=_obstacle(job, seed, split)))
@@ -199,25 +202,25 @@ def _assembled(
 
 @dataclass(eq=False)
 class Chunk:
-    """Consecutive layers of the model that one part holds."""
+    """A chunk of the model that one part holds: consecutive layers."""
 
     number: int
-    """Number of the chunk in the model."""
+    """Index of the chunk in the model."""
     layers: Sequence[ChainLayer]
     names: Sequence[str]
-    """Names, in the model, of the trainable parameters, in the order of `places`."""
+    """Names of the trainable parameters in the model, in order."""
     names_of: Mapping[int, str]
-    """Identity of every parameter → its name in the model; the first name if there are several."""
+    """Identity of every parameter → name of the parameter in the model; the first name if there are several."""
     shares: PassShares
     last: bool
     module: nn.Sequential = field(init=False)
     local: dict[str, str] = field(init=False)
-    """Name in the model → name in `module`, for every parameter and buffer."""
+    """Name in the model → name in the chunk's `module`, for every parameter and buffer."""
     others: dict[str, torch.Tensor] = field(init=False)
     """Name in the model → tensor, for every frozen parameter and buffer."""
     call: Substituted = field(init=False)
     fusible: Sequence[nn.Module] = field(init=False)
-    """Layers whose backward passes can add the gradients of weights themselves."""
+    """The layers whose backward passes can add the gradients of weights directly to an array."""
 
     def __post_init__(self) -> None:
         self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
@@ -237,7 +240,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """What a forward pass stores for its backward passes."""
+    """The tensors that a forward pass stores for its backward passes."""
 
     inputs: torch.Tensor | None
     outputs: torch.Tensor
@@ -246,7 +249,7 @@ class ForwardPass:
 
 
 class TorchPart(ModelPart):
-    """One part of a torch module; autograd stores the activations of each forward pass."""
+    """One part of a torch module. Autograd stores the activations of each forward pass."""
 
     def __init__(
         self,
@@ -303,7 +306,7 @@ class TorchPart(ModelPart):
         return self._engine.taken(values, self.schema, self._others)
 
     def place(self, name: str) -> slice:
-        """Return the elements of a parameter in the array (K + B,) with which the part computes."""
+        """Return the position of a parameter's elements in the array (K + B,) with which the part computes."""
         entry = self._places_of[name]
         return slice(entry.offset, entry.offset + entry.size)
 
@@ -457,7 +460,9 @@ class TorchPart(ModelPart):
 
 
 class PartsEngine(Engine):
-    """A torch engine whose flat array lists the parameters part by part; each replica has its own buffers."""
+    """A torch engine whose flat array consists of the parameters of all parts, one part after the other. Each replica
+    has its own buffers.
+    """
 
     def __init__(self, whole: TorchEngine | SkeletonEngine, schema: Schema, buffers: Sequence[str]):
         """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
@@ -480,20 +485,25 @@ class PartsEngine(Engine):
 
     @property
     def constants(self) -> Tensors:
-        """Name → value of tensors that the modules of the chunks lack, because they do not belong to a module."""
+        """Name → value of the tensors that the modules of the chunks lack, because the tensors do not belong to a
+        module.
+        """
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
 
     def as_bytes(self, params: FlatArray, others: Tensors) -> npt.NDArray[np.uint8]:
-        """Return what `HeldPart.values` does, for a part with these parameters (K,) and these other tensors."""
+        """Return the bytes of the parameters (K,) and the other tensors of a part, in the form that `HeldPart.values`
+        returns.
+        """
         first = self.whole.changing_buffers
         values = [first.get(name, one).detach().cpu().reshape(-1) for name, one in others.items()]
         return np.concatenate([params.view(np.uint8), *(one.view(torch.uint8).numpy() for one in values)])
 
     def taken(self, values: npt.NDArray[np.uint8], schema: Schema, others: Tensors) -> FlatArray:
-        """Store the values of a part's other tensors, and return a copy of its parameters (K,).
+        """Store the other tensors of a part, given as the bytes of `HeldPart.values`, and return a copy of the part's
+        parameters (K,).
 
         Raises:
-            ConfigurationError: the values are not those of such a part.
+            ConfigurationError: the number of bytes is not that of such a part.
         """
         start, expected = schema.nbytes, schema.nbytes + sum(one.nbytes for one in others.values())
         if len(values) != expected:
@@ -511,30 +521,32 @@ class PartsEngine(Engine):
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Facts of the data, with digests of samples, because different processes read inputs and targets."""
+        """Facts of the data that must be equal in all processes. They include hashes of samples, because different
+        processes read inputs and targets.
+        """
         return self.whole.facts | sample_facts(self.whole.samples, self.train_size)
 
     @property
     def batching(self) -> str:
-        """A text that says that gradients are computed pass by pass."""
+        """Text that says that gradients are computed one by one, because the model is split."""
         return "one by one: the model is split"
 
     def buffers_of(self, replica: int) -> Tensors:
-        """Return a replica's changing buffers, by their names in the model; training changes them in place."""
+        """Return a replica's changing buffers: name in the model → tensor. Training changes the tensors in place."""
         if replica not in self._buffers:
             self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
         return self._buffers[replica]
 
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
-        """Context in which torch's random numbers are seeded for one micro-batch at one place of the model; in a trial,
-        nothing is seeded.
+        """Return a context in which torch's random numbers are seeded for one micro-batch at one place of the model. In
+        a trial, nothing is seeded.
         """
         return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Context in which all chunks draw from the stream of step 0 of replica 0, as the unsplit model does; its
-        buffers are restored afterwards.
+        """Return a context in which all chunks draw random numbers from the stream of step 0 of replica 0, as the
+        unsplit model does. The replica's buffers are restored afterwards.
         """
         before, self._trial = self.whole.buffers(0), True
         try:
@@ -550,7 +562,7 @@ class PartsEngine(Engine):
         return whole if self._order is None else whole[self._order]
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        """Write the gradient of the unsplit model into `out`; return the mean loss."""
+        """Write the gradient of the unsplit model into `out` (K,); return the mean loss."""
         slope = np.empty_like(out)
         loss = self.whole.gradient(self.in_order(params), indices, slope, replica, step)
         out[:] = slope if self._order is None else slope[self._order]
@@ -559,7 +571,7 @@ class PartsEngine(Engine):
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> npt.NDArray[np.float64]:
-        """Write the gradients of unsplit replicas into `out`; return the mean losses."""
+        """Write the gradients of unsplit replicas into `out` (R, K); return the mean losses (R,)."""
         rows = range(len(params))
         return np.array([self.gradient(params[r], indices[r], out[r], replicas[r], steps[r]) for r in rows])
 
@@ -588,7 +600,9 @@ class PartsEngine(Engine):
         return self.in_order(params), self.whole.schema
 
     def in_order(self, params: FlatArray) -> FlatArray:
-        """Return parameters, (K,) or (M, K), reordered as in the unsplit model."""
+        """Return parameters, (K,) or (M, K), reordered from the order of the parts to the order of the unsplit
+        model.
+        """
         if self._order is None:
             return params
         whole = np.empty_like(params)
@@ -597,7 +611,7 @@ class PartsEngine(Engine):
 
 
 def fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
-    """Copy the array that `joined` returned back into buffers."""
+    """Copy the values of an array that `joined` returned back into the buffers."""
     start = 0
     for buffer in buffers:
         buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
@@ -669,9 +683,11 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
 
 
 def difference(own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float) -> str | None:
-    """Describe how the loss `own` and the gradient `found` (K,) of parts differ from those of the unsplit model.
+    """Return a text that says how the loss `own` and the gradient `found` (K,) of parts differ from those of the
+    unsplit model.
 
-    Return None if they agree up to the relative `tolerance`, or if the model's gradient is not finite.
+    The result is None if loss and gradient agree up to the relative `tolerance`, or if the model's gradient is not
+    finite.
     """
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(found.astype(np.float64) - expected))
@@ -694,10 +710,10 @@ def _built(split: PipelineModel) -> TorchEngine:
 
 
 def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, way_out: str = "microbatches=1") -> None:
-    """Compare the loss of batches with the mean loss of their `count` micro-batches, at outputs of the whole model.
+    """Check that the loss of a batch is the mean loss of its `count` micro-batches, given outputs of the whole model.
 
-    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches. `way_out`: what computes a
-    batch as a whole, for errors.
+    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches. `way_out` names, for errors, a
+    setting with which a batch is computed as a whole.
 
     Raises: ConfigurationError: the losses differ by more than rounding.
     """
@@ -747,7 +763,7 @@ def _names(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLay
 
 
 def buffers_within(chunk: Sequence[ChainLayer], facts: SplitFacts) -> list[str]:
-    """Names of the buffers of a chunk that change in training."""
+    """Return the names of the buffers of a chunk that change in training."""
     found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
     return [name for name in dict.fromkeys(found) if name in facts.changing]
 

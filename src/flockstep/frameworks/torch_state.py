@@ -1,4 +1,6 @@
-"""Converts the state of torch optimizers to flockstep's flat state and back, and to bytes for other ranks."""
+"""Converts the state of torch optimizers to flockstep's flat state and back, and to bytes that can be sent to other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _NAMES = {"momentum": "momentum_buffer", "mean": "exp_avg", "square": "exp_avg_s
 
 
 def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool) -> OptimizerState | None:
-    """Return the state of `optimizer` in the layout of the flat array; None before its first step.
+    """Return the state of `optimizer` in the layout of the flat array; None before the optimizer's first step.
 
     `foreign` selects torch's names, for servers that step with torch's own class.
 
@@ -48,8 +50,8 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set the state of `optimizer` to `state`; its tensors become views of the slots of `state`, in the flat array's
-    dtype.
+    """Set the state of `optimizer` to `state`. The optimizer's tensors become views of the slots of `state`, in the
+    dtype of the flat array.
     """
     if not (state.steps and state.slots):
         return
@@ -68,7 +70,7 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
 
 
 def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: bool) -> None:
-    """After `optimizer` has loaded `state`, restore the values that torch rounded to the parameters' dtypes.
+    """Restore, after `optimizer` has loaded `state`, the values that torch rounded to the parameters' dtypes.
 
     If `keep` is false, as for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused.
 
@@ -108,7 +110,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
-    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, followed by all tensors.
+    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, followed by the elements of all tensors.
 
     Raises:
         ConfigurationError: `whole` is true and the state contains a value that cannot be converted to bytes.
@@ -119,19 +121,19 @@ def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
 
 
 def unpacked(array: FlatArray) -> dict[str, Any]:
-    """Return the `state_dict` that `packed` converted to these bytes."""
+    """Return the `state_dict` of an optimizer, given as bytes that `packed` returned."""
     end = int(np.argmax(array == ord("\n"))) + 1
     state: dict[str, Any] = _restored(json.loads(array[:end].tobytes()), array[end:], [0])
     return state
 
 
 def bytes_of(tensor: torch.Tensor) -> FlatArray:
-    """Return a tensor's elements as bytes (uint8)."""
+    """Return the elements of a tensor as bytes (uint8)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return the tensor that `bytes_of` converted to these bytes."""
+    """Return a tensor, given as bytes that `bytes_of` returned."""
     return torch.from_numpy(to_host(data).copy()).view(dtype).reshape(tuple(shape))
 
 

@@ -1,6 +1,4 @@
-"""Divides a torch module into a chain of units, each of which passes one tensor to the next, by tracing the forward
-pass.
-"""
+"""Divides a torch module into a chain of units by tracing its forward pass. Each unit passes one tensor to the next."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ from flockstep.frameworks.torch_layers import WHOLE
 
 
 def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
-    """Return the units of a module, in order: consecutive operations with one tensor as input and one as output.
+    """Return the units of a module, in order. A unit consists of consecutive operations with one tensor as input and
+    one tensor as output.
 
     `torch.fx` traces the forward pass in the module's current mode. A submodule that cannot be traced, for example
     because its operations depend on values, on random numbers or on state from earlier calls, counts as one operation.

@@ -1,4 +1,6 @@
-"""A torch module whose layers are split over ways: the passes that one way computes between the sums over all ways."""
+"""A torch module whose layers are split over ways (the workers of a stage), with the passes that one way computes
+between the sums over all ways.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ from flockstep.partitions.tensor import Product, TensorParallel
 
 Places = npt.NDArray[np.int64]
 TRIALS = 64
-"""Largest number of batches of targets with which a loss is compared with the cross entropy; an output layer with more
+"""Largest number of batches of targets with which a loss is compared with the cross entropy. An output layer with more
 classes than these batches contain is not split.
 """
 
@@ -93,7 +95,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
 
 
 def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product, facts: SplitFacts) -> TensorModel:
-    """Return the parts of a model that another process has split, of which this process gives one part its values with
+    """Return the parts of a model that another process has split. This process then gives one part its values by
     `ModelWay.take`.
 
     If `facts` names no obstacle, the parts have no values and take no memory before.
@@ -103,8 +105,8 @@ def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product
 
 
 def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorModel:
-    """Return `split` with the reason why its parts cannot be built without the values of the whole model, if there is
-    one.
+    """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
+    such a reason.
     """
     assert isinstance(split.split_by, TensorParallel | Product)
     try:
@@ -205,7 +207,9 @@ def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], way
 
 
 class WaysEngine(PartsEngine):
-    """An engine whose flat array lists parts of parameters, part by part."""
+    """An engine of a model whose layers are split over ways. Its flat array consists of the parameters of all parts,
+    one part after the other.
+    """
 
     def __init__(self, whole: TorchEngine | SkeletonEngine, held: Sequence[WayTensors], buffers: Sequence[str]):
         """`held`: the tensors of each part; `buffers`: names of the changing buffers, part by part, so that those of a
@@ -221,7 +225,7 @@ class WaysEngine(PartsEngine):
 
 @dataclass(frozen=True)
 class WayPlace:
-    """The position of a part in a replica: its stage and its way."""
+    """The position of a part in a replica: its stage, and its way within the stage."""
 
     stage: int
     way: int
@@ -229,24 +233,24 @@ class WayPlace:
 
     @property
     def number(self) -> int:
-        """Number of the part in its replica, from 0."""
+        """Index of the part in its replica, from 0."""
         return self.stage * self.ways + self.way
 
     @property
     def of_stage(self) -> slice:
-        """The parts of the same stage, one for each way."""
+        """Range of the indices of the parts of the same stage, one part for each way."""
         return slice(self.stage * self.ways, (self.stage + 1) * self.ways)
 
 
 @dataclass(frozen=True)
 class WayChunk:
-    """Consecutive layers of the model, as blocks."""
+    """A chunk of the model: consecutive layers, divided into blocks."""
 
     number: int
-    """Number of the chunk in the model."""
+    """Index of the chunk in the model."""
     blocks: Sequence[LayerBlock]
     last: int
-    """Number of the model's last chunk."""
+    """Index of the model's last chunk."""
 
 
 @dataclass(frozen=True)
@@ -256,29 +260,31 @@ class Held:
     name: str
     """Name of the parameter in the model."""
     identity: int
-    """Identity of the module's parameter."""
+    """Identity (`id`) of the module's parameter."""
     shape: tuple[int, ...]
-    """Shape of the tensor that the way holds."""
+    """Shape of the part of the parameter that the way holds."""
     places: Callable[[], Places]
-    """Function that returns the indices of the parameter's elements that the way holds, in the shape of the tensor."""
+    """Function that returns the indices of the parameter's elements that the way holds, in the shape of the way's
+    tensor.
+    """
     offset: int
     """First element of the parameter in the flat array of the unsplit model."""
     dtype: str
     """Name of the parameter's dtype."""
     role: tuple[int, int, str] = (0, 0, "")
-    """Chunk of the stage, and block of the chunk, whose split layers have the parameter, and the parameter's role in
-    them.
+    """Index of the chunk in the stage, index of the block in the chunk, and role of the parameter in the block's split
+    layers.
     """
 
     @property
     def size(self) -> int:
-        """Number of elements that the way holds."""
+        """Number of elements of the parameter that the way holds."""
         return math.prod(self.shape)
 
 
 @dataclass
 class WayTensors:
-    """The tensors that one way holds: first its parts of split layers, then parameters of layers that all ways
+    """The tensors that one way holds: first its parts of split layers, then the parameters of layers that all ways
     compute.
     """
 
@@ -287,7 +293,7 @@ class WayTensors:
 
     @property
     def size(self) -> int:
-        """Number of elements of all these tensors together."""
+        """Number of elements of all tensors that the way holds."""
         return sum(one.size for one in [*self.split, *self.copied])
 
 
@@ -354,28 +360,28 @@ Key = tuple[int, int, int, int, int]
 
 @dataclass(eq=False)
 class BlockPass:
-    """What the forward pass of a block stores for its backward passes."""
+    """The tensors that the forward pass of a block stores for its backward passes."""
 
     inputs: list[torch.Tensor]
-    """Sum of the terms of the previous block, and the residual connection that continues from there; for the first
-    block of a chunk, the inputs of the chunk if they are not data.
+    """The sum of the terms of the previous block, and the residual connection that continues from that block. For the
+    first block of a chunk, the inputs of the chunk if they are not data.
     """
     outputs: list[torch.Tensor]
-    """Inputs of the split layers and the residual connection; for the last block of a chunk, the outputs of the chunk,
-    or the loss.
+    """The inputs of the split layers and the residual connection. For the last block of a chunk, the outputs of the
+    chunk, or the loss.
     """
     trained: list[tuple[Held, torch.Tensor]]
-    """Parameters of layers that every way computes, for which this way holds the gradient."""
+    """The parameters of layers that every way computes, for which this way holds the gradient."""
     into: torch.Tensor | None = None
     """Inputs of the block's split layers."""
     term: torch.Tensor | None = None
     split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
     residual_error: torch.Tensor | None = None
-    """Gradient of the residual connection after the block."""
+    """Gradient with respect to the residual connection after the block."""
 
 
 class TorchWay(ModelWay):
-    """One way of one stage of a torch module; autograd stores the activations of each forward pass."""
+    """One way (worker) of one stage of a torch module. Autograd stores the activations of each forward pass."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The interface between drivers and frameworks for a model whose layers are split over several ways.
+"""The interface between drivers and frameworks for a model whose layers are split over several ways (tensor
+parallelism).
 
 A way is one of the workers that share the layers of a stage (a tensor-parallel rank in Megatron-LM).
 Such a model may also be cut into stages of consecutive layers.
@@ -19,7 +20,7 @@ from flockstep.partitions.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class BlockShares:
-    """Work of the passes of one block on one way, as shares of the work of a gradient of the whole model."""
+    """The work of the passes over one block on one way, as shares of the work of a gradient of the whole model."""
 
     forward: float
     backward: float
@@ -41,16 +42,19 @@ class BlockOutputs:
 
 @dataclass(frozen=True, eq=False)
 class WayWeights:
-    """The parameters with which one way computes in a step."""
+    """The parameters with which one way computes the passes of a step."""
 
     own: FlatArray
-    """The way's own parameters (K,)."""
+    """The parameters (K,) that the way itself trains."""
     copied: Sequence[FlatArray]
-    """The parameters of layers that every way computes; each way holds some of them."""
+    """The parameters of layers that every way computes, one array from each way, because each way trains some of
+    them.
+    """
 
 
 class ModelWay(HeldPart):
-    """One way of a stage of a job's model, for any replica: its passes between the sums over all ways.
+    """The interface of one way of a stage of a job's model, which computes the passes of any replica between the sums
+    over all ways.
 
     A chunk is a sequence of blocks. A block consists of layers that every way computes identically, followed by split
     layers, whose outputs are terms of a sum over the ways. The last block of a chunk has no split layers; the last
@@ -58,7 +62,7 @@ class ModelWay(HeldPart):
     """
 
     shares: Sequence[Sequence[BlockShares]]
-    """Work of each block of each chunk."""
+    """Work of the passes over each block of each chunk."""
     copies: bool
     """Whether any way holds parameters of layers that all ways compute."""
 
@@ -70,19 +74,20 @@ class ModelWay(HeldPart):
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
-        """Compute the term of a block that this way adds to the sum; the last block returns the outputs of the chunk.
+        """Compute and return the term of a block that this way adds to the sum over the ways. The last block of a chunk
+        instead returns the outputs of the chunk.
 
         Args:
-            chunk: number of the chunk in this part.
-            block: number of the block in the chunk.
+            chunk: index of the chunk in this part.
+            block: index of the block in the chunk.
             weights: the parameters, which do not change before the backward pass.
             batch: the micro-batch.
             given: sum over the ways of the terms of the previous block; for the first block, the outputs of the
                 previous chunk, or None for the first chunk.
 
         Returns:
-            Term and 0, or for the last block outputs and 0; for the last block of the model None and its share in the
-            mean loss of the batch.
+            The term and 0; for the last block of a chunk, the outputs and 0; for the last block of the model, None and
+            the micro-batch's share in the mean loss of the batch.
         """
 
     @abstractmethod
@@ -94,12 +99,12 @@ class ModelWay(HeldPart):
         Gradients of this way's parameters are added to `out` (K,).
 
         Args:
-            chunk: number of the chunk in this part.
-            block: number of the block in the chunk.
+            chunk: index of the chunk in this part.
+            block: index of the block in the chunk.
             batch: the micro-batch.
-            errors: sum over the ways of the terms that the next block has returned, None if it returned None; for the
-                last block the gradient of the chunk's outputs, None for the last chunk.
-            out: gradient of this way's parameters.
+            errors: sum over the ways of the terms that the next block's backward pass has returned, or None if that
+                pass returned None; for the last block, the gradient of the chunk's outputs, or None for the last chunk.
+            out: array to which the gradient of this way's parameters is added, of shape (K,).
 
         Returns:
             The term that this way adds to the gradient of the inputs of the split layers before the block; for the
@@ -109,7 +114,7 @@ class ModelWay(HeldPart):
 
 @dataclass(frozen=True, eq=False)
 class TensorModel(SplitModel):
-    """A job whose model is cut into one or several stages, and whose layers are split over ways.
+    """A job whose model is cut into one or several stages, and whose layers are split over ways (tensor parallelism).
 
     Way w of stage s is part s W + w, for W ways.
     """
