@@ -276,7 +276,7 @@ class Node:
         ended = Wanted(task.channel[1:], self.address, -task.number)
         while task.work is not None:
             await suspend(NeedWork(task.work))
-            self.poll()
+            poll(self)
         if not task.done:
             await suspend(ended)
         self.mailbox.take(ended)
@@ -365,27 +365,12 @@ class Node:
                 others.discard(message.source)
             yield message
 
-    def deliver(self, message: Message) -> None:
-        """For drivers: handle `message`, which has arrived."""
+    def _deliver(self, message: Message) -> None:
         if message.tag == LEAVE:
             self.departed.add(message.source)
         self.mailbox.put(message)
         if self.tasks:
             self._advance_tasks()
-
-    def poll(self) -> bool:
-        """For drivers: continue the tasks that can continue; return whether a task still waits for work that ends
-        without a message.
-        """
-        self._advance_tasks()
-        return any(task.work is not None for task in self.tasks)
-
-    def lose(self, address: Address) -> None:
-        """For drivers: handle the death of a node; programs see that the node leaves."""
-        self.lost.add(address)
-        self.view = self.view.without(address)
-        if address not in self.departed:
-            self.deliver(Message(address, LEAVE, note={"lost": 1}))
 
     def now(self) -> float:
         """Seconds on this node's clock, virtual or real. Only differences between two readings have a meaning."""
@@ -421,8 +406,8 @@ class Node:
         for task in list(self.tasks):
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
-            while (wanted := task.wanted) is not None and self.can_never_arrive(wanted):
-                self._advance(task, self.missed(wanted))
+            while (wanted := task.wanted) is not None and self._can_never_arrive(wanted):
+                self._advance(task, self._missed(wanted))
             while task.work is not None and task.work.done():
                 self._advance(task, None)
             if task.done and task in self.tasks:
@@ -457,7 +442,7 @@ class Node:
         number = self.sent[to] = self.sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:
-            self.deliver(message)  # the message stays in this process
+            self._deliver(message)  # the message stays in this process
         else:
             self.port.send(to, message)
         return number
@@ -477,8 +462,8 @@ class Node:
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
-            if (self.departed or self.leaving) and self.can_never_arrive(wanted):
-                raise self.missed(wanted)
+            if (self.departed or self.leaving) and self._can_never_arrive(wanted):
+                raise self._missed(wanted)
             message = yield wanted
         if self.taken:
             self._keep(message)
@@ -498,8 +483,8 @@ class Node:
     def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:
         message: Message | None = self.mailbox.take(wanted)
         if message is None:
-            if (self.departed or self.leaving) and self.can_never_arrive(wanted):
-                raise self.missed(wanted)
+            if (self.departed or self.leaving) and self._can_never_arrive(wanted):
+                raise self._missed(wanted)
             message = yield wanted
         if self.taken:
             self._keep(message)
@@ -510,16 +495,46 @@ class Node:
         if self._channel in self.taken:
             self.taken[self._channel].append(message)
 
-    def can_never_arrive(self, wanted: Wanted) -> bool:
-        """For drivers: return whether a message that has not arrived can no longer arrive."""
+    def _can_never_arrive(self, wanted: Wanted) -> bool:
+        """Return whether a message that has not arrived can no longer arrive."""
         return wanted.source in self.departed
 
-    def missed(self, wanted: Wanted) -> PeerLost:
-        """For drivers: return the error to raise in a wait for a message that can never arrive."""
+    def _missed(self, wanted: Wanted) -> PeerLost:
+        """Return the error to raise in a wait for a message that can never arrive."""
         assert wanted.source is not None
         how = "was lost" if wanted.source in self.lost else "has left"
         here = f"{node_name(self.address)} waited for {wanted} at step {self.run_step}"
         return PeerLost(f"{node_name(wanted.source)} {how} while {here}")
+
+
+def deliver(node: Node, message: Message) -> None:
+    """Hand `node` a message that has arrived. Drivers call this function."""
+    node._deliver(message)
+
+
+def poll(node: Node) -> bool:
+    """Continue the background tasks of `node` that can continue, and return whether a task still waits for work that
+    ends without a message. Drivers call this function.
+    """
+    node._advance_tasks()
+    return any(task.work is not None for task in node.tasks)
+
+
+def lose(node: Node, address: Address) -> None:
+    """Tell `node` that the node at `address` has died; the program of `node` sees that the node leaves. Drivers call
+    this function.
+    """
+    node.lost.add(address)
+    node.view = node.view.without(address)
+    if address not in node.departed:
+        node._deliver(Message(address, LEAVE, note={"lost": 1}))
+
+
+def missed(node: Node, wanted: Wanted) -> PeerLost:
+    """Return the error to raise in the program of `node` if it waits for a message that can never arrive. Drivers call
+    this function.
+    """
+    return node._missed(wanted)
 
 
 class Peer(Node):

@@ -37,6 +37,12 @@ def test_every_public_name_is_there_and_is_the_one_of_its_module() -> None:
         _ = flockstep.nothing
 
 
+def test_a_strategy_author_sees_no_function_for_drivers() -> None:
+    for kind in (flockstep.Worker, flockstep.Server):
+        shown = {name: getattr(kind, name).__doc__ or "" for name in dir(kind) if not name.startswith("_")}
+        assert [name for name, text in shown.items() if "river" in text] == []
+
+
 def test_a_simulation_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[int] = []
     made = flockstep.simulate(

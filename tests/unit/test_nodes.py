@@ -9,7 +9,7 @@ import pytest
 
 from flockstep.errors import PeerLost
 from flockstep.messages import LEAVE, Message, Note, Wanted, server
-from flockstep.nodes import Cluster, Node
+from flockstep.nodes import Cluster, Node, deliver, lose
 from support.matrix import each
 
 TARGETS = [server(0), server(1), server(0), 2]
@@ -44,7 +44,7 @@ class Hand:
             self.waiting, self.result = None, end.value
 
     def deliver(self, message):
-        self.node.deliver(message)
+        deliver(self.node, message)
         found = self.waiting and self.node.mailbox.take(self.waiting)
         if found:
             self.resume(found)
@@ -153,7 +153,7 @@ def test_a_background_task_stays_in_its_channel_when_a_node_is_lost():
 
     hand = Hand()
     hand.node.background("side", goes_on(hand.node))
-    hand.node.lose(1)
+    lose(hand.node, 1)
     assert [(to, message.tag) for to, message in hand.sent] == [(2, "second/side")]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
+from flockstep import nodes
 from flockstep.communicator.rank import Rank
 from flockstep.drivers.messenger import RETRY, Messenger, Receive
 from flockstep.drivers.runner import Runner
@@ -178,7 +179,7 @@ class ProgressEngine(Messenger):
     def drive(self, runner: Runner) -> None:
         """Run actions and deliver messages until the engine has ended."""
         while self.failure is None:
-            busy = self.node.poll() or self._held
+            busy = nodes.poll(self.node) or self._held
             message = self._receive(RETRY if busy else LOOK, self._woken.fileno())
             if message is not None:
                 self.take(message)

@@ -106,7 +106,7 @@ class Rank(Peer):
             with suppress(PeerLost):  # raised once the rank can send nothing more
                 await self.receive("word", rank)
 
-    def deliver(self, message: Message) -> None:
+    def _deliver(self, message: Message) -> None:
         """Handle a message that has arrived, or that this rank has sent to itself."""
         handler = None if message.reply_to else self._handler(message.tag)
         if handler is not None:
@@ -115,9 +115,9 @@ class Rank(Peer):
             return
         if not message.reply_to and (theirs := getattr(message.note, "call", "")):
             self._compare("/" + message.tag.partition("/")[2], message.source, theirs)
-        super().deliver(message)
+        super()._deliver(message)
 
-    def can_never_arrive(self, wanted: Wanted) -> bool:
+    def _can_never_arrive(self, wanted: Wanted) -> bool:
         """Whether a message that has not arrived can no longer arrive; a rank that is closing still answers
         requests.
         """
@@ -127,7 +127,7 @@ class Rank(Peer):
             return self.gone(wanted.source)
         return self.workers > 1 and all(map(self.gone, self.others))
 
-    def missed(self, wanted: Wanted) -> PeerLost:
+    def _missed(self, wanted: Wanted) -> PeerLost:
         """Return the error to raise in a wait for a message that can never arrive."""
         who, tag = wanted.source, wanted.tag or ""
         what = repr(tag[len(SEND) : -1]) if tag.startswith(SEND) else "a reply" if wanted.reply_to else "its part"

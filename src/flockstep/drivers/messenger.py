@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from flockstep import nodes
 from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.drivers.member import AGAIN, begin_again, stopped
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
@@ -105,7 +106,7 @@ class Messenger(ABC):
         """Deliver the messages that have arrived."""
         while (message := self._receive(0)) is not None:
             self.take(message)
-        self.node.poll()
+        nodes.poll(self.node)
 
     def take(self, message: Message) -> None:
         """Deliver a message from a peer, or carry out an instruction of the supervisor.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flockstep import nodes
 from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
@@ -139,7 +140,7 @@ class NodeConnection(Messenger):
         self._require_others()
         self._tell_waiting()
         self._note_waiting(wanted)
-        idle = not self.node.poll()
+        idle = not nodes.poll(self.node)
         if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
             self.take(message)
         elif idle:
@@ -176,7 +177,7 @@ class NodeConnection(Messenger):
 
     def attend_stopped(self) -> None:
         """Wait for the next message of a node that has stopped for a checkpoint, and handle it."""
-        if (message := self._next(WAIT_PERIOD if not self.node.poll() else GLANCE)) is not None:
+        if (message := self._next(WAIT_PERIOD if not nodes.poll(self.node) else GLANCE)) is not None:
             self.take(message)
         self.retry()
         self._require_others()
@@ -410,7 +411,7 @@ class NodeConnection(Messenger):
         self._wanted = None
         gone = {peer for peer in self.node.departed if peer >= 0}
         for peer in sorted(gone & self._gone):  # a worker that left since the last call may have taken part in this sum
-            raise self.node.missed(Wanted("sum", peer))
+            raise nodes.missed(self.node, Wanted("sum", peer))
         self._gone = gone
 
     def _attend(self, work: Work) -> None:
@@ -511,7 +512,7 @@ class NodeConnection(Messenger):
             if isinstance(self.replication, ReplicatedServer):
                 self.replication.release(address)
                 return
-            self.node.deliver(Message(address, LEAVE, note={"lost": 1}))
+            nodes.deliver(self.node, Message(address, LEAVE, note={"lost": 1}))
             self.runner.wake()
 
     def _require_others(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flockstep import nodes
 from flockstep.arrays.namespace import copied, first_not_finite, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.fault_injector import WrongGradients
@@ -428,7 +429,7 @@ class Runner:
             node.mailbox.hear(message)
             self.go_on(message, sent_at)
         else:
-            node.deliver(message)
+            nodes.deliver(node, message)
             if type(self.waiting) is Wanted or self.script_requests is not None:
                 self.wake(sent_at)
 
@@ -441,7 +442,7 @@ class Runner:
         """Tell the node's program that another node has died."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("loss", address))
-        self.node.lose(address)
+        nodes.lose(self.node, address)
         self.wake()
 
     def wake(self, sent_at: float | None = None) -> None:
@@ -450,7 +451,7 @@ class Runner:
         if type(waiting) is Wanted and (self.script_requests is None or not self.script_requests.stopped):
             found: Message | PeerLost | None = self.node.mailbox.take(waiting)
             if found is None and waiting.source in self.node.departed:
-                found = self.node.missed(waiting)
+                found = nodes.missed(self.node, waiting)
             if found is not None:
                 self.go_on(found, sent_at)
                 return
