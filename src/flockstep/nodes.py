@@ -584,7 +584,7 @@ class Peer(Node):
         assert self.shared_sum is not None
         self.shared_sum.exchange_slices(own, self.params)
 
-    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
         """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if
         there is no shared memory.
 
@@ -593,14 +593,12 @@ class Peer(Node):
         """
         if self.host_sum is None or self._channel:
             return None
-        return self.host_sum.reduce_on_host(to_host(array), shares, divisor)
+        return self.host_sum.reduce_on_host(to_host(array), shares)
 
-    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
-        """Divide this worker's share of `summed`, the result of `reduce_on_host`, and write the shares of all workers
-        of the host to `array`.
-        """
+    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
+        """Write the shares of all workers of the host in `summed`, the result of `reduce_on_host`, to `array`."""
         assert self.host_sum is not None
-        self.host_sum.gather_on_host(summed, shares, divisor)
+        self.host_sum.gather_on_host(summed, shares)
         if summed is not array:
             array[:] = to_device_of(summed, array)
 

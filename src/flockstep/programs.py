@@ -261,7 +261,7 @@ class HostArrays:
 class HostSum(Protocol):
     """The interface of sums over the workers of one host in the host's shared memory, in a run with several hosts."""
 
-    def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
+    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
         """Sum `array` over this host's workers; each of the first `shares` workers receives the sum of one share.
 
         The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
@@ -269,10 +269,8 @@ class HostSum(Protocol):
         must follow.
         """
 
-    def gather_on_host(self, array: Array, shares: int, divisor: int) -> None:
-        """Divide this worker's share of `array`, which `reduce_on_host` returned, and exchange the shares of all
-        workers of this host.
-        """
+    def gather_on_host(self, array: Array, shares: int) -> None:
+        """Exchange the shares of this host's workers in `array`, which `reduce_on_host` returned."""
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
         """Return the arrays of this host's workers that correspond to `array` in shared memory; None if `array` is not

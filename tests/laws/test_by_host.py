@@ -162,7 +162,7 @@ class Regions:
         start = self.of[me.rank].ctypes.data
 
         class Memory:
-            def reduce_on_host(self, array: Any, shares: int, divisor: int) -> None:
+            def reduce_on_host(self, array: Any, shares: int) -> None:
                 """Background tasks may not wait."""
 
             def arrays_on_host(self, array: Any) -> HostArrays | None:

@@ -72,8 +72,19 @@ def test_a_ring_in_pieces_has_the_bits_of_one_in_chunks(n, size, piece, monkeypa
     monkeypatch.setattr(shared_group, "PIECE", piece)
     run, got = summed(Ring(), given)
     assert all(equal_bits(a, b) for a, b in zip(got, whole, strict=True))
+    means = [array for _, array in does(Ring().average, given)[1]]
+    assert equal_bits(whole[0] / np.float32(n), *means)
     pieces = shared_group.ring_pieces(-(-size // n) * 4)
     assert {node.messages_sent for node in run.totals.values()} <= {2 * (n - 1) * pieces + extra for extra in range(n)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_a_mean_is_the_sum_with_each_element_divided_once(name, n):
+    collective, oracle = CASES[name]
+    given = arrays(n, 1000)
+    means = [array for _, array in does(collective.average, given)[1]]
+    assert equal_bits(oracle(given[:, 0]) / np.float32(n), *means)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -65,8 +65,8 @@ class Auto(Collective):
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         await self.choose(me.workers, array.nbytes).all_reduce(me, array)
 
-    async def average(self, me: Group, array: FlatArray) -> None:
-        await self.choose(me.workers, array.nbytes).average(me, array)
+    async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
+        await self.choose(me.workers, array.nbytes).divided_sum(me, array, divisor)
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)

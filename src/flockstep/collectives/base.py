@@ -103,8 +103,13 @@ class Collective(Component):
     async def average(self, me: Group, array: FlatArray) -> None:
         """Replace `array` on every worker with the mean over all workers."""
         if me.workers > 1:
-            await self.all_reduce(me, array)
-            array /= me.workers
+            await self.divided_sum(me, array, me.workers)
+
+    async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
+        """Replace `array` on every worker with the sum over all workers, divided by `divisor`."""
+        await self.all_reduce(me, array)
+        if divisor != 1:
+            array /= divisor
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
         """Write the mean of all workers' arrays `given` to `mean` on every worker; `given` does not change."""

@@ -33,10 +33,10 @@ class ByHost(Collective):
     flat: Collective = field(default_factory=Ring)
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        await (self._over_hosts(me, array) if _shared(me) else self.flat.all_reduce(me, array))
+        await self.divided_sum(me, array, 1)
 
-    async def average(self, me: Group, array: FlatArray) -> None:
-        await (self._over_hosts(me, array, me.workers) if _shared(me) else self.flat.average(me, array))
+    async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
+        await (self._over_hosts(me, array, divisor) if _shared(me) else self.flat.divided_sum(me, array, divisor))
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
         if not _shared(me) or me.arrays_on_host(given) is None or me.arrays_on_host(mean) is None:
@@ -44,19 +44,19 @@ class ByHost(Collective):
         else:
             await self._in_place(me, given, mean, _shares(me, mean), me.workers)
 
-    async def _over_hosts(self, me: Group, array: FlatArray, divisor: int = 1) -> None:
+    async def _over_hosts(self, me: Group, array: FlatArray, divisor: int) -> None:
         """Replace `array` with the sum divided by `divisor`, in shared memory or with messages within each host."""
         host, shares = _host(me), _shares(me, array)
         lane = host.index(me.rank)
-        if (summed := me.reduce_on_host(array, len(shares), divisor)) is None:
+        if (summed := me.reduce_on_host(array, len(shares))) is None:
             if me.arrays_on_host(array) is None:
                 await self._with_messages(me, array, shares, divisor)
             else:
                 await self._in_place(me, array, array, shares, divisor)
             return
         if lane in shares:
-            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), summed[shares[lane]])
-        me.gather_on_host(summed, array, len(shares), divisor)
+            await self._between_hosts(me, lane, summed[shares[lane]], divisor)
+        me.gather_on_host(summed, array, len(shares))
 
     async def _in_place(
         self, me: Group, given: FlatArray, total: FlatArray, shares: dict[int, slice], divisor: int
@@ -85,9 +85,7 @@ class ByHost(Collective):
                     )
                 np.add(more, sources.arrays[source][part], out=view)
                 more = view
-            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), view)
-            if divisor != 1:
-                view /= divisor
+            await self._between_hosts(me, lane, view, divisor)
             for to in others:
                 targets.arrays[to][part] = view
             here.send_all(others, "outside")
@@ -107,13 +105,15 @@ class ByHost(Collective):
             view = array[shares[lane]]
             for source in others:
                 view += await here.receive_array("inside", source)
-            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), view)
-            if divisor != 1:  # each share on one worker of the host
-                view /= divisor
+            await self._between_hosts(me, lane, view, divisor)
             here.send_all(others, "outside", view)
         for source in others:
             if source in shares:
                 await here.receive_array("outside", source, array[shares[source]])
+
+    async def _between_hosts(self, me: Group, lane: int, share: FlatArray, divisor: int) -> None:
+        """Replace a share that is summed within each host with the sum over the hosts, divided by `divisor`."""
+        await self.flat.divided_sum(Subgroup(me, [host[lane] for host in me.hosts]), share, divisor)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Reduce and scatter with `flat`, so that shares do not depend on hosts."""

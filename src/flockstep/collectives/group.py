@@ -30,13 +30,13 @@ class Group(Protocol):
         members share no memory.
         """
 
-    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
         """Sum `array` over this host's members in shared memory, divided into `shares` shares; return None if the
         members share no memory.
         """
 
-    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
-        """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
+    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
+        """Write all members' shares of `summed`, the result of `reduce_on_host`, to `array`."""
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
         """Return the arrays of this host's members at the place of `array` in shared memory; None if `array` is not in
@@ -84,11 +84,11 @@ class WithoutSharedMemory:
         """Return False: the members of this group share no memory."""
         return False
 
-    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
         """Return None: the members of this group share no memory."""
         return None
 
-    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
+    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
         """Raise an error: `reduce_on_host` never returns a sum to gather."""
         raise AssertionError("the members of this group have no shared memory")
 

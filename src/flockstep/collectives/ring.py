@@ -17,30 +17,29 @@ class Ring(Collective):
 
     Each worker sends 2(n-1) chunks of about K/n elements, 2(n-1)K elements over all workers; a chunk of more than 1 MiB
     is sent in several messages. Chunk c is summed once, in the order c, c+1, …, c-1 of ranks, so that all workers end
-    with the same bits. Processes on one host that share memory add in the same order in shared memory, which is counted
-    as the same bytes and messages.
+    with the same bits. A divisor is applied to each chunk before it is gathered, so that every element is divided only
+    once. Processes on one host that share memory add in the same order in shared memory, which is counted as the same
+    bytes and messages.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        if me.shared_sum is not None and me.sum_in_shared_memory(array):
+        await self.divided_sum(me, array, 1)
+
+    async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
+        if me.shared_sum is not None and me.sum_in_shared_memory(array, divisor):
             return
         n, rank = me.workers, me.rank
         chunks = [array[part] for part in slices(len(array), n)]
-        if (pieces := ring_pieces(chunks[0].nbytes)) > 1:
-            await _in_pieces(me, chunks, pieces)
+        if n > 1 and (pieces := ring_pieces(chunks[0].nbytes)) > 1:
+            await _in_pieces(me, chunks, pieces, divisor)
             return
         await _reduce_scatter(me, chunks)
+        if divisor != 1:
+            chunks[(rank + 1) % n] /= divisor
         before, after = (rank - 1) % n, (rank + 1) % n
         for hop in range(n - 1):
             me.send(after, "gather", chunks[(rank - hop + 1) % n])
             await me.receive_array("gather", before, chunks[(rank - hop) % n])
-
-    async def average(self, me: Group, array: FlatArray) -> None:
-        if me.shared_sum is not None and me.sum_in_shared_memory(array, me.workers):
-            return
-        if me.workers > 1:
-            await self.all_reduce(me, array)
-            array /= me.workers
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Sum around the ring; after n-1 messages of about K/n elements, worker i holds the summed chunk i+1."""
@@ -83,8 +82,10 @@ async def _reduce_scatter(me: Group, chunks: list[FlatArray]) -> None:
         chunk += await me.receive_array("reduce", before)
 
 
-async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:
-    """Run the ring with chunks cut into pieces, two of which are in transit at a time."""
+async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int, divisor: int) -> None:
+    """Run the ring with chunks cut into pieces, two of which are in transit at a time; divide each piece while it is in
+    the processor's cache.
+    """
     n, rank, last = me.workers, me.rank, me.workers - 1
     parts = [[chunk[part] for part in slices(len(chunk), pieces)] for chunk in chunks]
     pairs = [range(pieces)[pair] for pair in slices(pieces, pieces // 2)]
@@ -95,6 +96,8 @@ async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:
             part = parts[(rank - hop - 1) % n][piece]
             if hop < last:
                 part += await me.receive_array("reduce", (rank - 1) % n)
+                if divisor != 1 and hop == last - 1:
+                    part /= divisor
             else:
                 await me.receive_array("gather", (rank - 1) % n, part)
         if at < len(steps):

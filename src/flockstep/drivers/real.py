@@ -239,9 +239,9 @@ class NodeConnection(Messenger):
         assert self._group is not None
         return self.empty_on_host(-(-len(array) // self._group.workers), array.dtype.name)
 
-    def reduce_on_host(self, array: FlatArray, shares: int, divisor: int) -> FlatArray | None:
-        """Return an array in shared memory in which this worker's share is the sum over this host's workers, not yet
-        divided; None if shared memory cannot be used.
+    def reduce_on_host(self, array: FlatArray, shares: int) -> FlatArray | None:
+        """Return an array in shared memory in which this worker's share is the sum over this host's workers; None if
+        shared memory cannot be used.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -254,20 +254,20 @@ class NodeConnection(Messenger):
         here = array if group.holds(array) else staging.view(array.dtype)[: len(array)]
         if here is not array:
             here[:] = array
-        group.reduce_scatter(here, shares, self._listen, divisor)
+        group.reduce_scatter(here, shares, self._listen)
         self.runner.metrics.waited += group.waited
         return here
 
-    def gather_on_host(self, array: FlatArray, shares: int, divisor: int) -> None:
-        """Divide this worker's share of `array` by `divisor`, and copy the shares of all workers of this host into
-        `array`; the traffic counts as if messages had carried the shares.
+    def gather_on_host(self, array: FlatArray, shares: int) -> None:
+        """Copy the shares of all workers of this host into `array`; the traffic counts as if messages had carried the
+        shares.
 
         Raises:
             PeerLost: a worker has left or died.
         """
         group, metrics = self._group, self.runner.metrics
         assert group is not None
-        group.all_gather(array, shares, self._listen, divisor)
+        group.all_gather(array, shares, self._listen)
         metrics.waited += group.waited
         nbytes, messages = group.moved_in_shares(array, shares)
         metrics.traffic.moved(nbytes, nbytes, messages)

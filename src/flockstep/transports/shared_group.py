@@ -141,7 +141,7 @@ class SharedGroup:
             self._through_slots(array, meanwhile, divisor)
         self.waited = int(self._how[4]) * 1e-9
 
-    def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
+    def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None]) -> None:
         """Replace part i of `array` on process i with the sum over all processes; only the first `shares` processes
         have a part.
 
@@ -152,13 +152,13 @@ class SharedGroup:
             ProtocolError: another process calls with other arguments, as in `all_reduce`.
         """
         self._how[4] = 0
-        self._staged(self._sums.sum_part, array, shares, meanwhile, divisor)
+        self._staged(self._sums.sum_part, array, shares, meanwhile, 1)
         self.waited = int(self._how[4]) * 1e-9
 
-    def all_gather(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Divide this process's part of `array` by `divisor`, and exchange the parts of all processes."""
+    def all_gather(self, array: FlatArray, shares: int, meanwhile: Callable[[], None]) -> None:
+        """Exchange the parts of all processes."""
         self._how[4] = 0
-        self._staged(self._sums.share_part, array, shares, meanwhile, divisor)
+        self._staged(self._sums.share_part, array, shares, meanwhile, 1)
         self._turn += 2
         self.waited = int(self._how[4]) * 1e-9
 
