@@ -125,7 +125,7 @@ class _KerasStepper:
             "such as keras.callbacks.LearningRateScheduler may change"
         )
 
-    def step(self, params: FlatArray, gradient: FlatArray) -> None:
+    def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
         arrays = self._weights.arrays
         new, self.state = self._apply(self.state, arrays(gradient), arrays(params))

@@ -797,9 +797,13 @@ class Worker(Peer):
         self.step += need.closes or isinstance(gradient, Message)
         return gradient
 
-    def optimizer_step(self, gradient: Array) -> None:
-        """Update `params` in place with this worker's own optimizer, along the gradient (K,)."""
-        self.stepper.step(self.params, gradient)
+    def optimizer_step(self, gradient: Array, in_place: bool = False) -> None:
+        """Update `params` in place with this worker's own optimizer, along the gradient (K,).
+
+        `in_place`: the optimizer may use and change the array itself, instead of a copy; the caller does not change an
+        element before the same element of the next gradient is complete.
+        """
+        self.stepper.step(self.params, gradient, in_place)
 
     def record_round(self, count: int = 1) -> None:
         """Record that `count` updates of every other worker took effect on this worker, none of them stale."""

@@ -241,8 +241,11 @@ class Stepper(Protocol):
     def lr(self) -> float:
         """Learning rate of the optimizer's next step."""
 
-    def step(self, params: Array, gradient: Array) -> None:
-        """Update `params` (K,) in place with `gradient` (K,)."""
+    def step(self, params: Array, gradient: Array, in_place: bool = False) -> None:
+        """Update `params` (K,) in place with `gradient` (K,).
+
+        `in_place`: the array of the gradient may be used and changed until the next gradient is complete.
+        """
 
     def reset(self, params: Array) -> None:
         """Reset momentum and all other state to the state before the first step on `params`."""

@@ -315,6 +315,53 @@ def test_gradients_travel_during_backward_until_a_script_changes_one(how: str, t
     assert kept[0][2:] == [repr([1.0] * 11 + [0.0] * 5)] * 2
 
 
+KEPT = """
+from flockstep.strategies import all_reduce, overlap_trial
+overlap_trial.TRIED = 16
+for overlap in (True, False):
+    all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004 if overlap else 1.0)
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "all_reduce")
+    sent, means = [], []
+    hand_over = optimizer.loop.hand_over
+    optimizer.loop.hand_over = lambda: (sent.append(step), hand_over())
+    for step, x in enumerate(batches(9, seed=1 + rank)):
+        if step in (3, 6):
+            model.zero_grad(set_to_none=step == 3)
+        loss(model, x).backward()
+        flockstep.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        means.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    optimizer.finish()
+    means.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.save((sorted(set(sent)), means), HERE / f"means-{overlap}-{rank}")
+    save(model)
+"""
+
+
+def test_after_a_step_gradients_are_the_mean_and_a_loop_may_add_to_them(tmp_path: Path) -> None:
+    """As with DDP; a loop that sets no gradient to zero adds the next ones to the clipped mean of the last step."""
+    trained(KEPT, tmp_path)
+    kept = [torch.load(tmp_path / f"means-{way}-{rank}") for way in (True, False) for rank in range(2)]
+    assert [sent for sent, _ in kept] == [list(range(1, 9))] * 2 + [[]] * 2
+    exec(BEFORE.split("HERE")[0], names := {})
+    exec("def network" + BEFORE.split("def network")[1].split("def save")[0], names)
+    model = names["network"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    parameters, expected = list(model.parameters()), []
+    for step, pair in enumerate(zip(names["batches"](9, seed=1), names["batches"](9, seed=2), strict=True)):
+        if step in (3, 6):
+            model.zero_grad()
+        for x in pair:
+            (names["loss"](model, x) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        expected.append(torch.cat([p.grad.flatten() for p in parameters]))
+    for _, means in kept:
+        assert all(map(torch.equal, means, kept[0][1]))
+    torch.testing.assert_close(kept[0][1], [*expected, expected[-1]], atol=1e-6, rtol=1e-4)
+
+
 CLIPPED = """
 model = Model()
 optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), {strategy!r})

@@ -125,8 +125,10 @@ class Overlapping(AllReduce):
         step, send = me.optimizer_step, me.port.send
         me.overlaps = True
 
-        def stepped(gradient):
-            step(gradient)
+        def stepped(gradient, in_place=False):
+            step(gradient, in_place)
+            if in_place:  # as an optimizer may that clips it
+                gradient[:] = np.nan
             me.revised = me.rank == 1 and me.step == self.revised
 
         def counted(to, message):
@@ -192,9 +194,9 @@ class Timed(AllReduce):
 
         step = me.optimizer_step
 
-        def stepped(mean):
+        def stepped(mean, in_place):
             seconds[0] += 10 * (1 + me.rank)
-            step(mean)
+            step(mean, in_place)
 
         me.gradient, me.optimizer_step = whole, stepped
         if me.rank == 0 and self.slow:

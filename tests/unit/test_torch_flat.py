@@ -196,6 +196,40 @@ def test_zero_grad_binds_again() -> None:
     assert flat.grads.any()
 
 
+def test_gradients_of_another_array_are_used_where_they_are_until_the_next_ones() -> None:
+    """An optimizer reads and changes the other array itself; the flat array holds what backward passes add to it."""
+    module = mlp()
+    flat = FlatModule(module)
+    flat.gather_in_backward()
+    home, other = flat.grads, np.full(len(flat.grads), 2, np.float32)
+    with flat.using(other):
+        assert flat.grads is other
+        nn.utils.clip_grad_value_(module.parameters(), 1.0)
+    assert flat.grads is home
+    assert (other == 1).all()
+    assert not home.any()
+    assert all((p.grad == 1).all() for p in module.parameters())
+    backward(module)
+    same = mlp()
+    backward(same)
+    expected = 1 + np.concatenate([p.grad.numpy().reshape(-1) for p in same.parameters()])
+    np.testing.assert_allclose(flat.gather_gradients(), expected, rtol=1e-6)
+    other[:] = 99
+    np.testing.assert_allclose(flat.grads, expected, rtol=1e-6)
+    with flat.using(other):
+        pass
+    module[2].weight.grad = None
+    flat.return_gradients()
+    other[:] = 0
+    views = flat.schema.views(flat.grads)
+    assert (views["0.weight"] == 99).all()
+    assert module[2].weight.grad is None
+    with flat.using(other):
+        pass
+    flat.zero_grad()
+    assert all(flat.in_place(index) for index in range(4))
+
+
 def test_buffers_are_named_and_not_flat() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     flat = FlatModule(module)

@@ -178,7 +178,7 @@ class OptaxStepper:
             return math.nan
         return float(self._optax.next_lr(self.state))
 
-    def step(self, params: FlatArray, gradient: FlatArray) -> None:
+    def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
         new, self.state = self._optax.stepped(params, gradient, self.state)
         params[:] = np.asarray(new)  # waits for the result: `gradient` may change afterwards

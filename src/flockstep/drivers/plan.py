@@ -246,7 +246,7 @@ class LocalOptimizer:
         self._tensors = tuple(tensors)
         self.reset(params)
 
-    def step(self, params: FlatArray, gradient: FlatArray) -> None:
+    def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
         self._optimizer.step(params, gradient, self.state, self.lr)
 

@@ -52,13 +52,15 @@ class _UserOptimizer:
         """Current learning rate; the largest one if there are several groups."""
         return base_lr(self._optimizer)
 
-    def step(self, params: FlatArray, gradient: FlatArray) -> None:
-        """Step the user's optimizer with `gradient`."""
-        if gradient is not self._flat.grads:
+    def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
+        """Step the user's optimizer with `gradient`, and leave each `.grad` with its part of `gradient`."""
+        elsewhere = gradient is not self._flat.grads
+        if elsewhere and not in_place:
             self._flat.grads[:] = gradient
-        if self._prepare() and not self._holds:
-            with self._flat.stepping():
-                self._optimizer.step()
+        with self._flat.using(gradient) if elsewhere and in_place else nullcontext():
+            if self._prepare() and not self._holds:
+                with self._flat.stepping():
+                    self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:
         """Clear the state of the user's optimizer; torch creates it again in the next step."""
@@ -332,6 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._guard.check()
         self._backward.end()
         self.clipping.end()
+        if running:  # the memory of the strategy ends with the run
+            self.flat.return_gradients()
         self._memory.finish()
         if running:  # afterwards they are the script's own
             self.flat.keep_gradients(self.loop.gradients)

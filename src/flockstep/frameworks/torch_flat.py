@@ -222,6 +222,26 @@ class FlatModule:
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
         self._bind()
 
+    @contextmanager
+    def using(self, gradients: FlatArray) -> Iterator[None]:
+        """Context manager in which the gradients are the array `gradients` (K,) instead of a copy of it.
+
+        Afterwards each `.grad` remains a view of `gradients` until the parameter's next gradient, or until `zero_grad`;
+        the caller must not change a parameter's elements of `gradients` before that.
+        """
+        home = self.grads, self._slopes, self._grad_views
+        self._put_gradients(gradients)
+        try:
+            yield
+        finally:
+            self.grads, self._slopes, self._grad_views = home
+
+    def return_gradients(self) -> None:
+        """Copy gradients that lie outside of the flat array into the array."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.gather(index)
+
     def keep_gradients(self, home: FlatArray) -> None:
         """Bind the gradients of a run that has ended to the array `home` (K,), which holds their values. A parameter
         without a gradient still has none afterwards.

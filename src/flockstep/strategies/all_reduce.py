@@ -24,6 +24,10 @@ from flockstep.strategies.resizing import Resizing
 
 SIZES = Bucketed(cap=8.0, first=1.0)
 """Sizes of the buckets in which gradients are sent."""
+AHEAD = 16
+"""Number of elements in front of the mean, of which the last one is sent with the mean. With 16, the mean begins at a
+cache line.
+"""
 
 
 @dataclass
@@ -86,22 +90,23 @@ class AllReduce(Strategy):
                 gradient = await me.gradient()
                 await self.collective.average(me, gradient)
             else:
-                scratch = me.empty_on_host(len(me.params) + 1) if scratch is None else scratch
+                scratch = me.empty_on_host(len(me.params) + AHEAD) if scratch is None else scratch
                 overlaps = kept.trial.next or not me.step
                 gradient = await (self._overlapped(me, scratch) if overlaps else self._afterwards(me, scratch))
             me.record_round()
-            me.optimizer_step(gradient)
+            me.optimizer_step(gradient, in_place=tried)
             if tried and kept.overlaps:
                 before = await self._timed(me, before)
 
-    async def _overlapped(self, me: Worker, sent: FlatArray) -> FlatArray:
+    async def _overlapped(self, me: Worker, scratch: FlatArray) -> FlatArray:
         """Return the mean of all workers' gradients, exchanged in buckets while the rest of them is computed.
 
-        `sent` (K+1,) holds the mean behind a number that is not zero if a worker's gradient was revised.
+        `scratch` (K+AHEAD,) holds the mean behind a number that is not zero if a worker's gradient was revised.
         """
         kept: AllReduceState = me.state
         pieces, whole = buckets(len(me.params), me.params.itemsize, SIZES), slice(0, len(me.params))
-        first, mean, tasks = not me.step, sent[1:], []
+        sent, mean = scratch[AHEAD - 1 :], scratch[AHEAD:]
+        first, tasks = not me.step, []
         async for part, gradient in me.gradient_parts([whole] if first else pieces, tentative=True):
             for piece in pieces if first else [part]:
                 if piece.start:
@@ -119,13 +124,13 @@ class AllReduce(Strategy):
             await self.collective.average(me, mean)
         return mean
 
-    async def _afterwards(self, me: Worker, sent: FlatArray) -> FlatArray:
+    async def _afterwards(self, me: Worker, scratch: FlatArray) -> FlatArray:
         """Return the mean of all workers' gradients, exchanged after the backward pass, with the bits of `_overlapped`.
 
         The order in which a collective adds depends on the place of an element in its bucket. Therefore the bucket at
-        the start of the array follows a number here too. `sent` (K+1,) has room for this bucket.
+        the start of the array follows a number here too. `scratch` (K+AHEAD,) has room for this bucket.
         """
-        gradient = await me.gradient()
+        gradient, sent = await me.gradient(), scratch[AHEAD - 1 :]
         for piece in buckets(len(me.params), me.params.itemsize, SIZES):
             values = gradient[piece]
             if not piece.start:
