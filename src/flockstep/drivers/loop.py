@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
@@ -481,6 +482,7 @@ class Loop:
         result = self._member.wait_for_end(self._connection.attend, self.handed)
         if result is not None:
             self._params[:] = to_device_of(result, self._params)
+        release(collect=False)  # what backward passes have freed; the gradients need this memory
         self.gradients = self._connection.taken_home(self.gradients)
         self._connection.leave(failed=False)
 

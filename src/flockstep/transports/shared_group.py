@@ -17,7 +17,7 @@ SLOT = 1 << 17
 """Number of bytes of each of a process's two slots, through which arrays outside of the segment are summed."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
-RETURNED = 32 << 20
+RETURNED = 4 << 20
 """Number of bytes of an array that are moved out of the segment at a time; then their memory is returned to the
 system.
 """
