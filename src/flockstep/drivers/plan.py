@@ -199,7 +199,7 @@ class Batches:
         return sampler.peek(self._plan.batch_at(self._turns[self._rank]))
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
-        """Return block of data → position in the block, for every block that the worker has read."""
+        """Return, for every block of data that the worker has read, block → position in the block."""
         read = {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
         return {FIRST_BATCH: self._first, **read}
 

@@ -35,8 +35,8 @@ def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
 
 
 def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
-    """Return an event of a node of a group; if the event names another node of the group, with that node's address in
-    the whole run.
+    """Return the event with the address in the whole run of the other node that it names; an event that names no other
+    node is returned unchanged.
     """
     if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
         return msgspec.structs.replace(event, source=group.outside(event.source))
