@@ -31,7 +31,7 @@ REFERENCES = {
     "B2": ["EASGD, tau 1:", "EASGD, tau 16", "EASGD, tau 64", "Downpour, tau 1:"],
     "B4": ["dense"],
     "B7": ["synchronous, mixed", "synchronous, sorted", "sgp", "dpsgd", "local_sgd(10)", "local_sgd(50)"],
-    "B8": ["full", "deferred, share 0.5", "deferred, share 0.05"],
+    "B8": ["full", "updates deferred, share 0.5", "updates deferred, share 0.05"],
     "B9": ["dense"],
 }
 """Rows about what has to learn, by how they begin."""

@@ -24,7 +24,9 @@ LAWS = ("normal(1, cv=0.1)", "exponential(1)", "lognormal(1, sigma=1)")
 
 
 class InFlight(Updates):
-    """Sums, over all versions of the parameters, the number of other workers that compute while a version is formed."""
+    """A simulation that adds up, over all versions of the parameters, how many other workers compute when a version is
+    formed.
+    """
 
     total = 0
 
@@ -38,7 +40,9 @@ class InFlight(Updates):
         self.left = dict.fromkeys(range(workers), self.plan.steps)
 
     def send(self, to: Address, message: Message) -> None:
-        """Track which workers compute: a push ends a gradient, and its reply begins the next one."""
+        """Update the set of workers that are computing: a push ends a gradient, and the reply to the push begins the
+        next gradient.
+        """
         if message.tag == "push" and message.source >= 0:
             self.computing.discard(message.source)
             self.left[message.source] -= 1
@@ -47,9 +51,8 @@ class InFlight(Updates):
         super().send(to, message)
 
     def note(self, event: Event) -> None:
-        """When `collected` gradients have formed a new version, count the workers that are computing.
-
-        The last version may have fewer.
+        """Whenever `collected` gradients have formed a new version, add the number of workers that are computing to
+        `total`.
         """
         super().note(event)
         if isinstance(event, UpdateEvent) and len(self.log) % self.collected == 0:
@@ -69,12 +72,14 @@ class Staleness(Claim):
     )
     source = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
     setting = (
-        "parameter server with 30 workers in virtual time, with normal (cv 0.1), exponential and lognormal (sigma 1) "
-        "gradient times and free messages; 4 real processes; both until the first worker ends"
+        "parameter server with 30 workers in virtual time, with normal (coefficient of variation 0.1), exponential "
+        "and lognormal (sigma 1) gradient times and messages that take no time; the same on 4 real processes; "
+        "measured until the first worker ends"
     )
     tolerance = (
-        "virtual time within 0.5 %, real processes within 2 %, both without the first 5 updates per worker; the sum "
-        "of all staleness equals the number of gradients of other workers in flight, summed over the updates, exactly"
+        "mean staleness within 0.5 % in virtual time and within 2 % on real processes, without the first 5 updates "
+        "per worker; the sum of all staleness equals exactly the number of gradients of other workers in flight, "
+        "summed over the updates"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -87,7 +92,7 @@ class Staleness(Claim):
             for law in LAWS:
                 mean, total, in_flight = self._virtual(n, law)
                 rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
-                what = f"n={n}, {law}: sum of all staleness (published: gradients in flight)"
+                what = f"n={n}, {law}: sum of the staleness of all gradients (published: gradients in flight)"
                 rows.append(ClaimRow(what, total, in_flight, total == in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):

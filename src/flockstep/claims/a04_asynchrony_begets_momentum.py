@@ -1,4 +1,4 @@
-"""In expectation, asynchrony acts like momentum."""
+"""Claim: in expectation, asynchronous SGD without momentum moves as synchronous SGD with momentum does."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ COPIES = 512
 
 
 class PerturbedQuadratics(Unjudged):
-    """Many independent one-dimensional quadratics at rest at 0; each sample pushes one of them up by 1.
+    """Many independent one-dimensional quadratics, whose parameters begin at the optimum 0; each sample pushes one of
+    them up by 1.
 
-    The gradient is affine, so the return of a copy after a push equals a run that starts at distance 1, and one
-    simulation replaces as many runs as it has gradients. The learning rate is part of the gradient.
+    The gradient is affine, so the way back to 0 after a push equals a run that starts at distance 1 from the optimum.
+    One simulation replaces as many runs as it has gradients. The gradient already includes the learning rate.
     """
 
     def __init__(self, rate: float):
@@ -34,23 +35,27 @@ class PerturbedQuadratics(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the model: one scalar parameter for each copy of the quadratic problem."""
+        """The shape of the parameters: one scalar for each of the `COPIES` quadratics."""
         return {"w": (COPIES,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return zeros, because all copies are at rest."""
+        """Return zeros: every quadratic begins at its optimum."""
         return {"w": np.zeros(COPIES)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute the gradient: rate · w, minus 1 where the sample pushes."""
+        """Write rate · w to `out`, and subtract 1 at the quadratic that each sample pushes.
+
+        The returned losses are zeros.
+        """
         np.multiply(params["w"], self.rate, out=out["w"])
         out["w"][np.arange(len(x)), x[:, 0, 0].astype(np.int64)] -= 1
         return np.zeros(len(x))
 
 
 class Responses(Updates):
-    """Records how the server's value of each copy develops in the updates after a push: sums over all copies, 0, 1, 2,
-    … updates later.
+    """A simulation that records how the server's value of each quadratic develops in the 60 updates after a push.
+
+    The values are summed over all pushes, separately for 0, 1, 2, … updates after the push.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -61,7 +66,7 @@ class Responses(Updates):
         self.version = 0
 
     def send(self, to: Address, message: Message) -> None:
-        """Read from a gradient which copy it pushes, and from a reply the current values of the copies
+        """From a gradient, note which quadratic was pushed; from a reply, read the current values of the quadratics
         pushed before.
         """
         if message.tag == "push" and message.source >= 0:
@@ -79,7 +84,7 @@ class Responses(Updates):
 
     @property
     def mean(self) -> FlatArray:
-        """Mean over all copies of w_t, t = 0 to 60 updates after a push."""
+        """Mean value of a quadratic's parameter 0, 1, …, 60 updates after its push, of shape (61,)."""
         mean: FlatArray = self.sums / self.counts
         return mean
 
@@ -90,7 +95,7 @@ class AsynchronyBegetsMomentum(Claim):
 
     seeds: int = 5
     responses: int = 30_000
-    """Number of workers and seed → the recorded responses."""
+    """Function from (number of workers, seed) to the mean value of a parameter 0, 1, …, 60 updates after a push."""
     statement = (
         "With M memoryless workers asynchronous SGD moves in expectation as SGD with momentum 1 - 1/M and with the "
         "learning rate divided by M: E[w_(t+1) - w_t] = (1 - 1/M) E[w_t - w_(t-1)] - (rate / M) E f'(w_t)"
@@ -113,7 +118,12 @@ class AsynchronyBegetsMomentum(Claim):
             implied, divided = 1 - 1 / workers, rate / workers
             rows += [
                 ClaimRow(f"M={workers}: momentum", implied, momentum, abs(momentum - implied) <= 0.003),
-                near(f"M={workers}: learning rate times curvature", divided, step, 0.02),
+                near(
+                    f"M={workers}: learning rate times curvature, fitted to asynchronous SGD with M workers",
+                    divided,
+                    step,
+                    0.02,
+                ),
             ]
             figures[f"M={workers}: standard error of the momentum"] = float(spread[0])
             figures[f"M={workers}: standard error of the learning rate"] = float(spread[1])
@@ -138,7 +148,9 @@ class AsynchronyBegetsMomentum(Claim):
 
 
 def fitted(w: FlatArray) -> tuple[float, float]:
-    """Momentum and learning rate, by least squares, with which each change of w follows from the previous change."""
+    """Fit momentum and learning rate by least squares, so that each change of w follows from the previous
+    change of w.
+    """
     change = np.diff(w)
     solution = np.linalg.lstsq(np.stack([change[:-1], -w[1:-1]], axis=1), change[1:], rcond=None)[0]
     return float(solution[0]), float(solution[1])

@@ -20,12 +20,14 @@ PUBLISHED = {0.1: 0.974, 0.5: 0.857, 1.0: 0.667, 1.5: 0.400, 1.9: 0.095}
 WORKERS = (1, 3, 8)
 OPTIMUM = 1.0
 FACTOR = 20
-"""Factor by which the distance to the optimum must shrink or grow for a run to count as converged or diverged."""
+"""Factor by which the distance from the optimum must shrink or grow for a run to count as converged or diverged."""
 
 
 @dataclass(frozen=True)
 class InTurn(ConstantTime):
-    """Constant compute times; worker r starts r / 16 of a gradient late, so that workers exchange one after another."""
+    """Constant compute times; worker r starts r / 16 of a gradient's time late, so that workers exchange one after
+    another.
+    """
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         yield self.mean * (1 + rank / 16)
@@ -34,18 +36,16 @@ class InTurn(ConstantTime):
 
 @dataclass(frozen=True)
 class Paced(ElasticAveraging):
-    """Elastic averaging that also accepts α above 1, which is never stable.
+    """Elastic averaging that also accepts unstable elastic rates α > 1.
 
-    The first gradient only sets the start times.
+    Each worker's first gradient is discarded: it only shifts the worker's start.
     """
 
     def __post_init__(self) -> None:
         """Accept any α."""
 
     async def worker(self, me: Worker) -> None:
-        """Compute a first gradient, without which all workers would exchange at the same time, then run elastic
-        averaging.
-        """
+        """Compute one gradient, so that workers do not all exchange at the same time, then run elastic averaging."""
         await me.gradient()
         await super().worker(me)
 
@@ -60,13 +60,13 @@ class EasgdStability(Claim):
     )
     source = "Zhang, Choromanska & LeCun 2015, section 3.2, theorem 1"
     setting = (
-        "the strategy easgd(1, alpha, paper) in virtual time, with free messages, 1, 3 and 8 workers in turn, "
-        "float64 and no noise: the matrix of one round, computed from runs that start at each unit vector, and long "
-        "runs"
+        "the strategy easgd(1, alpha, paper) in virtual time, with messages that take no time, with 1, 3 and 8 "
+        "workers, float64 and no noise: the matrix of one round, computed from runs that start at each unit vector, "
+        "and long runs"
     )
     tolerance = (
-        "the spectral radius of a round crosses 1 at an alpha within 0.003 of the formula; runs at 0.95 of the "
-        "formula's alpha converge, runs at 1.05 of it diverge"
+        "the alpha at which the spectral radius of a round crosses 1 is within 0.003 of the formula; runs at 0.95 "
+        "times the formula's alpha converge, runs at 1.05 times the formula's alpha diverge"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -77,8 +77,8 @@ class EasgdStability(Claim):
             worst = max(found, key=lambda alpha: abs(alpha - bound))
             say(f"eta {eta}: " + ", ".join(f"{n} workers {alpha:.4f}" for n, alpha in zip(WORKERS, found, strict=True)))
             what = (
-                f"largest stable alpha at eta {eta}, the value farthest from the formula among "
-                f"{', '.join(map(str, WORKERS))} workers"
+                f"largest stable alpha at eta {eta}: of the values with {', '.join(map(str, WORKERS))} workers, the "
+                "one farthest from the formula"
             )
             rows.append(ClaimRow(what, bound, worst, abs(worst - bound) <= 0.003))
         exact = {eta: (4 - 2 * eta) / (4 - eta) for eta in PUBLISHED}
@@ -86,9 +86,19 @@ class EasgdStability(Claim):
         above = min(change(n, eta, 1.05 * alpha) for eta, alpha in exact.items() for n in WORKERS)
         rows += [
             ClaimRow(
-                "largest ratio of last to first distance, at 0.95 alpha", f"< 1/{FACTOR}", below, below < 1 / FACTOR
+                "largest ratio of the final to the initial distance from the optimum, at 0.95 times the largest "
+                "stable alpha",
+                f"< 1/{FACTOR}",
+                below,
+                below < 1 / FACTOR,
             ),
-            ClaimRow("smallest ratio of last to first distance, at 1.05 alpha", f"> {FACTOR}", above, above > FACTOR),
+            ClaimRow(
+                "smallest ratio of the final to the initial distance from the optimum, at 1.05 times the largest "
+                "stable alpha",
+                f"> {FACTOR}",
+                above,
+                above > FACTOR,
+            ),
         ]
         reason = (
             "The bound holds for the order of the paper, which computes the gradient at the point before the elastic "
@@ -100,7 +110,7 @@ class EasgdStability(Claim):
 
 
 def boundary(workers: int, eta: float) -> float:
-    """The α at which the spectral radius of a round crosses 1, accurate to 0.0005."""
+    """Return the elastic rate α at which the spectral radius of one round crosses 1, accurate to 0.0005."""
     low, high = 0.0, 1.2
     while high - low > 0.0005:
         alpha = (low + high) / 2
@@ -110,8 +120,8 @@ def boundary(workers: int, eta: float) -> float:
 
 
 def one_round(workers: int, eta: float, alpha: float) -> FlatArray:
-    """Matrix by which one round multiplies the distances (w_0, …, w_n-1, center) from the optimum, measured in runs of
-    one step.
+    """Return the matrix, of shape (n + 1, n + 1), by which one round multiplies the distances of n replicas and the
+    center from the optimum. The matrix is measured in runs of one step.
     """
     single = [after(workers, eta, alpha, 1, OPTIMUM, OPTIMUM + unit) for unit in np.eye(workers)]
     together = after(workers, eta, alpha, 1, OPTIMUM + 1, None)
@@ -124,14 +134,14 @@ def radius(matrix: FlatArray) -> float:
 
 
 def change(workers: int, eta: float, alpha: float) -> float:
-    """Largest distance from the optimum after many rounds, relative to the distance at the start."""
+    """Return the largest distance from the optimum after many rounds, divided by the distance at the start."""
     rate = abs(np.log(radius(one_round(workers, eta, alpha))))
     rounds = int(np.ceil(4 * np.log(FACTOR) / rate))
     return float(np.abs(after(workers, eta, alpha, rounds, OPTIMUM + 1, None)).max())
 
 
 def after(workers: int, eta: float, alpha: float, rounds: int, start: float, replicas: FlatArray | None) -> FlatArray:
-    """Distances of all replicas and of the center from the optimum at the end of a run.
+    """Return the distances of all n replicas and of the center from the optimum at the end of a run, of shape (n + 1,).
 
     `replicas`, if given, are the initial parameters of the workers.
     """

@@ -1,4 +1,4 @@
-"""The compression of PowerSGD, computed from the shapes of the layers alone."""
+"""Claim: the compression ratio of PowerSGD follows from the shapes of a model's layers alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flockstep.codecs.power import PowerSgdCodec
 PUBLISHED = {"ResNet-18": (243, 136, 72), "LSTM": (310, 203, 120)}
 PARAMETERS = {"ResNet-18": 11_173_962, "LSTM": 31_819_578}
 FLOATS = {"ResNet-18": (45_935, 82_260, 154_910), "LSTM": (102_306, 155_734, 262_590)}
-"""Model → rank · (n + m) of every matrix plus the vectors for each rank, summed by hand from the published
-architectures.
+"""Model → number of floats that PowerSGD of rank 1, 2 and 4 sends: rank · (n + m) for every n × m matrix, plus all
+vectors; summed by hand from the published architectures.
 """
 RANKS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class PowerSgdBytes(Claim):
-    """PowerSGD's published compression follows from the shapes."""
+    """Claim: PowerSGD's published compression ratios follow from the shapes of the layers."""
 
     statement = (
         "PowerSGD of rank 1, 2 and 4 sends 243, 136 and 72 times fewer bytes than SGD for ResNet-18 on CIFAR-10, and "
@@ -31,11 +31,11 @@ class PowerSgdBytes(Claim):
         "the tensor shapes of ResNet-18 for images of 32 × 32, and of an LSTM with 3 layers of 650 units and 33,278 "
         "words whose output layer shares the embedding; sizes of the codec's encodings in float32"
     )
-    tolerance = "number of parameters and of floats sent: exact; ratios within 1 % of the published ratios"
+    tolerance = "numbers of parameters and of floats sent are exact; ratios within 1 % of the published ratios"
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count the elements sent for both models."""
+        """Count the floats that PowerSGD sends for both models at each rank."""
         rows = []
         for name, shapes in (("ResNet-18", resnet18()), ("LSTM", lstm())):
             total = sum(map(math.prod, shapes))
@@ -51,7 +51,10 @@ class PowerSgdBytes(Claim):
 
 
 def resnet18() -> list[Shape]:
-    """ResNet-18 for images of 32 × 32 (He et al. 2016, with a first convolution of 3 × 3): 11,173,962 parameters."""
+    """Return the layer shapes of ResNet-18 for images of 32 × 32 (He et al. 2016): 11,173,962 parameters.
+
+    The first convolution is 3 × 3.
+    """
     shapes: list[Shape] = _normalized(64, 3, 3)
     inputs = 64
     for width in (64, 128, 256, 512):
@@ -69,7 +72,9 @@ def _normalized(outputs: int, inputs: int, side: int) -> list[Shape]:
 
 
 def lstm() -> list[Shape]:
-    """A language model whose output layer shares the embedding's matrix and has a bias: 31,819,578 parameters."""
+    """Return the layer shapes of an LSTM language model whose output layer shares the embedding's matrix: 31,819,578
+    parameters.
+    """
     words, units = 33278, 650
     layer: list[Shape] = [(4 * units, units), (4 * units, units), (4 * units,), (4 * units,)]
     return [(words, units), *layer * 3, (words,)]

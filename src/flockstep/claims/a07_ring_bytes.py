@@ -1,4 +1,4 @@
-"""The bytes that a ring all-reduce sends."""
+"""Claim: the number of bytes that each node sends in a ring all-reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REAL = 3
 
 @dataclass(frozen=True)
 class RingBytes(Claim):
-    """A ring all-reduce sends 2(N-1)K/N elements per node."""
+    """Claim: in a ring all-reduce of K elements, each of N nodes sends 2(N-1)K/N elements."""
 
     statement = "A ring all-reduce of K elements sends 2(N-1)K/N elements per node and 2(N-1)K elements in total"
     source = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
@@ -38,12 +38,12 @@ class RingBytes(Claim):
         f"the payload counted as handed to the sockets; times on virtual links of 1 Gbit/s, K = {LARGE}"
     )
     tolerance = (
-        "elements of each node 2K minus its two chunks, 2(N-1)K elements in total and 2(N-1) messages per node, all "
-        "exact; slope of the time over 2(N-1)K/N within 15 %"
+        "each node sends 2K elements minus its two chunks in 2(N-1) messages, all nodes together 2(N-1)K elements, "
+        "all exact; slope of the time over 2(N-1)K/N within 15 %"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Count the bytes in virtual time and on real processes, and fit the virtual seconds to the formula."""
+        """Count the elements sent in virtual time and on real processes, and fit the virtual seconds to 2(N-1)K/N."""
         rows = []
         for n in NODES:
             say(f"{n} nodes, virtual")
@@ -52,8 +52,11 @@ class RingBytes(Claim):
         say(f"{REAL} nodes, real")
         rows += self._counted(REAL, self._real(REAL), "processes")
         slope = self._slope(say)
-        rows.append(near("slope of time over 2(N-1)K/N, relative to 1 / bandwidth", 1.0, slope, 0.15))
-        note = "the times are measured on the virtual network: the bandwidth of this machine's loopback was not limited"
+        rows.append(near("slope of the virtual time over 2(N-1)K/N, relative to 1 / bandwidth", 1.0, slope, 0.15))
+        note = (
+            "the times are measured on the virtual network only, because the bandwidth of this machine's loopback "
+            "is not limited"
+        )
         return Verdict(tuple(rows), note)
 
     def _counted(self, n: int, totals: list[NodeEvent], where: str) -> list[ClaimRow]:
@@ -65,10 +68,10 @@ class RingBytes(Claim):
         total = 2 * (n - 1) * ELEMENTS
         return [
             ClaimRow(
-                f"elements per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected
+                f"elements sent per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected
             ),
-            ClaimRow(f"elements in total, N={n}, {where}", total, sum(sent), sum(sent) == total),
-            ClaimRow(f"messages per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
+            ClaimRow(f"elements sent in total, N={n}, {where}", total, sum(sent), sum(sent) == total),
+            ClaimRow(f"messages sent per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
         ]
 
     def _real(self, n: int) -> list[NodeEvent]:

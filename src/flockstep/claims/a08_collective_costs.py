@@ -1,4 +1,6 @@
-"""The costs of collectives, and the sizes at which one becomes faster than another."""
+"""Claim: the times of four all-reduce algorithms, and the array sizes at which one algorithm becomes faster than
+another.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from flockstep.nodes import Worker
 LATENCY, PER_BYTE = 50e-6, 8e-10
 NETWORK = f"link(bandwidth={1 / PER_BYTE!r}, latency={LATENCY!r})"
 CHARGED = LinkModel(LATENCY, PER_BYTE, HEADER_BYTES)
-"""Link model of `NETWORK` that also counts the virtual network's message headers, which the published formulas
+"""Cost model of the links in `NETWORK`, including the virtual network's message headers, which the published formulas
 ignore.
 """
 FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
@@ -32,9 +34,11 @@ FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
 SIZES = (512, 4096, 65536, 1 << 20)
 """Sizes of the reduced arrays, in bytes."""
 CROSSOVERS = {4: 250, 8: 150, 16: 118, 64: 93}
-"""Number of workers → published size, in kilobytes, at which another collective becomes faster."""
+"""Number of workers → published array size, in kilobytes, above which the butterfly (recursive doubling) is no longer
+fastest.
+"""
 STEP = 1.04
-"""Ratio of successive sizes in the search for a crossover."""
+"""Ratio of successive array sizes in the search for the size at which another algorithm becomes faster."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,16 @@ class CollectiveCosts(Claim):
     """
 
     statement = (
-        "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, and "
-        "none takes less than L lg P + 2mG(P-1)/P; the second is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 "
-        "and 64"
+        "All-reduces by tree, butterfly, pipeline, and reduce-scatter with gather take 2 lg P (L + mG), lg P (L + "
+        "mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, and none takes less than L lg P + 2mG(P-1)/P; the "
+        "butterfly is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 and 64"
     )
     source = "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from them"
     setting = (
-        "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; headers of 64 B per message "
-        "are charged, and the formulas include these headers"
+        "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; the messages have headers of "
+        "64 B, which are included in the formulas"
     )
-    tolerance = "virtual time within 1e-9 of the formula; crossover within a step of 4 % in array size"
+    tolerance = "virtual times within 1e-9 of the formulas; crossovers within one step of 4 % in array size"
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -67,8 +71,8 @@ class CollectiveCosts(Claim):
             rows.append(self._crossover(n, kilobytes))
         rows += self._inequalities()
         note = (
-            "checked in virtual time only: the real loopback of one host has neither a constant latency nor a "
-            "separate link for each rank"
+            "the times are checked in virtual time only: the real loopback of one host has neither a constant "
+            "latency nor a separate link for each rank"
         )
         return Verdict(tuple(rows), note)
 
@@ -79,7 +83,9 @@ class CollectiveCosts(Claim):
             got = seconds(name, n, nbytes)
             errors.append(abs(got / expected - 1))
             above &= got >= costs.lower_bound(n, nbytes, CHARGED) * (1 - 1e-12)
-        what = f"{name}, P={n}: largest relative distance from the formula; the time is never below the bound"
+        what = (
+            f"{name}, P={n}: largest relative distance of the time from the formula; the time is never below the bound"
+        )
         return ClaimRow(what, 0.0, max(errors), max(errors) <= 1e-9 and above)
 
     def _crossover(self, n: int, kilobytes: int) -> ClaimRow:
@@ -89,7 +95,7 @@ class CollectiveCosts(Claim):
         ladder = (round(kilobytes * 500 * STEP**i / (8 * n)) * 8 * n for i in itertools.count())
         found = next(m for m in ladder if seconds("recursive_doubling", n, m) > seconds("rabenseifner", n, m)) / 1e3
         return ClaimRow(
-            f"array size in kB at which the butterfly becomes slower, P={n}",
+            f"array size in kB from which the butterfly is slower than reduce-scatter and gather, P={n}",
             kilobytes,
             found,
             kilobytes / STEP <= found <= kilobytes * STEP,
@@ -110,18 +116,23 @@ class CollectiveCosts(Claim):
                 butterfly,
             ),
             ClaimRow(
-                "time of reduce-scatter and gather ≤ time of the pipeline",
+                "reduce-scatter and gather take at most the time of the pipeline",
                 "always",
                 "always" if pipeline else "not always",
                 pipeline,
             ),
-            ClaimRow("the butterfly is never slower at P = 2", "always", "always" if two else "not always", two),
+            ClaimRow(
+                "with P = 2, the butterfly is never slower than reduce-scatter and gather",
+                "always",
+                "always" if two else "not always",
+                two,
+            ),
         ]
 
 
 @functools.cache
 def seconds(name: str, n: int, nbytes: int) -> float:
-    """Virtual seconds of one all-reduce of `nbytes` bytes of float64."""
+    """Return the virtual seconds of one all-reduce of `nbytes` bytes of float64 among n workers."""
     collective = Collective.parse(name)
 
     async def program(me: Worker) -> None:

@@ -14,12 +14,14 @@ GOLDEN = {
     "ResNet-152": (60.2e6, ("6.613", "2.128", "0.880", "0.497", "3.194", "0.389", "0.972", "0.494")),
     "GoogLeNet": (6.8e6, ("0.747", "0.240", "0.099", "0.056", "0.361", "0.044", "0.110", "0.056")),
 }
-"""Model → number of float32 parameters, and published seconds per step in the order of `LAYOUTS`."""
+"""Model → number of float32 parameters, and published communication seconds per step, in the order of `LAYOUTS`."""
 
 
 @dataclass(frozen=True)
 class LayoutDelays(Claim):
-    """Communication time of one step for eight parameter layouts, from a naive server to a ring."""
+    """Claim: the communication time of one step follows from a formula for eight parameter layouts, from one server to
+    a ring.
+    """
 
     statement = (
         "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on communication with a naive "
@@ -27,17 +29,17 @@ class LayoutDelays(Claim):
     )
     source = "Langer, He, Rahayu & Xue 2020, figure 14 (the text does not state the link speeds)"
     setting = (
-        f"formulas with 1.25e9 bytes/s, reducing at 10 GiB/s, updating at 2 GiB/s, n = {WORKERS}; the exchanges as "
-        "programs in virtual time, without latency, including the time to compute"
+        f"formulas with 1.25e9 bytes/s, reducing at 10 GiB/s, updating at 2 GiB/s, n = {WORKERS} workers; the "
+        "exchanges as programs in virtual time, without latency, including the time to compute"
     )
     tolerance = (
-        "formulas equal to the published delays in all printed digits; simulated exchange >= formula and <= 1.02 "
-        "times the formula"
+        "formulas equal to the published delays in all printed digits; a simulated exchange takes at least the "
+        "formula's time, and at most 1.02 times as long"
     )
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Evaluate the formulas, and simulate the exchanges of each layout."""
+        """Evaluate the formula of each layout, and simulate the layout's exchange in virtual time."""
         rows = []
         for network, (parameters, golden) in GOLDEN.items():
             t = Times.of(4 * parameters)
@@ -52,7 +54,7 @@ class LayoutDelays(Claim):
         gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
         rows.append(
             ClaimRow(
-                "VGG-A: delay with the naive server ÷ delay with the ring",
+                "VGG-A: seconds per step of the naive server ÷ seconds per step of the ring",
                 "13.4",
                 f"{gain:.1f}",
                 f"{gain:.1f}" == "13.4",

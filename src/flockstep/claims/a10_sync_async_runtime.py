@@ -13,26 +13,29 @@ an asynchronous update.
 """
 LAW = "exponential(1)"
 K = 4
-"""K, the gradients in one update, in the K-sync and K-async variants with 8 workers."""
+"""K, the number of gradients in one update, of the methods K-sync, K-batch-sync and K-batch-async with 8 workers."""
 
 
 @dataclass(frozen=True)
 class SyncAsyncRuntime(Claim):
-    """Time per update of synchronous and asynchronous SGD, and of the variants in between."""
+    """Claim: time per update of synchronous SGD, of asynchronous SGD, and of methods that wait for K gradients."""
 
     statement = (
         "With exponential gradient times an update of synchronous SGD takes P H_P times as long as an update of "
-        "asynchronous SGD, with H_P = 1 + 1/2 + ... + 1/P; an update of K-sync takes H_P - H_(P-K) gradient times, "
-        "an update of K-batch-sync or K-batch-async K/P gradient times"
+        "asynchronous SGD, with H_P = 1 + 1/2 + ... + 1/P; in mean gradient times, an update of K-sync takes H_P - "
+        "H_(P-K), an update of K-batch-sync or K-batch-async K/P"
     )
     source = "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (runtime analysis, exponential times)"
     setting = (
-        "parameter server, 2 to 32 workers, virtual time, the same random gradient times for all methods, free messages"
+        "parameter server, 2 to 32 workers, virtual time, the same random gradient times for all methods, messages "
+        "that take no time"
     )
     tolerance = "+-1 % each"
 
     def check(self, say: Say) -> Verdict:
-        """Compare synchronous with asynchronous SGD for each number of workers, then measure the variants."""
+        """Compare synchronous with asynchronous SGD for each number of workers, then time the methods that wait for K
+        gradients.
+        """
         rows = []
         for workers, steps in STEPS.items():
             sync = seconds_per_update("ps(bsp)", workers, steps, workers)
@@ -61,8 +64,9 @@ class SyncAsyncRuntime(Claim):
 
 
 def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) -> float:
-    """Mean virtual seconds of an update of `gradients` gradients, over the first nine tenths of the run, during which
-    all workers still compute.
+    """Return the mean virtual seconds per update, if an update is made of `gradients` gradients.
+
+    The last tenth of the run, in which some workers have finished, is left out.
     """
     t = timed(strategy, workers, steps, LAW)[0].t
     updates = 9 * len(t) // (10 * gradients)

@@ -18,7 +18,7 @@ class DilocoBytes(Claim):
     statement = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
     source = "Douillard et al. 2023, abstract and table 2"
     setting = f"softmax regression, {WORKERS} workers, {STEPS} steps each, a ring in virtual time"
-    tolerance = "bytes and messages of all-reduce ÷ bytes and messages of DiLoCo: exactly H"
+    tolerance = "bytes and messages of all-reduce are exactly H times the bytes and messages of DiLoCo"
     quick = True
 
     def check(self, say: Say) -> Verdict:

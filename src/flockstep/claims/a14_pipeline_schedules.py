@@ -21,11 +21,13 @@ from flockstep.records.folder import RunFolder
 
 STAGES, BATCHES = 4, (4, 8, 32)
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
-"""Seconds of a stage's forward pass over a micro-batch, and of the gradients of its inputs and of its weights."""
+"""FORWARD: virtual seconds of a stage's forward pass over a micro-batch. INPUT: virtual seconds to compute the
+gradient of its inputs. WEIGHT: virtual seconds to compute the gradient of its weights.
+"""
 CHUNKS = 2
-"""Number of chunks of each stage of the interleaved schedule."""
+"""Number of chunks of layers that each stage holds in the interleaved schedule."""
 REAL = (("gpipe", 1), ("one_forward_one_backward", 1), (f"interleaved({CHUNKS})", CHUNKS))
-"""Schedules that are timed on real processes, with the number of chunks of a stage."""
+"""(Schedule, number of chunks of layers per stage) of the runs that are timed on real processes."""
 REAL_BATCHES = 8
 WARM_UP = 2
 """Number of steps at the start of a run that are not timed."""
@@ -77,7 +79,9 @@ def job():
     data = lambda: Data(x, x, x, x)
     return Job(model, data, "sgd(lr=0.001)", loss, lambda a, b: float(loss(a, b)), batch=16, name="waits")
 """
-"""A chain of layers whose passes take a given time without computing, so that stages do not compete for cores."""
+"""Text of a job file: a chain of layers whose passes sleep for a given time, so that stages do not compete for
+cores.
+"""
 SECONDS = {
     "forward": FORWARD,
     "backward": INPUT + WEIGHT,
@@ -89,7 +93,9 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class PublishedSchedule:
-    """A schedule with its published idle seconds per stage and step, and micro-batches held by each stage."""
+    """Published figures of a schedule: idle seconds per stage and step, and the most micro-batches that each stage
+    holds at once.
+    """
 
     schedule: str
     idle: float
@@ -110,7 +116,9 @@ def expected(batches: int) -> Iterator[PublishedSchedule]:
 
 @dataclass(frozen=True)
 class PipelineSchedules(Claim):
-    """Claim: the idle share (bubble) of four synchronous schedules, and the micro-batches that their stages hold."""
+    """Claim: the idle share (bubble) of pipeline schedules, and the number of micro-batches that each stage holds at
+    once.
+    """
 
     statement = (
         "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time, v times less if v "
@@ -127,20 +135,22 @@ class PipelineSchedules(Claim):
     """Seconds that the forward pass of a stage takes on real processes; the backward pass takes twice as long."""
     setting = (
         f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward pass {FORWARD:g} s, gradients of "
-        f"inputs {INPUT:g} s and of weights {WEIGHT:g} s, free messages; the passes of the schedules that run, timed; "
-        f"{STAGES} real processes whose layers wait instead of computing, {REAL_BATCHES} micro-batches"
+        f"inputs {INPUT:g} s and of weights {WEIGHT:g} s, messages that take no time; timelines of the schedules' "
+        f"passes; {STAGES} real processes whose layers wait instead of computing, {REAL_BATCHES} micro-batches"
     )
     tolerance = (
-        "exact in virtual time, up to rounding; idle shares of real processes within 10 %; with one stage twice as "
-        "slow the formula must not hold in either case"
+        "exact in virtual time, up to rounding; idle shares of real processes within 10 %; control: with one stage "
+        "twice as slow, the idle share must differ from the formula in virtual time and on real processes"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare the published figures with those of the schedules' passes, then with those of real processes."""
+        """Compare the published figures with timelines computed from the schedules, then with runs on real
+        processes.
+        """
         return Verdict((*self.computed(say), *self._real(say)))
 
     def computed(self, say: Say) -> list[ClaimRow]:
-        """Return the rows for passes that take exactly the time that their job says."""
+        """Return the rows for timelines in which every pass takes exactly `FORWARD`, `INPUT` or `WEIGHT` seconds."""
         rows = []
         for batches in BATCHES:
             for one in expected(batches):
@@ -160,7 +170,12 @@ class PipelineSchedules(Claim):
         uneven, formula = idle_share(slow), (STAGES - 1) / (8 + STAGES - 1)
         wrong = abs(uneven - formula) > 0.1
         rows.append(
-            ClaimRow("control: one stage twice as slow, 8 micro-batches", f"not {formula:.4f}", round(uneven, 4), wrong)
+            ClaimRow(
+                "control: bubble with one stage twice as slow, 8 micro-batches",
+                f"not {formula:.4f}",
+                round(uneven, 4),
+                wrong,
+            )
         )
         return rows
 
@@ -177,7 +192,7 @@ class PipelineSchedules(Claim):
             (STAGES - 1) / (REAL_BATCHES + STAGES - 1),
             self._timed("gpipe", tuple(range(CHUNKS, 2 * CHUNKS))),
         )
-        what = f"control: one stage twice as slow, {REAL_BATCHES} micro-batches, real processes"
+        what = f"control: bubble with one stage twice as slow, {REAL_BATCHES} micro-batches, real processes"
         yield ClaimRow(what, f"not {formula:.4f}", round(slow, 4), abs(slow / formula - 1) > 0.1)
 
     def _timed(self, schedule: str, slow: tuple[int, ...]) -> float:
@@ -202,7 +217,10 @@ class PipelineSchedules(Claim):
 
 
 def idle_share_of(events: Iterable[Event]) -> float:
-    """Return the share of a step's time in which the workers compute nothing, in the median step from `WARM_UP` on."""
+    """Return the share of the stages' time without computing, of the median step.
+
+    The first `WARM_UP` steps are left out.
+    """
     steps: dict[int, list[StepEvent]] = {}
     for event in events:
         if isinstance(event, StepEvent):

@@ -14,7 +14,7 @@ from flockstep.strategies.gradient_coding import code, decoder
 
 @dataclass(frozen=True)
 class GradientCodingExact(Claim):
-    """Claim: gradient coding is exact, whichever s workers are stragglers."""
+    """Claim: gradient coding gives the exact gradient, whichever s of n workers are stragglers."""
 
     statement = "Gradient coding gives the exact gradient for every set of s missing workers among n"
     source = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
@@ -23,7 +23,9 @@ class GradientCodingExact(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Decode the gradient for every set of workers that are not stragglers."""
+        """For every set of n - s workers, decode the sum of all gradients, and measure the largest error of a
+        coefficient.
+        """
         rows = [
             self._row("cyclic", 5, 1, 1e-9),
             self._row("cyclic", 6, 2, 1e-9),

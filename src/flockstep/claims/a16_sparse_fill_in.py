@@ -1,4 +1,4 @@
-"""How sums of sparse vectors fill in, and whether a published table of speed-ups is consistent."""
+"""Claim: how dense sums of sparse vectors become, and whether a published table of speed-ups is consistent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from flockstep.collectives.streams import Stream
 from flockstep.nodes import Worker
 
 FILL_IN = {(8, 16, 512): 22.43, (16, 1, 100): 14.85, (128, 1, 100): 72.4}
-"""(workers, kept elements, bucket size) → percentage of nonzero elements in the sum."""
+"""(workers, kept elements, bucket size) → published percentage of nonzero elements in the sum of the workers'
+vectors.
+"""
 BUCKETS = 500
 SPEED_UPS = {
     "VGG19": (1.55, 3.31, 0.508),
@@ -22,12 +24,16 @@ SPEED_UPS = {
     "MNIST, Piz Daint": (3.65, 4.53, 0.932),
     "MNIST, EC2": (19.12, 22.97, 0.991),
 }
-"""Row of the table → speed-up, speed-up of communication, and the share of communication that both imply."""
+"""Row of the published table → (total speed-up, speed-up of communication, share of communication in the step that
+both speed-ups imply).
+"""
 
 
 @dataclass(frozen=True)
 class SparseFillIn(Claim):
-    """Claim: the sum of sparse vectors has more nonzero elements than each vector."""
+    """Claim: the density of a sum of sparse vectors follows from a formula, and published speed-ups follow Amdahl's
+    law.
+    """
 
     statement = (
         "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups follow "
@@ -35,7 +41,7 @@ class SparseFillIn(Claim):
     )
     source = "Renggli et al. 2019 (SparCML), as quoted in the slides for Ben-Nun & Hoefler 2019"
     setting = f"{BUCKETS} buckets with random supports on each of P workers, summed by ssar_doubling"
-    tolerance = "density within 1 % of the formula; shares of communication equal in 3 digits and at most 1"
+    tolerance = "density within 1 % of the formula; shares of communication equal to three digits and at most 1"
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -61,7 +67,7 @@ class SparseFillIn(Claim):
             )
         return Verdict(
             tuple(rows),
-            "a share of at most 1 shows only that the figure in parentheses can be the speed-up of the communication",
+            "a share of at most 1 shows only that the figure in parentheses can be the speed-up of communication",
         )
 
     def _density(self, n: int, kept: int, bucket: int) -> float:

@@ -12,10 +12,10 @@ from flockstep.topologies.facts import facts
 from flockstep.topologies.ring import RingGraph
 
 PUBLISHED = {4: 0.333, 8: 0.8047, 16: 0.9493, 32: 0.9872}
-"""Number of workers → ρ = 1/3 + 2/3 cos(2π / n)."""
+"""Number of workers n → published factor ρ = 1/3 + 2/3 cos(2π / n), by which replicas approach each other per step."""
 WINDOWS = {4: (2, 12), 8: (25, 45), 16: (60, 90), 32: (250, 300)}
-"""Number of workers → steps between which the rate is measured: after faster modes have decayed, before
-rounding shows.
+"""Number of workers → first and last step of the measurement: faster modes have decayed, and rounding has no effect
+yet.
 """
 SEEDS = 5
 DIMENSION = 4
@@ -23,7 +23,7 @@ DIMENSION = 4
 
 @dataclass(frozen=True)
 class ConsensusRate(Claim):
-    """Without gradients, D-PSGD's replicas on a ring approach each other by a factor ρ per step."""
+    """Claim: without gradients, D-PSGD's replicas on a ring approach each other by a factor ρ per step."""
 
     statement = (
         "With a learning rate of zero, the disagreement on a ring with weights 1/3 shrinks in each step by a factor "
@@ -35,12 +35,13 @@ class ConsensusRate(Claim):
         f"{SEEDS} seeds, float64, virtual time"
     )
     tolerance = (
-        "slope of log disagreement over steps, median seed, within 1 % of log rho; the bound rho^t holds in every seed"
+        "slope of the logarithm of the disagreement over steps, median of the seeds, within 1 % of log rho; the "
+        "bound rho^t holds for every seed"
     )
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Measure the rate after many steps, and check the bound at every step."""
+        """Measure the factor per step after many steps, and check the bound ρ^t at the first and last measured step."""
         rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         for n, expected in PUBLISHED.items():
@@ -63,7 +64,7 @@ class ConsensusRate(Claim):
             excess = max(float(np.max(s / (rho**t * first))) for s, t in ((early, begin), (late, end)))
             rows.append(
                 ClaimRow(
-                    f"largest ratio of the disagreement to rho^t × initial disagreement, {n} workers",
+                    f"largest ratio of the disagreement after t steps to rho^t × initial disagreement, {n} workers",
                     "<= 1",
                     excess,
                     excess <= 1 + 1e-9,
@@ -81,12 +82,15 @@ def as_steep(rate: float, expected: float) -> bool:
 
 
 def spread(replicas: np.ndarray) -> float:
-    """Frobenius norm of the difference between each row and the mean of the rows."""
+    """Frobenius norm of the difference between the replicas, of shape (n, K), and their mean."""
     return float(np.linalg.norm(replicas - replicas.mean(0)))
 
 
 def spreads(n: int, steps: int, starts: list[np.ndarray]) -> np.ndarray:
-    """The spread after `steps` steps for each start; all starts are simulated in one run, as columns."""
+    """Return the Frobenius norm of the replicas' distances from their mean after `steps` steps, for each of the starts.
+
+    One run simulates all starts side by side.
+    """
     job = bowl_job("sgd(lr=0)", dimension=DIMENSION * len(starts))
     run = run_strategy("dpsgd(ring)", n, steps, job=job, replicas=np.hstack(starts), compute="constant(1)")
     return np.array([spread(part) for part in np.split(run.replicas, len(starts), axis=1)])

@@ -1,4 +1,4 @@
-"""Replicas that receive every update agree once the queues have drained."""
+"""Claim: replicas that receive every update are equal in the end, when no message is in flight anymore."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from flockstep.testing.strategies import equal_bits, run_strategy, small_job
 
 @dataclass(frozen=True)
 class AtTheReceiver(Strategy):
-    """The update rule of statement 1, plain addition; optionally, the receiver changes each update before the
-    addition.
+    """Strategy in which each worker adds the updates of all workers to its replica.
+
+    With `momentum` or `rate`, the receiver changes an update before the addition.
     """
 
     does: Literal["nothing", "momentum", "rate"] = "nothing"
@@ -28,7 +29,7 @@ class AtTheReceiver(Strategy):
         return Broadcast().traits
 
     def worker_state(self, me: Worker) -> FlatArray:
-        """Initial momentum buffer: zeros of shape (K,)."""
+        """Return the initial momentum buffer: zeros of shape (K,)."""
         return np.zeros_like(me.params)
 
     async def worker(self, me: Worker) -> None:
@@ -55,18 +56,16 @@ class AtTheReceiver(Strategy):
 
 @dataclass(frozen=True)
 class StatementOne(Claim):
-    """Claim: FAST's statement 1, that replicas are equal in the end if each receives every update; with negative
-    controls.
-    """
+    """Claim: statement 1 of FAST, that replicas are equal in the end if each receives every update."""
 
     patterns: int = 1000
     statement = "If every update reaches every worker, even late, all replicas are equal in the end"
     source = "FAST (seed 000), section 3, statement 1"
     setting = "broadcast, 2 to 5 workers, softmax regression, random gradient times and latencies"
-    tolerance = "replicas equal bit for bit for every pattern of delays; never equal if one message is lost"
+    tolerance = "replicas are equal bit for bit for every pattern of delays, and never if one message is lost"
 
     def check(self, say: Say) -> Verdict:
-        """Try many random patterns of delay, and the same patterns with one lost message."""
+        """Run many random patterns of message delays, and every tenth of them with one lost message."""
         draw = np.random.default_rng(18)
         equal = broken = 0
         for pattern in range(self.patterns):
@@ -80,7 +79,9 @@ class StatementOne(Claim):
             ClaimRow(
                 "patterns of delays after which all replicas are equal", self.patterns, equal, equal == self.patterns
             ),
-            ClaimRow("patterns with one lost message after which replicas differ", tenth, broken, broken == tenth),
+            ClaimRow(
+                "patterns of delays with one lost message after which replicas differ", tenth, broken, broken == tenth
+            ),
             self._sender("largest difference between replicas, momentum at the sender", "sgd(lr=0.1, momentum=0.9)"),
             self._sender("largest difference between replicas, Adam at the sender", "adam(lr=0.02)"),
             self._receiver("largest difference between replicas, plain additions (rounding)", "nothing", "< 1e-6"),

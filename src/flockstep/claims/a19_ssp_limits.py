@@ -17,9 +17,10 @@ NEVER = 10**6
 
 @dataclass(frozen=True)
 class SspLimits(Claim):
-    """ssp(0) is bulk synchronous, unlimited slack is asynchronous, and no worker is further ahead than the bound.
+    """Claim: ssp(0) equals bulk synchronous training, and without a bound SSP equals asynchronous training.
 
-    In the paper every update is added once, which is `weight=sum`; divided by the number of workers, `ssp(0)` is `bsp`.
+    The paper adds every update once (`weight=sum`); with updates divided by the number of workers, `ssp(0)` is
+    `bsp`.
     """
 
     seeds: int = 5
@@ -36,8 +37,8 @@ class SspLimits(Claim):
     tolerance = "parameters and times equal bit for bit; the gap between workers never exceeds s, and reaches s"
 
     def check(self, say: Say) -> Verdict:
-        """Compare ssp(0) with bsp, and unlimited slack with asynchronous, under every distribution of compute times;
-        then measure the gaps between workers.
+        """Compare ssp(0) with bsp, and SSP without a bound with asynchronous training, under every distribution of
+        compute times. Then measure by how many steps workers are apart.
         """
         cases = [(law, seed) for law in LAWS for seed in range(self.seeds)]
         none = sum(_same(self._run("ssp(0)", *case), self._run("bsp", *case)) for case in cases)
@@ -63,7 +64,10 @@ class SspLimits(Claim):
                 free > max(BOUNDS),
             )
         )
-        say(f"largest gaps in steps between workers are {[row.ours for row in rows[2:-1]]}, and {free} without a bound")
+        say(
+            f"largest gap between workers, in steps: {[row.ours for row in rows[2:-1]]} with bounds, {free} without "
+            "a bound"
+        )
         return Verdict(tuple(rows))
 
     def _run(self, consistency: str, law: str, seed: int) -> SimulatedRun:

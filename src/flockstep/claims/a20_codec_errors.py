@@ -1,6 +1,4 @@
-"""Claim: codecs have their declared properties (unbiased, bounded variance, contraction), and error feedback loses
-nothing.
-"""
+"""Claim: codecs have the declared mean, variance and contraction, and error feedback loses no part of a gradient."""
 
 from __future__ import annotations
 
@@ -34,8 +32,10 @@ Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
 
 
 class Moments(NamedTuple):
-    """Statistics of many encodings of one array: the largest deviation of an element's mean, in standard errors, and
-    `error`, the mean of ||x - C(x)||² / ||x||².
+    """Statistics of many encodings C(x) of one array x.
+
+    `off` is the largest deviation of an element's mean from x, in standard errors; `error` is the mean of ||x -
+    C(x)||² / ||x||², and `uncertainty` its standard error.
     """
 
     off: float
@@ -45,7 +45,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecErrors(Claim):
-    """Claim: every registered codec, in several settings, has its declared properties."""
+    """Claim: every registered codec has its declared mean, variance and contraction, in several settings."""
 
     draws: int = 100_000
     arrays: int = 10_000
@@ -58,18 +58,20 @@ class CodecErrors(Claim):
         "Cordonnier & Jaggi 2018, section 2 (top-k, random-k); Karimireddy et al. 2019, lemma 3 (error feedback)"
     )
     setting = (
-        "every codec of the registry with its defaults, with every switch turned, and with every number at 1 and at "
-        f"infinity; {SIZE} elements; 100,000 draws if the codec is random, otherwise 10,000 arrays; error feedback: "
-        f"{STEPS} steps"
+        "every codec of the registry with its defaults, with each switch toggled, and with each number set to 1 and "
+        f"to infinity; {SIZE} elements; 100,000 draws if the codec is random, otherwise 10,000 arrays; error "
+        f"feedback: {STEPS} steps"
     )
     tolerance = (
-        f"means within {SIGMAS:.0f} standard errors for every element; mean squared errors <= bound, within "
-        f"{SIGMAS:.0f} standard errors; decoded values that are one percent too small, and a codec without its "
-        "damping, fail the check"
+        f"means of all elements within {SIGMAS:.0f} standard errors; mean squared errors at most {SIGMAS:.0f} "
+        "standard errors above the bound; controls: decoded values that are one percent too small, and a codec "
+        "without its damping, fail the check"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Draw encodings, and check means, squared errors and feedback states."""
+        """Encode and decode many times with each codec; check the means, the squared errors, and the errors stored by
+        feedback.
+        """
         rows: list[ClaimRow] = []
         for name in registry.names("codec"):
             lossy = [codec for codec in settings(name) if not codec.lossless]
@@ -128,18 +130,21 @@ class CodecErrors(Claim):
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
             ClaimRow(
-                f"{codec}, with decoded values one percent too small: |mean - x| in standard errors",
+                f"control: {codec}, with decoded values one percent too small: |mean - x| in standard errors",
                 f"> {SIGMAS:.0f}",
                 short.off,
                 short.off > SIGMAS,
             ),
-            ClaimRow("qsgd(levels=1), without damping: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
+            ClaimRow(
+                "control: qsgd(levels=1) without damping: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1
+            ),
         ]
 
 
 def example() -> FlatArray:
-    """The array that is encoded many times: normally distributed values, none of them so small that a codec hardly ever
-    sends it.
+    """Return the array that is encoded many times: normally distributed values, each moved away from zero by 0.1.
+
+    Values near zero would be sent too rarely to measure their mean.
     """
     x = np.random.default_rng(20).normal(size=SIZE)
     return (x + np.copysign(0.1, x)).astype(np.float32)
@@ -152,7 +157,7 @@ def draws(codec: Codec) -> bool:
 
 
 def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
-    """Rows of the claim on the codec's mean, its variance, and the variance that the paper publishes."""
+    """Return the rows on an unbiased codec: its mean, its variance, and the variance bound that the paper publishes."""
     omega, paper = codec.variance(SIZE), published(codec)
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
@@ -184,12 +189,12 @@ def settings(name: str) -> Iterator[Codec]:
 
 
 def channel(codec: Codec) -> Channel:
-    """Return the function that encodes an array with `codec` and decodes the result."""
+    """Return a function that encodes an array with `codec`, decodes the encoding and returns the decoded array."""
     return lambda array, random: codec.decode(codec.encode(array, random), len(array), array.dtype.name)
 
 
 def published(codec: Codec) -> float | None:
-    """Return ω as the paper publishes it, in E||x - C(x)||² ≤ ω ||x||²."""
+    """Return the published ω of a codec C, the bound in E||x - C(x)||² ≤ ω ||x||²; None if no paper gives a bound."""
     match codec:
         case Qsgd(levels=s, bucket=bucket):
             d = float(min(SIZE, bucket))
@@ -202,7 +207,9 @@ def published(codec: Codec) -> float | None:
 
 
 def bound(codec: Codec, array: FlatArray) -> float:
-    """Upper bound of a contraction's ||x - C(x)||²: less than ||x||², and (1 - k/d) ||x||² for k of d elements."""
+    """Upper bound of the squared error ||x - C(x)||² of a contraction C: ||x||², or (1 - k/d) ||x||² if k of d
+    elements are sent.
+    """
     match codec:
         case TopK(ratio=ratio, sampled=False) | RandomK(ratio=ratio, scaled=False):
             share = 1 - max(1, round(ratio * len(array))) / len(array)
@@ -212,8 +219,9 @@ def bound(codec: Codec, array: FlatArray) -> float:
 
 
 def feedback_rows(codec: Codec) -> list[ClaimRow]:
-    """Return rows for error feedback: input = sent + kept, and ||kept||² ≤ 4 (1 - δ) / δ² · max ||input||² (lemma
-    3).
+    """Return the rows on error feedback: the gradients equal what was sent plus the stored error e.
+
+    Also ||e||² ≤ 4 (1 - δ) / δ² · max ||gradient||², with δ measured (Karimireddy et al. 2019, lemma 3).
     """
     used, feedback = codec if codec.contraction else Damped(codec), Residual()
     name = str(codec) if codec.contraction else f"{codec}, damped"

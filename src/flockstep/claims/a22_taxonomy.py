@@ -1,4 +1,4 @@
-"""The survey's table of systems follows from compositions that run."""
+"""Claim: the survey's table of systems follows from compositions of components that run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ class Taxonomy(Claim):
     )
     source = "Langer, He, Rahayu & Xue 2020, table 1"
     setting = (
-        "every mode of every system runs on 4 workers in virtual time; systems that split the model train two replicas "
-        "of the network for the digits data (COTS HPC: one replica); the row of each system is derived from its "
+        "every mode of every system runs on 4 workers in virtual time; systems that split the model train two "
+        "replicas of a network on the digits (COTS HPC: one replica); the row of each system is derived from its "
         "composition"
     )
-    tolerance = "all columns of all 17 rows equal to the printed table"
+    tolerance = "all columns of all 17 rows are equal to the printed table"
 
     def check(self, say: Say) -> Verdict:
-        """Run every composition, derive its row, and compare the row with the table."""
+        """Run the composition of every system, derive the system's row from the composition, and compare the row with
+        the table.
+        """
         rows = []
         for printed in table_1():
             known = system(printed.system)

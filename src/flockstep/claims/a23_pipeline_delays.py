@@ -1,4 +1,4 @@
-"""The delays of asynchronous pipelines: runs of split models against delayed gradient descent on the whole model."""
+"""Claim: an asynchronous pipeline computes the parameters of gradient descent whose gradients are delayed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 STAGES, STEPS, LR, BATCH = 4, 40, 0.2, 16
 WIDTHS = (64, 32, 32, 32, 10)
 CUTS = (2, 4, 6)
-"""Layers of the network at which the second and later stages begin."""
+"""Index of the first layer of the second, third and fourth stage."""
 CLOSE, FAR = 1e-12, 1e-3
-"""CLOSE: largest relative distance that rounding explains. FAR: least relative distance between runs with different
+"""CLOSE: largest relative distance that rounding explains. FAR: smallest relative distance between runs with different
 delays.
 """
 Delay = Callable[[int], int]
@@ -39,7 +39,9 @@ Delay = Callable[[int], int]
 
 @dataclass(frozen=True)
 class PublishedDelay:
-    """A schedule with the published delay of each stage and the versions of the weights that it stores."""
+    """A schedule with the published delay of each stage, in updates, and the number of weight versions that each stage
+    stores.
+    """
 
     schedule: str
     microbatches: int
@@ -60,20 +62,23 @@ class PipelineDelays(Claim):
     """Claim: a pipeline without flushes is gradient descent in which each stage has a constant delay."""
 
     statement = (
-        "Stage s of K of PipeDream computes gradients at the weights of K - 1 - s updates before, K - 1 with vertical "
-        "synchronization; PipeDream-2BW at those of one update before, with two versions stored; module k of DDG at "
-        "those of K - k updates before"
+        "In PipeDream, stage s of K computes gradients with weights that are K - 1 - s updates old, or K - 1 with "
+        "vertical synchronization; in PipeDream-2BW, with weights that are one update old, and two versions are "
+        "stored; in DDG, module k computes gradients with weights that are K - k updates old"
     )
     source = (
         "Narayanan et al. 2019 (PipeDream), section 3.3; Narayanan et al. 2021 (PipeDream-2BW), section 3.1; Huo et "
         "al. 2018 (DDG), algorithm 1"
     )
     setting = (
-        f"a perceptron of {len(WIDTHS) - 1} layers on the digits, float64, in {STAGES} stages with lognormal times of "
-        f"gradients and links of 1 Gbit/s, {STEPS} steps of {BATCH} samples; beside it gradient descent on the unsplit "
-        "network with the published delay of each layer"
+        f"a perceptron of {len(WIDTHS) - 1} layers on the digits, float64, in {STAGES} stages with lognormal "
+        f"gradient times and links of 1 Gbit/s, {STEPS} steps of {BATCH} samples; compared with gradient descent on "
+        "the unsplit network with the published delay of each layer"
     )
-    tolerance = f"parameters equal up to {CLOSE:g} relative; without the delay they differ by more than {FAR:g}"
+    tolerance = (
+        f"parameters equal up to a relative distance of {CLOSE:g}; control: the distance from gradient descent "
+        f"without delays is above {FAR:g}"
+    )
     quick: ClassVar[bool] = True
 
     def check(self, say: Say) -> Verdict:
@@ -89,16 +94,29 @@ class PipelineDelays(Claim):
                 for stage in range(STAGES)
             ]
             rows += [
-                ClaimRow(f"{one.schedule}: distance from descent with delays {delays}", 0.0, apart, apart < CLOSE),
                 ClaimRow(
-                    f"{one.schedule}: versions of the weights stored",
+                    f"{one.schedule}: relative distance from gradient descent with delays {delays}",
+                    0.0,
+                    apart,
+                    apart < CLOSE,
+                ),
+                ClaimRow(
+                    f"{one.schedule}: versions of the weights stored by each stage",
                     str([*one.versions]),
                     str(held),
                     held == [*one.versions],
                 ),
-                ClaimRow(f"control: {one.schedule}: distance from descent without delays", "not 0", plain, plain > FAR),
+                ClaimRow(
+                    f"control: {one.schedule}: relative distance from gradient descent without delays",
+                    "not 0",
+                    plain,
+                    plain > FAR,
+                ),
             ]
-            say(f"{one.schedule}: {apart:.2g} from descent with delays {delays}, {plain:.2g} from plain descent")
+            say(
+                f"{one.schedule}: relative distance {apart:.2g} from gradient descent with delays {delays}, "
+                f"{plain:.2g} from gradient descent without delays"
+            )
         return Verdict(tuple(rows))
 
 

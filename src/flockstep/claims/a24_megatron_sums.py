@@ -1,4 +1,4 @@
-"""Claim: the number, the sizes and the result of the all-reduces of a transformer layer split over several workers."""
+"""Claim: a transformer layer that is split over several workers needs four all-reduces per step."""
 
 from __future__ import annotations
 
@@ -27,43 +27,49 @@ if TYPE_CHECKING:
 WORDS, LENGTH, WIDTH, HEADS, BATCH = 24, 6, 16, 4, 8
 STEPS, LR, SEED = 3, 0.5, 0
 FEW, MANY = 1, 2
-"""Numbers of layers of the two networks whose traffic is compared."""
+"""Numbers of layers of the two networks whose traffic is compared; their difference is the traffic of one layer."""
 PASSES = 4
-"""Published all-reduces of a layer in a step: two forward and two backward."""
+"""Published number of all-reduces per layer and step: two in the forward pass and two in the backward pass."""
 CLOSE, FAR = 1e-12, 1e-3
-"""CLOSE: largest relative distance that rounding explains. FAR: least relative distance between a network before and
-after training.
+"""CLOSE: largest relative distance that rounding explains. FAR: smallest relative distance between a network before
+training and the network after training.
 """
 
 
 @dataclass(frozen=True)
 class WayTraffic:
-    """Mean elements and messages that each worker of a run has sent per step."""
+    """Mean numbers of messages and elements that each worker of a tensor-parallel run sends per step, and the final
+    parameters.
+    """
 
     messages: list[float]
     elements: list[float]
-    """Elements sent in all-reduces, without the copies of the parameters that every way holds."""
+    """Mean elements per step that each worker sends in all-reduces, without its copies of parameters that are not
+    split.
+    """
     params: FlatArray
 
 
 @dataclass(frozen=True)
 class MegatronSums(Claim):
-    """Claim: a transformer layer that is split over ways needs four all-reduces in a step."""
+    """Claim: a transformer layer split over several workers needs four all-reduces per step, and computes the same
+    result.
+    """
 
     statement = (
-        "A transformer layer that is split over ways takes two all-reduces in the forward pass and two in the backward "
-        "pass, each of the activations of the batch, and computes what the layer computes unsplit"
+        "A transformer layer that is split over several ways needs two all-reduces in the forward pass and two in "
+        "the backward pass, each of the batch's activations, and computes the same as the unsplit layer"
     )
     source = "Shoeybi et al. 2019 (Megatron-LM), section 3 and figure 4"
     setting = (
         f"an embedding, {FEW} or {MANY} layers of {HEADS} heads and width {WIDTH}, and a cross entropy over {WORDS} "
         f"words, float64, batches of {BATCH} sentences of {LENGTH} words, {STEPS} steps in virtual time, links of 1 "
-        "Gbit/s; figures per layer are differences between both networks. Besides, and unlike Megatron, norms and "
-        "biases of sums are trained by one way each and copied to the others once in a step"
+        "Gbit/s; figures per layer are differences between both networks. Unlike in Megatron, norms and the biases "
+        "of sums are each trained by one way and copied to the others once per step"
     )
     tolerance = (
-        f"numbers of messages and bytes exact for a ring; parameters equal up to {CLOSE:g} relative; with fewer heads "
-        "than ways there must be no all-reduce"
+        "numbers of messages and elements of ring all-reduces are exact; parameters equal up to a relative distance "
+        f"of {CLOSE:g}; control: with fewer heads than ways there must be no all-reduce"
     )
     quick: ClassVar[bool] = True
 
@@ -77,21 +83,40 @@ class MegatronSums(Claim):
             found = [each / one for each, one in zip(elements, ring, strict=True)]
             apart = _distance(many.params, whole)
             rows += [
-                ClaimRow(f"{ways} ways: all-reduces of a layer in a step", PASSES, sums, sums == PASSES),
+                ClaimRow(f"{ways} ways: all-reduces per layer and step", PASSES, sums, sums == PASSES),
                 ClaimRow(
-                    f"{ways} ways: their elements, relative to the activations of the batch",
+                    f"{ways} ways: elements sent per layer and step ÷ elements of one all-reduce of the batch's "
+                    "activations",
                     str([float(PASSES)] * ways),
                     str(found),
                     found == [PASSES] * ways,
                 ),
-                ClaimRow(f"{ways} ways: distance from the unsplit network", 0.0, apart, apart < CLOSE),
+                ClaimRow(
+                    f"{ways} ways: relative distance of the parameters from the unsplit network",
+                    0.0,
+                    apart,
+                    apart < CLOSE,
+                ),
             ]
-            say(f"{ways} ways: {sums:g} all-reduces a layer and step, {apart:.2g} from the unsplit network")
+            say(
+                f"{ways} ways: {sums:g} all-reduces per layer and step, relative distance {apart:.2g} from the "
+                "unsplit network"
+            )
         alone = _per_layer(_trained(FEW, 1, 2).messages, _trained(MANY, 1, 2).messages)[0]
         moved = _distance(start, whole)
         rows += [
-            ClaimRow("control: messages of a layer with one head for two ways", 0.0, alone, alone == 0),
-            ClaimRow("control: distance of the unsplit network from its start", "not 0", moved, moved > FAR),
+            ClaimRow(
+                "control: messages per step of a layer with one head, which cannot be split over two ways",
+                0.0,
+                alone,
+                alone == 0,
+            ),
+            ClaimRow(
+                "control: relative distance between the initial and the trained parameters of the unsplit network",
+                "not 0",
+                moved,
+                moved > FAR,
+            ),
         ]
         return Verdict(tuple(rows))
 

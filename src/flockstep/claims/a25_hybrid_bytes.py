@@ -1,5 +1,5 @@
-"""Claim: Krizhevsky's hybrid of data parallelism for convolutions and split fully connected layers; the bytes of each
-layer.
+"""Claim: workers send fewest bytes with data parallelism for convolutions and split fully connected layers
+(Krizhevsky).
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
 
 WORKERS, BATCH = (2, 4, 8), 128
-"""WORKERS: numbers of workers in the paper's experiments. BATCH: samples of each worker."""
+"""WORKERS: numbers of workers in the paper's experiments. BATCH: number of samples per worker and step."""
 MOST_WEIGHTS, LEAST_WORK = 0.06, 0.895
-"""Bounds on the convolutions' share of the weights ("about 5 %") and of the work ("about 90 to 95 %"), up to
-rounding.
+"""MOST_WEIGHTS: largest allowed share of the weights in convolutions ("about 5 %"). LEAST_WORK: smallest allowed share
+of the work in convolutions ("about 90 to 95 %").
 """
 WEIGHTED = ("convolution", "linear")
 
 
 @dataclass(frozen=True)
 class HybridBytes(Claim):
-    """Claim: convolutions have most of the work and few of the weights; fully connected layers have the reverse."""
+    """Claim: splitting only the fully connected layers sends fewer bytes than data parallelism or splitting all
+    layers.
+    """
 
     statement = (
         "Convolutional layers have about 90 to 95 % of the computation and about 5 % of the parameters, so that "
-        "workers send least if they split the data in convolutions and the layers where these are fully connected"
+        "workers send the fewest bytes if they use data parallelism for convolutional layers and split fully "
+        "connected layers"
     )
     source = "Krizhevsky 2014 (One weird trick for parallelizing convolutional neural networks), sections 2 to 4"
     setting = (
-        f"AlexNet by its layers, {', '.join(map(str, WORKERS))} workers of {BATCH} samples; bytes of gradients in a "
-        "ring, and bytes of the activations and their gradients that a split layer exchanges"
+        f"the layers of AlexNet, {', '.join(map(str, WORKERS))} workers with {BATCH} samples each; bytes of "
+        "gradients in a ring, and bytes of the activations and their gradients that a split layer exchanges"
     )
     tolerance = (
-        f"at most {MOST_WEIGHTS:.0%} of the parameters and at least {LEAST_WORK:.1%} of the work in convolutions; the "
-        "layers that are cheaper split are exactly the fully connected ones; with layers assigned the other way round, "
-        "workers send more than with either parallelism alone"
+        f"convolutions have at most {MOST_WEIGHTS:.0%} of the parameters and at least {LEAST_WORK:.1%} of the work; "
+        "the layers for which splitting sends fewer bytes are exactly the fully connected ones; control: if "
+        "convolutions are split instead, workers send more than with either parallelism alone"
     )
     quick: ClassVar[bool] = True
 
@@ -58,15 +61,18 @@ class HybridBytes(Claim):
             names = [layer.name for layer in connected]
             rows.append(
                 ClaimRow(
-                    f"{workers} workers: layers to split", str(names), str(cheaper), sorted(cheaper) == sorted(names)
+                    f"{workers} workers: layers for which splitting sends fewer bytes",
+                    str(names),
+                    str(cheaper),
+                    sorted(cheaper) == sorted(names),
                 )
             )
             data, split = model.data_bytes(workers), self._sent(model, [], [*convolutions, *connected], workers)
             hybrid = self._sent(model, convolutions, connected, workers)
             rows.append(
                 ClaimRow(
-                    f"{workers} workers: megabytes sent per step, hybrid",
-                    f"< {data / 1e6:.4g} (data), < {split / 1e6:.4g} (all layers split)",
+                    f"{workers} workers: megabytes sent per step with the hybrid",
+                    f"< {data / 1e6:.4g} (data parallelism), < {split / 1e6:.4g} (all layers split)",
                     hybrid / 1e6,
                     hybrid < min(data, split),
                 )
@@ -74,13 +80,17 @@ class HybridBytes(Claim):
             reverse = self._sent(model, connected, convolutions, workers)
             rows.append(
                 ClaimRow(
-                    f"control: {workers} workers: megabytes sent per step, the other way round",
+                    f"control: {workers} workers: megabytes sent per step if convolutions are split and fully "
+                    "connected layers are not",
                     f"> {max(data, split) / 1e6:.4g}",
                     reverse / 1e6,
                     reverse > max(data, split),
                 )
             )
-            say(f"{workers} workers send {hybrid / 1e6:.4g} MB, {data / 1e6:.4g} MB with data parallelism")
+            say(
+                f"{workers} workers: each sends {hybrid / 1e6:.4g} MB per step with the hybrid, {data / 1e6:.4g} MB "
+                "with data parallelism"
+            )
         return Verdict(tuple(rows))
 
     @staticmethod

@@ -18,7 +18,7 @@ LAYERS = (
 )
 GRIDS = ((2, 2), (4, 4))
 BORDER = 0.5
-"""Largest share of its inputs that a machine may fetch from others where borders are thin."""
+"""Largest share of a layer's inputs that may be sent between machines if receptive fields are small."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class GridHalo(Claim):
 
     statement = (
         "If each machine of a grid holds a rectangle of every layer, a layer with local connections sends only the "
-        "activations whose receptive fields cross a border, each once to a machine that needs it"
+        "activations whose receptive fields cross a border, each once to every machine that needs the activation"
     )
     source = "Coates et al. 2013 (COTS HPC), section 4; Dean et al. 2012 (DistBelief), section 3"
     setting = (
-        f"{len(LAYERS)} layers on grids of {' and '.join(f'{rows} x {columns}' for rows, columns in GRIDS)} machines; "
-        "the formula by rectangles, and as oracle every connection of every output by itself"
+        f"{len(LAYERS)} layers on grids of {' and '.join(f'{rows} x {columns}' for rows, columns in GRIDS)} "
+        "machines; the formula for rectangles is compared with a count over every connection of every output"
     )
     tolerance = (
-        f"elements equal; at most {BORDER:.0%} of the inputs for windows of 5; sent for every connection instead they "
-        "would be at least twice as many"
+        f"numbers of fetched elements equal; at most {BORDER:.0%} of the inputs for windows of 5; control: if every "
+        "connection fetched its own element, at least twice as many elements"
     )
     quick: ClassVar[bool] = True
 
@@ -46,19 +46,23 @@ class GridHalo(Claim):
             once, every = _counted(layer, *grid)
             ours = layer.fetched(*grid)
             what = f"{name}, {grid[0]} x {grid[1]} machines"
-            rows.append(ClaimRow(f"{what}: elements fetched for a sample", sum(once), sum(ours), once == ours))
+            rows.append(ClaimRow(f"{what}: elements fetched per sample", sum(once), sum(ours), once == ours))
             share = sum(ours) / (layer.height * layer.width * layer.channels)
             if layer.window == 5:
-                rows.append(ClaimRow(f"{what}: share of the inputs", f"at most {BORDER}", share, share <= BORDER))
+                rows.append(
+                    ClaimRow(
+                        f"{what}: share of the inputs that is fetched", f"at most {BORDER}", share, share <= BORDER
+                    )
+                )
             rows.append(
                 ClaimRow(
-                    f"control: {what}: elements if each connection sent its own",
+                    f"control: {what}: elements fetched if every connection fetched its own",
                     f">= {2 * sum(ours)}",
                     every,
                     every >= 2 * sum(ours),
                 )
             )
-            say(f"{what}: {sum(ours)} elements, {share:.1%} of the inputs")
+            say(f"{what}: {sum(ours)} elements fetched, {share:.1%} of the inputs")
         return Verdict(tuple(rows))
 
 

@@ -1,5 +1,5 @@
-"""Claim: training with stale gradients diverges at a learning rate that suits fresh gradients, and converges at this
-rate divided by the staleness.
+"""Claim: a learning rate that suits fresh gradients diverges with stale gradients, and converges if divided by the
+staleness.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flockstep.claims.spans import Training, errors_of, median, ranged
 WORKERS, BATCH, EPOCHS = 30, 4, 20
 OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
 LEARNS = 6.0
-"""Error, in percent, above which synchronous training counts as failed; in the pilot run the error was 3.3 %."""
+"""Test error, in percent, above which synchronous training counts as failed; in the pilot run the error was 3.3 %."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class SoftsyncRates(Claim):
         "2016, section 3.2. The figures are compared with a pilot run in plain numpy"
     )
     setting = (
-        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs (the "
-        f"pilot: 40), {OPTIMIZER} "
-        "on the server, gradient times normal with cv 0.1; alpha / n by staleness_scaled(mean, known=n); 5 seeds"
+        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs (the pilot "
+        f"run: 40), {OPTIMIZER} on the server, normal gradient times (coefficient of variation 0.1); alpha / n by "
+        "staleness_scaled(mean, known=n); 5 seeds"
     )
     tolerance = (
-        f"median test errors: synchronous and fixed rate with n = 1: <= {LEARNS:g} %; fixed rate with n >= 15: >= 80 "
-        "%; rate divided by n: <= synchronous + 2.5 points"
+        f"median test errors: <= {LEARNS:g} % for synchronous training and for the fixed rate with n = 1; >= 80 % "
+        "for the fixed rate with n >= 15; at most 2.5 points above synchronous training for the rate divided by n"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train synchronously, and with n-softsync at the rates α and α / n."""
+        """Train synchronously with learning rate α, and with n-softsync at learning rates α and α / n."""
         sync = self._errors("ps", say)
         learns = median(sync) <= LEARNS
         bound = min(median(sync), LEARNS) + 2.5

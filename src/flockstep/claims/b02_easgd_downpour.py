@@ -1,4 +1,4 @@
-"""Elastic averaging tolerates long periods between exchanges at which Downpour does not learn."""
+"""Claim: elastic averaging (EASGD) learns with long periods between exchanges with which Downpour does not learn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from flockstep.claims.spans import SAMPLES, Training, errors_of, median, ranged
 WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
 PERIODS = (1, 16, 64)
 LEARNS = 7.0
-"""Error, in percent, above which elastic averaging counts as failed; in the pilot runs the error was at most 4.4 %."""
+"""Test error, in percent, above which elastic averaging counts as failed; in the pilot runs the error was at most 4.4
+%.
+"""
 
 
 @dataclass(frozen=True)
 class EasgdDownpour(Claim):
-    """Claim: final errors of EASGD and Downpour, for several periods τ between exchanges."""
+    """Claim: EASGD learns for every number τ of steps between exchanges, Downpour only for small τ."""
 
     seeds: int = 5
     statement = (
@@ -27,16 +29,16 @@ class EasgdDownpour(Claim):
         "with a pilot run in plain numpy"
     )
     setting = (
-        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples (the pilot run: "
-        f"1500 steps, and tau = 4 too), learning rate {LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
+        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples (the pilot "
+        f"run: 1500 steps, and also tau = 4), learning rate {LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
     )
     tolerance = (
-        f"median test errors: EASGD <= {LEARNS:g} % and within 2.5 points for all tau; Downpour <= EASGD + 1 at tau = "
-        "1 and >= 50 % at tau = 16 and 64"
+        f"median test errors: EASGD <= {LEARNS:g} % and within 2.5 points for all tau; Downpour at most 1 point "
+        "above EASGD at tau = 1, and >= 50 % at tau = 16 and 64"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with both methods for each period τ."""
+        """Train with EASGD and with Downpour for each number τ of steps between exchanges."""
         elastic = {tau: self._errors(f"easgd({tau}, {BETA / WORKERS})", say) for tau in PERIODS}
         pushed = {tau: self._errors(f"downpour({tau}, {tau})", say) for tau in PERIODS}
         middle = [median(errors) for errors in elastic.values()]
@@ -47,7 +49,12 @@ class EasgdDownpour(Claim):
             for tau, errors in elastic.items()
         ]
         rows += [
-            ClaimRow("EASGD: spread of the test error over tau, in points", "<= 2.5", round(spread, 2), spread <= 2.5),
+            ClaimRow(
+                "EASGD: difference of the largest and the smallest median test error over tau, in points",
+                "<= 2.5",
+                round(spread, 2),
+                spread <= 2.5,
+            ),
             ClaimRow(
                 "Downpour, tau 1: test error in %",
                 "1.9 to 2.8 in 1500 steps",

@@ -1,4 +1,4 @@
-"""Claim: with error feedback, training succeeds under extreme compression."""
+"""Claim: with error feedback, training succeeds although only a small part of each gradient is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ BATCH = 10
 OTHER_BATCHES = (8, 16)
 FEW = 3
 RATES = (0.1, 0.03, 0.01)
-"""Learning rates for the unbiased random-k that are tried in addition to the common learning rate."""
+"""Further learning rates that are tried with the unbiased random-k codec, which diverges at the common learning
+rate.
+"""
 TOP, FIRST, RANDOM = "topk(0.001)", "topk(0.01)", "random_k(0.01)"
 UNBIASED = "random_k(0.01, scaled=True)"
 
@@ -79,9 +81,9 @@ class ErrorFeedback(Claim):
         lost = ", ".join(f"{finals.diverged} of {FEW} at {rate}" for rate, finals in runs.items() if finals.diverged)
         rate = min(RATES, key=lambda rate: runs[rate].median)
         return (
-            f"Scaled up by d/k, and therefore unbiased, the random 1 % diverge without feedback ({lost}); at the best "
-            f"of the learning rates below, {rate}, they reach {runs[rate].median:.2f} %. With feedback the library "
-            f"divides by d/k again: {damped.median:.2f} %."
+            "Scaled up by d/k, and therefore unbiased, the random 1 % of the elements diverge without feedback "
+            f"({lost}); at the best of the lower learning rates, {rate}, the error is {runs[rate].median:.2f} %. "
+            f"With feedback, flockstep divides by d/k again: the error is {damped.median:.2f} %."
         )
 
     def _turns(self, figures: dict[str, float], say: Say) -> str:
@@ -94,8 +96,8 @@ class ErrorFeedback(Claim):
             )
             turns = steps_for(EPOCHS, SAMPLES, WORKERS, batch) / 100
             said.append(
-                f"with batches of {batch} ({turns:.1f} times) {bare:.2f} % without feedback, {fed:.2f} % with "
-                f"feedback, {dense:.2f} % dense"
+                f"with batches of {batch}, which send each element {turns:.1f} times, {bare:.2f} % without feedback, "
+                f"{fed:.2f} % with feedback and {dense:.2f} % with dense gradients"
             )
             names = (f"{RANDOM}, no feedback", f"{RANDOM}, feedback", "dense")
             figures |= {
@@ -103,8 +105,8 @@ class ErrorFeedback(Claim):
             }
         turns = steps_for(EPOCHS, SAMPLES, WORKERS, BATCH) / 100
         return (
-            "The result of the random 1 % depends on the batch, because each element is sent once in 100 steps, here "
-            f"{turns:.1f} times; median test errors of {FEW} seeds: " + "; ".join(said)
+            "The result of the random 1 % depends on the batch size, because each element is sent once in 100 "
+            f"steps: {turns:.1f} times in this run. Median test errors of {FEW} seeds: " + "; ".join(said)
         )
 
     def _finals(

@@ -1,4 +1,4 @@
-"""Decentralized methods need similar data on all workers; synchronous gradients do not."""
+"""Claim: decentralized methods need similar data on all workers; synchronous SGD does not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
 from flockstep.claims.spans import median, ranged
 
 STEPS = 605
-"""Steps of a run: the pilot's 600 plus five, so that no method has averaged just before the replicas are evaluated."""
+"""Number of steps of a run: the pilot's 600 plus five, so that no method averages just before the replicas are
+evaluated.
+"""
 NONE = f"local_sgd({2 * STEPS})"
-"""Strategy whose replicas never synchronize; the mean of the replicas is evaluated."""
+"""Strategy whose replicas are never synchronized, as a control."""
 LEARNS = 7.0
-"""Error, in percent, above which synchronous training counts as failed; in the pilot run the error was at most 5 %."""
+"""Test error, in percent, above which synchronous training counts as failed; in the pilot run the error was at most 5
+%.
+"""
 APART, FACTOR = 1.0, 2.0
-"""APART: least difference, in percentage points, by which the worst replica must be worse than the mean model. FACTOR:
-allowed ratio of measured to pilot figures.
+"""APART: smallest asserted difference, in percentage points, between the errors of the worst replica and of the mean
+model. FACTOR: largest allowed ratio of the measured error to the pilot run's error.
 """
 PILOT = {
     "sgp": (4.2, 4.4),
@@ -33,16 +37,16 @@ PILOT = {
     "sparta(0.005)": (53, 53),
     "easgd(10)": (42, 48),
 }
-"""Method → smallest and largest test error of the mean model in the pilot run on sorted data, in percent; for
-gossip(0.01), "51 and more".
-"""
+"""Method → smallest and largest test error of the mean model in the pilot run on sorted data, in percent."""
 ORDERS = (("sync", "local_sgd(10)", "local_sgd(50)", NONE), ("gossip(0.5)", "gossip(0.1)", "gossip(0.01)"))
-"""Methods in order of decreasing communication, for comparisons."""
+"""Groups of methods, each in order of decreasing communication; within a group, errors must increase."""
 
 
 @dataclass(frozen=True)
 class DataThatDiffer(Claim):
-    """Claim: errors of the mean model and of each replica if every worker's data has only one or two digits."""
+    """Claim: with one or two digits per worker, decentralized methods have larger errors the less workers
+    communicate.
+    """
 
     seeds: int = 5
     statement = (
@@ -60,13 +64,13 @@ class DataThatDiffer(Claim):
     )
     tolerance = (
         f"median test errors: synchronous <= {LEARNS:g} % and within 1.5 points of mixed data; mean models within a "
-        f"factor of {FACTOR:g} of the pilot run, model of the worst worker >= {APART:g} point worse; errors ordered "
-        "by the amount of communication for local SGD and gossip; without communication >= 60 % on sorted data and "
-        "<= 10 % on mixed data"
+        f"factor of {FACTOR:g} of the pilot run, and the worst worker's model >= {APART:g} point worse than the mean "
+        "model; for local SGD and gossip, errors rise as communication falls; without communication >= 60 % on "
+        "sorted data and <= 10 % on mixed data"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare data sorted by label with mixed data."""
+        """Train each method on data sorted by label, and two methods also on mixed data."""
         mixed = {name: self._errors(name, False, say)[0] for name in ("sync", NONE)}
         apart = {name: self._errors(name, True, say) for name in ("sync", *PILOT, NONE)}
         middle = {name: median(errors) for name, (errors, _) in apart.items()}
@@ -116,7 +120,7 @@ def _beside(name: str, errors: list[float], worst: list[float]) -> ClaimRow:
     ours = f"{ranged(errors)}; {ranged(worst)}"
     apart = median(worst) >= median(errors) + APART
     return ClaimRow(
-        f"{name}, sorted data: test error of the mean model; of the worst worker's model, in %",
+        f"{name}, sorted data: test error in % of the mean model; of the worst worker's model",
         published,
         ours,
         near and apart,

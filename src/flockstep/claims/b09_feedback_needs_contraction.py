@@ -16,27 +16,25 @@ from flockstep.feedback.sender import bound_codec
 BATCH, BUCKET = 16, 512
 LEVELS = (1, 4, 16)
 DIVERGE = (1, 4)
-"""Numbers of quantization levels at which feedback with the undamped codec diverged in the pilot run."""
+"""Numbers of quantization levels with which QSGD with undamped error feedback diverged in the pilot run."""
 
 
 @dataclass(frozen=True)
 class Raw(Residual):
-    """The negative control: residual feedback that accepts any codec."""
+    """Error feedback that accepts any codec, also one that is no contraction; the negative control of the claim."""
 
     needs_contraction = False
-    """False, so that any codec is accepted, although the feedback needs a contraction."""
+    """False, so that flockstep accepts codecs that are no contractions and does not damp them."""
 
 
 @dataclass(frozen=True)
 class FeedbackNeedsContraction(Claim):
-    """Claim: QSGD converges without feedback and with the damped codec that flockstep composes, but diverges with
-    feedback on the undamped codec.
-    """
+    """Claim: with error feedback, QSGD diverges unless its output is divided by 1 + ω."""
 
     seeds: int = 5
     statement = (
-        "With error feedback an unbiased codec with a large variance diverges; divided by 1 + omega it converges as "
-        "well as without feedback"
+        "With error feedback, training with an unbiased codec of large variance diverges; if the codec's values are "
+        "divided by 1 + omega, training converges as well as without feedback"
     )
     source = (
         "Alistarh et al. 2017, lemma 3.1 (omega); Richtarik, Sokolov & Fatkhullin 2021, lemma 8 (C / (1 + omega)). "
@@ -44,16 +42,17 @@ class FeedbackNeedsContraction(Claim):
     )
     setting = (
         f"digits on a perceptron 64-64-64-10, {WORKERS} workers, batches of {BATCH}, learning rate {LR}, {EPOCHS} "
-        f"epochs, gradients to a parameter server in virtual time; QSGD with buckets of {BUCKET}; median of 5 seeds"
+        f"epochs, gradients sent to a parameter server in virtual time; QSGD with buckets of {BUCKET}; median of 5 "
+        "seeds"
     )
     tolerance = (
-        f"test errors: dense <= {LEARNS:g} %; feedback without damping diverges to NaN with 1 and 4 levels on every "
-        "seed; with the damping of the library the error is <= dense + 2 points"
+        f"test errors: dense gradients <= {LEARNS:g} %; feedback without damping diverges to NaN with 1 and 4 levels "
+        "on every seed; with the damping that flockstep adds, at most 2 points above dense gradients"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each number of levels: without feedback, with feedback on the undamped codec, and with the damped
-        codec.
+        """For each number of levels, train without feedback, with feedback on undamped QSGD, and with feedback on
+        damped QSGD.
         """
         dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
         rows, figures = (
@@ -73,7 +72,7 @@ class FeedbackNeedsContraction(Claim):
                 ),
                 self._raw(levels, raw, dense),
                 ClaimRow(
-                    f"qsgd({levels}), feedback: damping factor", round(1 / (1 + omega), 4), round(factor, 4), exact
+                    f"qsgd({levels}), with feedback: damping factor", round(1 / (1 + omega), 4), round(factor, 4), exact
                 ),
                 ClaimRow(
                     f"qsgd({levels}), feedback, damped, %",

@@ -1,4 +1,4 @@
-"""The interface of a claim."""
+"""The base class of claims: a published result, its setting and tolerance, and the method that checks it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 from flockstep.expression import Component
 
 Say = Callable[[str], None]
-"""Function that shows one line of progress."""
+"""Function that shows one line of progress to the user."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,21 @@ class ClaimRow:
 
 
 def near(what: str, published: float, ours: float, tolerance: float) -> ClaimRow:
-    """Return a row that holds if `ours` and `published` differ by at most `tolerance`, relatively."""
+    """Return a row that holds if `ours` differs from `published` by at most `tolerance`, as a fraction of
+    `published`.
+    """
     return ClaimRow(what, published, ours, abs(ours / published - 1) <= tolerance)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of checking a claim."""
+    """Result of checking a claim: its rows, further figures, and a remark."""
 
     rows: tuple[ClaimRow, ...]
     reason: str = ""
-    """The measured reason if a row fails; otherwise a remark for the reader."""
+    """Explanation for the reader: why a row fails, as far as measurements show, or a remark on the figures."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Name → measured figure that is not in the rows."""
+    """Name → measured figure, for figures that are reported but not checked."""
 
     @property
     def holds(self) -> bool:
@@ -45,20 +47,25 @@ class Verdict:
 
 
 class Claim(Component):
-    """A published result, and how to reproduce it with flockstep."""
+    """A published result that flockstep can check: its source, its setting, and a method that reproduces its
+    figures.
+    """
 
     noun: ClassVar[str] = "claim"
     statement: ClassVar[str]
     """The claim in one sentence."""
     source: ClassVar[str]
-    """Authors, year, and place in the paper."""
+    """Source of the claim: authors, year, and place in the paper."""
     setting: ClassVar[str]
     """Setting of the reproduction: problem, number of workers, virtual or real time, seeds."""
     tolerance: ClassVar[str]
-    """The asserted bounds, in words."""
+    """Tolerance of the check, in words: the bounds within which each figure must lie."""
     quick: ClassVar[bool] = False
-    """Whether the check takes a few seconds at most, so that the tests run it."""
+    """Whether the check takes at most a few seconds. The test suite runs quick checks."""
 
     @abstractmethod
     def check(self, say: Say) -> Verdict:
-        """Check the claim. Unless the claim uses real processes, every call gives equal figures."""
+        """Check the claim, and report progress to `say`.
+
+        Unless the claim uses real processes, every call gives equal figures.
+        """

@@ -1,4 +1,6 @@
-"""Claim: on some links averaging with neighbors is faster than centralized training, and on others slower."""
+"""Claim: on some links, averaging with neighbors takes less time than centralized training; on others, it takes
+more.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from flockstep.testing.strategies import SimulatedRun, bowl_job, run_strategy
 WORKERS = 8
 MEGABYTES = 100
 SCALE = 1000
-"""Factor by which models and bandwidths are scaled down; times stay the same."""
+"""Factor by which both models and bandwidths are scaled down, so that times stay the same."""
 COMPUTE = 0.25
 BANDWIDTHS = {"10 Mb/s": 10e6, "100 Mb/s": 100e6, "1 Gb/s": 1e9, "10 Gb/s": 10e9}
 LATENCIES = {"0.1 ms": 1e-4, "10 ms": 1e-2, "100 ms": 1e-1}
@@ -30,15 +32,16 @@ SEEDS, EPOCHS, TARGET = 5, 20, 0.95
 
 @dataclass(frozen=True)
 class InTurns(Strategy):
-    """Synchronous SGD with one server whose connections share its link evenly: models are sent in parts, to one worker
-    after the other.
+    """Synchronous SGD with one server, which sends the model in parts: each part to all workers before the next part.
+
+    All workers thus share the server's link evenly.
     """
 
     parts: int = 16
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery, without tolerance of failures."""
+        """Synchronous delivery; the run does not survive the loss of a worker."""
         return Traits("synchronous", survives=False, results=("rank0", "mean"))
 
     @property
@@ -46,14 +49,16 @@ class InTurns(Strategy):
         return 1
 
     async def worker(self, me: Worker) -> None:
-        """Push a gradient, then receive the model."""
+        """In each step, push a gradient to the server, then receive the model in parts."""
         while me.training:
             me.send(MASTER, "push", await me.gradient())
             for part in slices(len(me.params), self.parts):
                 me.params[part] = (await me.receive("model", MASTER)).payload
 
     async def master(self, me: Server) -> None:
-        """Average the gradients of all workers, then send the model."""
+        """When the gradients of all workers have arrived, update the model with their mean and send the model to all
+        workers.
+        """
         total, count, here = np.zeros_like(me.params), 0, me.cluster.workers
         while here:
             message = await me.receive()
@@ -71,7 +76,7 @@ class InTurns(Strategy):
 
 @dataclass(frozen=True)
 class NeighborsOnSlowNetworks(Claim):
-    """Claim: step times of D-PSGD, of a single server and of ring all-reduce over bandwidth and latency."""
+    """Claim: step times of D-PSGD, of a single server and of ring all-reduce at several bandwidths and latencies."""
 
     statement = (
         "On slow links D-PSGD on a ring is up to n times as fast as a single server with n workers; by overlapping "
@@ -90,7 +95,7 @@ class NeighborsOnSlowNetworks(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Time all methods on links of every bandwidth and latency, and train on the slowest link."""
+        """Measure the step times of all methods for each bandwidth and latency, and train on the slowest link."""
         times = {}
         for bandwidth in BANDWIDTHS:
             for latency in LATENCIES:
@@ -114,8 +119,9 @@ class NeighborsOnSlowNetworks(Claim):
         figures["step time of a single server that sends one model after the other / D-PSGD"] = queued
         note = (
             "D-PSGD sends 2K elements per step, a ring all-reduce 2K (n - 1) / n, so D-PSGD is slower where "
-            "bandwidth dominates; a server that answers one worker after the other receives gradients at the same "
-            f"time over its full-duplex link, so D-PSGD is only {queued:.2g} times as fast, about (n + 1) / 2"
+            "bandwidth dominates; a server that sends the model to one worker after the other receives gradients at "
+            f"the same time over its full-duplex link, so D-PSGD is only {queued:.2g} times as fast, about (n + 1) / "
+            "2"
         )
         return Verdict(tuple(rows), note, figures)
 
@@ -161,7 +167,7 @@ class NeighborsOnSlowNetworks(Claim):
             ),
             ClaimRow("step time of overlapped ring all-reduce / D-PSGD, 10 Gb/s, 100 ms", "> 2", hidden, hidden > 2),
             ClaimRow(
-                "largest relative difference between step times and closed forms, all links",
+                "largest relative difference between ring step times and closed forms, all links",
                 "<= 0.05",
                 off,
                 off <= 0.05,
@@ -179,13 +185,15 @@ class NeighborsOnSlowNetworks(Claim):
         spread = f"{min(gaps):.2g} to {max(gaps):.2g}"
         return [
             ClaimRow(
-                f"accuracy of D-PSGD minus accuracy of a server after equal epochs, in points, median of {spread}",
+                "accuracy of D-PSGD minus accuracy of a single server after equal epochs, in points, median of "
+                f"{spread}",
                 ">= -1.5",
                 gap,
                 gap >= -1.5,
             ),
             ClaimRow(
-                f"seconds to {TARGET:.0%} at 10 Mb/s, single server / D-PSGD, smallest ratio of all seeds",
+                f"seconds to an accuracy of {TARGET:.0%} at 10 Mb/s, single server / D-PSGD, smallest ratio of all "
+                "seeds",
                 "> 1",
                 least,
                 least > 1,
@@ -194,7 +202,9 @@ class NeighborsOnSlowNetworks(Claim):
 
 
 def closed_form(strategy: str, bandwidth: str, latency: str) -> float:
-    """Seconds per step: D-PSGD max(T, 2K/B + L), ring all-reduce T + 2 (n - 1) (K / (n B) + L)."""
+    """Return the predicted seconds per step: max(T, 2K/B + L) for D-PSGD, T + 2 (n - 1) (K / (n B) + L) for ring
+    all-reduce. T: seconds of a gradient; K: model in bits; B: bandwidth in bits/s; L: latency in seconds; n: workers.
+    """
     transfer, wait = MEGABYTES * 8e6 / BANDWIDTHS[bandwidth], LATENCIES[latency]
     if strategy == "dpsgd":
         return max(COMPUTE, 2 * transfer + wait)
@@ -202,12 +212,12 @@ def closed_form(strategy: str, bandwidth: str, latency: str) -> float:
 
 
 def link(bandwidth: str, latency: str, size: int) -> str:
-    """The network on which the scaled model of `size` bytes takes as long as the full-size model."""
+    """Return the network on which a model of `size` bytes takes as long as the full-size model does at `bandwidth`."""
     return f"link(bandwidth={BANDWIDTHS[bandwidth] / 8 * size / (MEGABYTES * 1e6)}, latency={LATENCIES[latency]})"
 
 
 def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
-    """Mean seconds per step of a run, without its first step."""
+    """Return the mean virtual seconds per step of a run, without the first step."""
     size = int(MEGABYTES * 1e6 / SCALE)
     job, network = bowl_job(dimension=size // 4, dtype="float32"), link(bandwidth, latency, size)
     compute = f"constant({COMPUTE})"
@@ -219,7 +229,7 @@ def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
 
 
 def trained(strategy: str, seed: int) -> SimulatedRun:
-    """Return a finished run on the digits over the slowest link."""
+    """Train on the digits over the slowest link, and return the finished run."""
     steps = EPOCHS * 1437 // (WORKERS * 16)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=16)
     compute, network, every = f"constant({COMPUTE})", link(*SLOW, size=4 * 8970), max(1, steps // 25)

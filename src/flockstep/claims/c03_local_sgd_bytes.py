@@ -1,4 +1,4 @@
-"""Claim: fewer exchanges save communication only up to some number of local steps."""
+"""Claim: averaging every H steps sends H times fewer bytes only up to some H, beyond which more steps are needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVERY = 8
 TARGET = 0.88
 OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 MOST = 1.2
-"""Largest allowed ratio of the steps to the target with local steps and without."""
+"""Largest allowed ratio of the steps to the target with H local steps to the steps to the target with H = 1."""
 
 
 @dataclass(frozen=True)
 class LocalSgdBytes(Claim):
-    """Claim: bytes to a target for each number H of local steps, with similar and with different data on the
-    workers.
+    """Claim: up to some number H of local steps, local SGD sends H times fewer bytes until it reaches a target
+    accuracy.
     """
 
     statement = (
@@ -45,7 +45,9 @@ class LocalSgdBytes(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Measure the bytes to the target for every H on both kinds of data."""
+        """Measure the bytes sent until the target is reached, for every H, with samples at random and sorted by
+        label.
+        """
         rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         largest: dict[str, int] = {}
@@ -60,7 +62,7 @@ class LocalSgdBytes(Claim):
             fine = [period for period in found if period < min(grown, default=PERIODS[-1] + 1)]
             largest[data] = fine[-1]
             exponent = float(np.polyfit(np.log(fine), np.log([found[period][1] for period in fine]), 1)[0])
-            what = f"exponent of the bytes to the target as a function of H = 1 to {fine[-1]}, samples {data}"
+            what = f"exponent of a power law of the bytes to the target over H = 1 to {fine[-1]}, samples {data}"
             rows.append(ClaimRow(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
         few, many = largest["sorted by label"], largest["at random"]
         rows.append(
@@ -88,8 +90,9 @@ class LocalSgdBytes(Claim):
 
 
 def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
-    """Return the steps until the mean of the replicas reaches the target, and the bytes that each worker has sent by
-    then.
+    """Return the number of steps until the mean model reaches the target accuracy, and the bytes sent until then.
+
+    Both are infinite if the target is not reached.
     """
     job = digits_job(OPTIMIZER, BATCH)
     job, strategy = sorted_by_label(job) if by_label else job, f"local_sgd({period}, recursive_doubling)"
@@ -104,7 +107,7 @@ def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
 
 
 def sorted_by_label(job: Job) -> Job:
-    """The job with its samples sorted by label, so that each worker's part has few classes."""
+    """Return the job with its training samples sorted by label, so that each worker's part has few classes."""
 
     def data() -> Data:
         its = job.data()

@@ -21,7 +21,9 @@ LARGE, POST = "local_sgd(1, recursive_doubling)", f"local_sgd(post_local(period=
 
 @dataclass(frozen=True)
 class PostLocalGeneralizes(Claim):
-    """Comparison of post-local SGD with large-batch SGD."""
+    """Claim: large-batch training that changes to local SGD at the first decay of the learning rate generalizes as
+    well.
+    """
 
     statement = (
         "Large-batch training that changes to local steps at the first decay of the learning rate generalizes at "
@@ -33,7 +35,8 @@ class PostLocalGeneralizes(Claim):
         f"steps with {SCHEDULE}, H = {PERIOD} from the first decay on; 5 seeds"
     )
     tolerance = (
-        "median test error <= that of large-batch training; after the change the bytes fall by exactly the factor H"
+        "median test error at most that of large-batch training; after the change to local steps the bytes fall by "
+        "exactly the factor H"
     )
     seeds: int = 5
 
@@ -48,11 +51,16 @@ class PostLocalGeneralizes(Claim):
         large, post = errors[LARGE], errors[POST]
         rows = (
             ClaimRow("median test error of post-local SGD", f"<= {large:.4f}", post, post <= large),
-            ClaimRow("bytes after the change, large batch ÷ post-local SGD", PERIOD, max(ratios), ratios == {PERIOD}),
+            ClaimRow(
+                "bytes after the change to local steps, large batch ÷ post-local SGD",
+                PERIOD,
+                max(ratios),
+                ratios == {PERIOD},
+            ),
         )
         note = (
-            f"one of 360 test samples is {1 / 360:.4f}; the published gain of about a point on CIFAR-10 would "
-            "correspond to three or four samples"
+            f"one of 360 test samples is an error of {1 / 360:.4f}; the published gain of about a point on CIFAR-10 "
+            "would correspond to three or four samples"
         )
         return Verdict(rows, note)
 

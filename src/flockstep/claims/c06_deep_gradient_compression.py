@@ -21,7 +21,9 @@ BATCH, LR, EPOCHS, WARM_EPOCHS = 64, 0.1, 450, 4
 STEPS, WARMUP = (steps_for(epochs, SAMPLES, WORKERS, BATCH) for epochs in (EPOCHS, WARM_EPOCHS))
 WARM = f"dgc(ratio=0.001, warmup={WARMUP})"
 RECEIVER = ", momentum=0.9"
-"""Momentum of the optimizer that the receivers apply."""
+"""Text that is added to the optimizer's arguments to give it momentum, if gradients are sent without momentum
+correction.
+"""
 WHOLE = (WARM, "momentum(clip=1.0)", "")
 WITHOUT = {
     "momentum correction": (WARM, "residual", RECEIVER),
@@ -29,16 +31,17 @@ WITHOUT = {
     "factor masking": (WARM, "momentum(masking=false, clip=1.0)", ""),
     "clipping": (WARM, "momentum", ""),
 }
-"""Part of the method that is left out → (codec, feedback, optimizer) without this part."""
+"""Part of DGC that is left out → (codec, feedback, further arguments of the optimizer) of DGC without this part."""
 HURTS = ("momentum correction", "warm-up")
 HIGHER, FEW = 0.4, 3
-"""HIGHER: a second, higher learning rate. FEW: number of seeds at the higher rate."""
+"""HIGHER: a second, higher learning rate that is tried. FEW: number of seeds with this learning rate."""
 
 
 @dataclass(frozen=True)
 class Final:
-    """Result of a run: error in percent, mean loss, and compression relative to 32 bits per element, both overall and
-    after the warm-up.
+    """Final test error in percent, mean loss and compression ratio of a run.
+
+    `ratio` is 32 bits ÷ bits sent per element over the whole run, `warm_ratio` after the warm-up.
     """
 
     error: float
@@ -48,28 +51,31 @@ class Final:
 
 
 class SeedResults(list[Final]):
-    """The results of the runs with all seeds."""
+    """Final results of several runs that differ in their seed only."""
 
     def median(self, what: str) -> float:
-        """Median of one field over the seeds."""
+        """Return the median over the seeds of the field `what` of `Final`."""
         return float(np.median([getattr(final, what) for final in self]))
 
     @property
     def error(self) -> float:
-        """Median of the error over the seeds, in percent."""
+        """Median over the seeds of the final test error, in percent."""
         return self.median("error")
 
     def worse(self, than: SeedResults) -> str:
-        """Text on how many seeds have a higher error, and how many a lower error, than the same seeds of `than`."""
+        """Return a text: on how many seeds the error is higher, and on how many lower, than the error of `than` on the
+        same seed.
+        """
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
-            f"higher on {sum(a > b for a, b in pairs)}, lower on {sum(a < b for a, b in pairs)} of {len(pairs)} seeds"
+            f"the error is higher on {sum(a > b for a, b in pairs)} and lower on {sum(a < b for a, b in pairs)} of "
+            f"{len(pairs)} seeds"
         )
 
 
 @dataclass(frozen=True)
 class DeepGradientCompression(Claim):
-    """Compression and accuracy of deep gradient compression (DGC), complete and without each of its parts."""
+    """Claim: deep gradient compression (DGC) sends one thousandth of the elements without loss of accuracy."""
 
     seeds: int = 5
     statement = (
@@ -117,9 +123,9 @@ class DeepGradientCompression(Claim):
         extra = EPOCHS * (1 / ratio - 1 / warm)
         reason = (
             f"Median errors: {', '.join(said)}. {self._higher(say)}. One wrong sample of 360 is a test error of 0.28 "
-            f"points. During the warm-up as many bytes are sent as in {extra:.2f} dense epochs, so a compression of "
-            f"270 over the whole run takes {extra / (1 / 270 - 1 / warm):.0f} epochs; after the warm-up the "
-            f"compression is {warm:.0f}"
+            f"points. The bytes sent during the warm-up equal {extra:.2f} epochs of dense gradients, so a "
+            f"compression of 270 over the whole run takes {extra / (1 / 270 - 1 / warm):.0f} epochs; after the "
+            f"warm-up the compression is {warm:.0f}"
         )
         return Verdict(tuple(rows), reason, figures)
 
@@ -131,7 +137,10 @@ class DeepGradientCompression(Claim):
         for name in HURTS:
             less = self._outcome(f"without {name}", WITHOUT[name], say, HIGHER)
             said.append(f"without {name} {less.error:.2f} % ({less.worse(whole)})")
-        return f"With learning rate {HIGHER}: dense {dense.error:.2f} %, DGC {whole.error:.2f} %, {', '.join(said)}"
+        return (
+            f"Median errors with learning rate {HIGHER}: dense {dense.error:.2f} %, DGC {whole.error:.2f} %, "
+            f"{', '.join(said)}"
+        )
 
     def _outcome(self, name: str, parts: tuple[str, str, str], say: Say, lr: float = LR) -> SeedResults:
         seeds = self.seeds if lr == LR else min(FEW, self.seeds)

@@ -17,25 +17,25 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 
 WORKERS = 32
 MEGABYTES, SCALE = 100, 1000
-"""MEGABYTES: size of a model in MB.
-
-SCALE: factor by which model and bandwidth are scaled down, which leaves times unchanged.
+"""MEGABYTES: size of the model in MB. SCALE: factor by which model and bandwidth are scaled down, so that times stay
+the same.
 """
 SECONDS = 0.3
 NETWORK = f"link(bandwidth={1.25e9 / SCALE}, latency=0.00005)"
-"""A network of 10 Gbit/s, scaled down."""
+"""A network of 10 Gbit/s and 50 µs latency, whose bandwidth is scaled down like the model."""
 PUSH = "sgp(tau=1)"
 REDUCE = f"bucketed(cap={33 / SCALE}, first={1 / SCALE})"
 SEEDS = 5
 STEPS = {0: 6, 1 / 32: 20, 1 / 10: 20}
-"""Probability of a straggler → number of steps of a run."""
+"""Probability that a worker is a straggler in a step → number of steps of the timed run."""
 EPOCHS, BATCH = 25, 4
 
 
 @dataclass(frozen=True)
 class Stragglers(ComputeModel):
-    """Compute times of about `mean` seconds; with probability `share`, a step takes 3 to 10 times as long, uniformly
-    distributed.
+    """Normally distributed compute times of about `mean` seconds.
+
+    With probability `share`, a gradient takes 3 to 10 times as long (uniformly distributed).
     """
 
     mean: float
@@ -57,8 +57,8 @@ class Stragglers(ComputeModel):
 
 @dataclass(frozen=True)
 class PushWithStragglers(Claim):
-    """Claim: time per step and accuracy of stochastic gradient push (SGP) and of all-reduce, with and without
-    stragglers.
+    """Claim: with random stragglers, stochastic gradient push (SGP) takes at most half the time per step of
+    all-reduce.
     """
 
     statement = (
@@ -82,7 +82,9 @@ class PushWithStragglers(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Measure the seconds per step of both methods with the same random draws, then train with both."""
+        """Measure the seconds per step of both methods with the same random compute times, then the accuracies of both
+        methods.
+        """
         rows, figures = [], {}
         for share, name in ((0, "no stragglers"), (1 / 32, "one straggler per step")):
             say(name)
@@ -94,13 +96,13 @@ class PushWithStragglers(Claim):
             rows.append(ClaimRow(what, ">= 2" if share else "1 to 1.3", ratio, holds))
             waiting = duration("all_reduce", share, 0) / duration("sgp", share, 0)
             figures[f"neither method overlaps, {name}, one seed"] = waiting
-        say("one step in ten is slow")
-        figures["one step in ten is slow, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
+        say("each worker slow in one step in ten")
+        figures["each worker slow in one step in ten, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
         rows.append(self._accuracy(say))
         plain = figures["neither method overlaps, one straggler per step, one seed"]
         note = (
-            f"both methods overlap communication with computing; if neither does, the ratio is {plain:.3g} with one "
-            "straggler per step (one seed): only tau > 0 hides the delay of a late peer"
+            "both methods overlap communication with computing; without overlap in either, the ratio of step times "
+            f"is {plain:.3g} with one straggler per step (one seed): only tau > 0 hides the delay of a late peer"
         )
         return Verdict(tuple(rows), note, figures)
 
@@ -118,7 +120,7 @@ class PushWithStragglers(Claim):
 
 
 def duration(strategy: str, share: float, seed: int) -> float:
-    """Mean virtual seconds per step over the workers."""
+    """Return the virtual seconds per step, as the mean over the workers."""
     job = bowl_job(dimension=int(MEGABYTES * 1e6) // SCALE // 4, dtype="float32")
     compute, steps = Stragglers(SECONDS, share), STEPS[share]
     run = run_strategy(strategy, WORKERS, steps, job=job, compute=compute, network=NETWORK, seed=seed)
@@ -126,7 +128,9 @@ def duration(strategy: str, share: float, seed: int) -> float:
 
 
 def accuracy(strategy: str, seed: int) -> float:
-    """Test accuracy on the digits after all epochs; compute times do not affect the accuracy."""
+    """Return the test accuracy on the digits after all epochs, as a fraction; compute times do not affect the
+    accuracy.
+    """
     steps = EPOCHS * 1437 // (WORKERS * BATCH)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=BATCH)
     run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)

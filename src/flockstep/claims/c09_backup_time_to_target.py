@@ -1,4 +1,4 @@
-"""Claim: time to target of synchronous SGD with backup workers, without backup workers, and of asynchronous SGD."""
+"""Claim: with one or two backup workers, synchronous SGD reaches a target accuracy sooner than asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -15,46 +15,50 @@ from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 LAW, OTHER_LAW = "pareto(0.01, 2.5)", "lognormal(0.01, sigma=1)"
-"""Two heavy-tailed distributions of compute times. Most draws of LAW are close to its minimum, with rare stragglers."""
+"""Two heavy-tailed distributions of compute times, in seconds. Most draws of LAW are close to its minimum; the typical
+draws of OTHER_LAW vary.
+"""
 TARGET = 0.95
 WORKERS = 16
 ADDED = (0, 1, 2, 4, 8)
 """Numbers of backup workers that are started in addition to 16 workers."""
 SPARED = {2: 100, 4: 100, 8: 100, 12: 200, 14: 200, 15: 300}
-"""Number of backup workers among 16 workers → number of steps; a mean over fewer gradients needs more steps."""
+"""Number of backup workers among 16 workers → largest number of steps of a run; a mean over fewer gradients needs more
+steps.
+"""
 SYNC_RATES, FEW_RATES, ASYNC_RATES = (0.2, 0.4, 0.8), (0.05, 0.1, 0.2, 0.4), (0.0025, 0.005, 0.01)
 LONG = 3.0
-"""Virtual seconds of the long runs: several times the time to the target."""
+"""Virtual seconds of the runs whose final accuracies are compared; several times the time to the target."""
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A method on a number of workers, with its results at the learning rate with the shortest time to target."""
+    """A method with a number of workers, and its results at the learning rate that reaches the target soonest."""
 
     name: str
     strategy: str
     workers: int
     rate: float = 0.0
     seconds: float = math.inf
-    """Virtual seconds to the target, median over the seeds."""
+    """Virtual seconds until the target accuracy is reached, median over the seeds."""
     per_step: float = 0.0
-    """Virtual seconds of a worker's step."""
+    """Virtual seconds per step of a worker."""
 
     @property
     def steps(self) -> float:
-        """Steps of a worker to the target."""
+        """Number of steps of a worker until the target accuracy is reached."""
         return self.seconds / self.per_step
 
 
 @dataclass(frozen=True)
 class BackupTimeToTarget(Claim):
-    """Claim: time to the target and final accuracy of synchronous SGD with and without backup workers, and of
-    asynchronous SGD.
+    """Claim: with backup workers, synchronous SGD reaches a target sooner than without them, and than asynchronous
+    SGD.
     """
 
     seeds: int = 5
     more_seeds: int = 15
-    """Seeds of the comparisons of two methods at their chosen learning rates."""
+    """Number of seeds for comparisons of two methods at their best learning rates."""
     statement = (
         "With 16 workers and one or two backup workers synchronous SGD reaches the target sooner than without "
         "backup workers and sooner than asynchronous SGD, and its final accuracy is higher than that of "
@@ -69,7 +73,9 @@ class BackupTimeToTarget(Claim):
     tolerance = "order of the median times to the target, and order of the mean accuracies after 3 virtual seconds"
 
     def check(self, say: Say) -> Verdict:
-        """Measure the times to the target, then the accuracies of long runs."""
+        """Measure the virtual seconds until each method reaches the target accuracy, then the accuracies of
+        long runs.
+        """
         limit_threads(1)
         late = self._best("asynchronous", "ps(asynchronous)", WORKERS, ASYNC_RATES, 130, say)
         added = {b: self._backed(f"16+{b}", b, WORKERS + b, SYNC_RATES, 80, say) for b in ADDED}
@@ -81,8 +87,8 @@ class BackupTimeToTarget(Claim):
         interior = min(spared, key=lambda b: spared[b].seconds)
         ratio, more = ours[0] / theirs[0], ours[1] - theirs[1]
         rows = (
-            ClaimRow("16 + b workers, b = 0, 1, 2: fastest b", "1 or 2", few, few in (1, 2)),
-            ClaimRow("b backups among 16 workers: fastest b", "1 to 14", interior, 0 < interior < max(SPARED)),
+            ClaimRow("16 + b workers, b = 0, 1, 2: fastest number b of backup workers", "1 or 2", few, few in (1, 2)),
+            ClaimRow("b backup workers among 16 workers: fastest b", "1 to 14", interior, 0 < interior < max(SPARED)),
             ClaimRow(f"seconds to the target of {best.name} / of asynchronous SGD", "< 1", ratio, ratio < 1),
             ClaimRow(f"final accuracy of {best.name} minus that of asynchronous SGD", "> 0", more, more > 0),
         )
@@ -125,7 +131,7 @@ class BackupTimeToTarget(Claim):
         seconds, accuracy = float(np.median([_reached(run) for run in runs])), [run[-1].metric for run in runs]
         error = np.std(accuracy, ddof=1) / math.sqrt(len(runs))
         say(
-            f"{one.name}, {law}: {seconds:.3f} s to the target; accuracy after {LONG:g} s {np.mean(accuracy):.2%} +- "
+            f"{one.name}, {law}: {seconds:.3f} s to the target; accuracy after {LONG:g} s: {np.mean(accuracy):.2%} ± "
             f"{error:.2%}"
         )
         return seconds, float(np.mean(accuracy)), float(error)
@@ -148,8 +154,8 @@ def _reason(late: MethodResult, added: dict[int, MethodResult], interior: Method
     two, eight = added[2], added[max(ADDED)]
     return (
         f"The result depends on the tail of the gradient times: with {OTHER_LAW}, whose typical times vary too, 16+2 "
-        f"takes {other:.2f} of the time of asynchronous SGD. Here a step of 16+2 takes "
-        f"{two.per_step / late.per_step:.2f} times as long as a step of an asynchronous worker, and 16+2 needs "
+        f"workers take {other:.2f} of the time of asynchronous SGD. With the first distribution, a step of 16+2 "
+        f"takes {two.per_step / late.per_step:.2f} times as long as a step of an asynchronous worker, and 16+2 needs "
         f"{two.steps:.0f} steps to the target, asynchronous SGD {late.steps:.0f}. Additional workers always help: "
         f"16+{max(ADDED)} is faster than 16+2 ({eight.seconds:.2f} and {two.seconds:.2f} s); of 16 workers in total "
         f"{interior.name} is fastest, because the mean of a few gradients is sufficient"

@@ -1,4 +1,4 @@
-"""Claim: a larger batch has the effect of a smaller learning rate, with fewer updates."""
+"""Claim: increasing the batch size has the effect of decreasing the learning rate, with fewer updates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SCHEDULES = {
     "neither": "constant",
 }
 FEWER = 0.3 + 0.3 / FACTOR + 0.4 / FACTOR**2
-"""Number of updates with growing batches divided by the number with falling learning rates, computed from the samples
-and batch sizes.
+"""Predicted ratio of the number of updates with growing batches to the number of updates with decaying learning
+rates.
 """
 
 
 @dataclass(frozen=True)
 class LargerBatches(Claim):
-    """Claim: two schedules with equal gradient noise reach equal errors with different numbers of updates."""
+    """Claim: multiplying the batch size reaches the same error as dividing the learning rate, with fewer updates."""
 
     seeds: int = 10
     statement = (
@@ -34,8 +34,9 @@ class LargerBatches(Claim):
     )
     source = "Smith, Kindermans, Ying & Le 2018, sections 4 and 5 (ResNet-50 to 76.1 % in 30 minutes)"
     setting = (
-        "digits on a perceptron 64-64-64-10, one worker of batch 4 in virtual time, sgd(lr=0.05, momentum=0.9), 12,000 "
-        "samples; a factor of 5 after 30 % and 60 % of them; mean of 10 seeds"
+        "digits on a perceptron 64-64-64-10, one worker with batches of 4 in virtual time, sgd(lr=0.05, "
+        "momentum=0.9), 12,000 samples; the learning rate or the batch changes by a factor of 5 after 30 % and 60 % "
+        "of the samples; mean of 10 seeds"
     )
     tolerance = (
         "mean errors of both schedules equal within 1 point; ratio of updates as computed, exact; equal numbers of "
@@ -70,7 +71,9 @@ class LargerBatches(Claim):
             ),
         )
         return Verdict(
-            rows, "one worker is used: several workers whose batches add up to the same batch compute the same updates"
+            rows,
+            "the batch grows on one worker: several workers whose batches add up to the same batch compute the "
+            "same updates",
         )
 
 

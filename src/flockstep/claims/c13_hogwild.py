@@ -18,10 +18,12 @@ from flockstep.records.folder import RunFolder
 
 STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
 WARM = 4
-"""The first 1/WARM of the steps is warm-up, which is not timed."""
+"""The first 1/WARM of a run's steps is not timed."""
 LEAST, NEAR = 1.6, 0.05
 APART = f"local_sgd({2 * STEPS})"
-"""Strategy whose workers never synchronize; its speed-up is the most that the cores of this machine allow."""
+"""Strategy whose workers never synchronize. Its speed-up with two processes is the most that the cores of this machine
+allow.
+"""
 KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
 JOB = """from flockstep.claims.sparse_logistic import sparse_job
 
@@ -32,7 +34,7 @@ def job():
 
 
 class Ran(NamedTuple):
-    """Measured figures of one run."""
+    """Figures of one run: steps per second, number of updates, number of lost updates, and final test loss."""
 
     rate: float
     """Steps per second of all workers together, while all workers were running."""
@@ -43,7 +45,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class HogwildSpeedUp(Claim):
-    """Claim: steps per second and lost updates of Hogwild! with one process and with two, on the available cores."""
+    """Claim: two Hogwild! processes take steps almost twice as fast as one process, and lose almost no updates."""
 
     rounds: int = 5
     statement = (
@@ -64,7 +66,7 @@ class HogwildSpeedUp(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Measure every kind of run in turn, round after round."""
+        """Run each kind of training once per round, so that all kinds see the same load of the machine."""
         runs: dict[tuple[str, int], list[Ran]] = {(kind, workers): [] for kind in KINDS for workers in (1, 2)}
         for _ in range(self.rounds):
             for (kind, workers), found in runs.items():
@@ -143,8 +145,9 @@ def _run(strategy: str, penalty: float, workers: int) -> Ran:
 
 
 def rate(events: Sequence[Event], workers: int) -> float:
-    """Steps per second of all workers together, from the moment when each has taken a quarter of its steps until the
-    first worker ends.
+    """Return the steps per second of all workers together.
+
+    Counting begins when every worker has taken a quarter of its steps, and stops when the first worker ends.
     """
     times = [
         sorted(event.seconds for event in events if isinstance(event, StepEvent) and event.rank == rank)

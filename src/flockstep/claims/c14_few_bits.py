@@ -1,4 +1,4 @@
-"""Claim: accuracy and bits per element of codecs that send one, two or four bits per element."""
+"""Claim: accuracy and bits per element of codecs that send one, two or four bits per element of a gradient."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from flockstep.codecs.one_bit import OneBit
 
 BATCH = 16
 SIDE = 1024
-"""Number of rows of the matrix; with it, the columns have the length of the publication."""
+"""Number of rows and columns of a matrix whose 1-bit encoding is measured; the columns are about as long as in the
+paper.
+"""
 
 
 @dataclass(frozen=True)
 class FewBits(Claim):
-    """Claim: test error and bits per element of 1-bit SGD, TernGrad and QSGD with four levels, compared with dense
-    gradients.
+    """Claim: 1-bit SGD, TernGrad and QSGD with four levels train as well as dense gradients, with few bits per
+    element.
     """
 
     seeds: int = 5
@@ -65,14 +67,15 @@ class FewBits(Claim):
         rows.append(ClaimRow(f"one_bit: bits per element in columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
         reason = (
             "the two means of a column take 64 bits: 1.06 bits per element are sent for columns of about 1,000 "
-            "elements; the columns of this small network have 64 elements, for which the number doubles"
+            "elements, and 2 bits per element for this small network's columns of 64 elements"
         )
         return Verdict(tuple(rows), reason)
 
 
 def expected_bits(codec: str) -> float:
-    """Bits per element of the perceptron's gradient, computed from the shapes alone; every tensor begins at a whole
-    byte.
+    """Return the bits per element of the perceptron's encoded gradient, computed from the shapes of the parameters.
+
+    Every tensor is rounded up to whole bytes.
     """
     shapes = list(Perceptron().shapes.values())
     sizes = [math.prod(shape) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Claim: leaf servers reduce the traffic of the root server and increase staleness."""
+"""Claim: leaf servers reduce the traffic of the root server and increase the staleness of gradients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class HierarchicalServer(Claim):
-    """Claim: traffic of the root server and staleness of gradients, with and without leaf servers for groups of
-    workers.
-    """
+    """Claim: leaf servers divide the root server's traffic by the size of their groups, but make gradients staler."""
 
     statement = (
         "If each group of workers has a leaf server, the root server's traffic falls by a factor equal to the size "
@@ -43,7 +41,7 @@ class HierarchicalServer(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Compare the traffic of the root server, and the staleness, with those of a single server."""
+        """Compare the root server's traffic and the gradients' staleness with those of a single server."""
         flat, rows, figures = self._run(FLAT), [], {}
         alone = staleness(flat)
         figures["staleness, single server"] = alone
@@ -96,7 +94,7 @@ class HierarchicalServer(Claim):
 
 
 def staleness(run: SimulatedRun) -> float:
-    """Mean staleness of the gradients: the number of updates between reading the parameters and applying the
+    """Return the mean staleness: the number of updates between a worker's reading of the parameters and the use of its
     gradient.
     """
     late = [event.staleness for event in run.of(UpdateEvent) if event.staleness is not None]

@@ -1,4 +1,6 @@
-"""Claim: how many local steps SparkNet needs between two exchanges to keep its workers busy."""
+"""Claim: the number of local steps between two exchanges determines which share of the time SparkNet's workers
+compute.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 ONE_TO_FIVE = 5 / 6
-"""Share of the time in which workers compute, if communication takes a fifth of the computing time."""
+"""Share of the time in which workers compute, if communication takes a fifth of the time of computing."""
 GRADIENT = 0.01
-"""T_c, the virtual seconds of a gradient."""
+"""Virtual seconds that a gradient takes, T_c in the formula."""
 SIZE = 4000
 """Number of float64 parameters of the model."""
 CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))
@@ -22,8 +24,8 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class OneToFive(Claim):
-    """Claim: workers compute for 5/6 of the time if the communication between two local phases takes a fifth of the
-    computing time.
+    """Claim: workers compute for 5/6 of the time if an exchange takes a fifth as long as the local steps between
+    exchanges.
     """
 
     statement = (
@@ -42,7 +44,9 @@ class OneToFive(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Measure the share for every τ, solve for a share of 5/6, and run with the solution."""
+        """For each cluster, measure the share of time spent computing for several τ, and for the τ that should give
+        5/6. τ is the number of local steps between exchanges.
+        """
         rows, figures = [], {}
         for workers, network in CLUSTERS:
             for collective in COLLECTIVES:
@@ -57,12 +61,17 @@ class OneToFive(Claim):
                 solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
                 what = f"utilization at tau = {solved}, the tau computed for 5/6, {where}"
                 rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
-        note = "workers exchange by a collective; SparkNet's driver would change only T_comm in the same formula"
+        note = (
+            "workers exchange by a collective; SparkNet's central driver would only change T_comm in the same formula"
+        )
         return Verdict(tuple(rows), note, figures)
 
 
 def formula(period: int, communication: float) -> float:
-    """Return the share of the time that workers compute: tau T_c / (tau T_c + T_comm)."""
+    """Return the predicted share of time spent computing, τ T_c / (τ T_c + T_comm).
+
+    `period`: τ local steps; `communication`: T_comm in seconds.
+    """
     busy = period * GRADIENT
     return busy / (busy + communication)
 

@@ -1,4 +1,4 @@
-"""Claim: which strategies end with the same bits in two runs with the same seed."""
+"""Claim: synchronous runs with the same seed end with the same bits; asynchronous runs do so only in virtual time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ ASYNCHRONOUS = ("asgd", "gossip", "easgd")
 
 @dataclass(frozen=True)
 class Reproducible(Claim):
-    """Claim: synchronous and asynchronous strategies are reproducible bit for bit as declared, on real processes and in
-    virtual time.
-    """
+    """Claim: synchronous runs repeat bit for bit; asynchronous runs repeat bit for bit only in virtual time."""
 
     attempts: int = 5
     statement = (
@@ -36,14 +34,14 @@ class Reproducible(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Repeat each run, and count how many different results there are."""
+        """Repeat each run with the same seed, and count the different hashes of the final parameters."""
         rows = []
         for strategy in (*SYNCHRONOUS, *ASYNCHRONOUS):
             real = self._hashes(strategy, "train")
             virtual = self._hashes(strategy, "simulate")
             say(
-                f"{strategy}: {len(real)} different results of {self.attempts} real runs, {len(virtual)} of runs in "
-                "virtual time"
+                f"{strategy}: {len(real)} different results of {self.attempts} real runs, {len(virtual)} different "
+                "results of runs in virtual time"
             )
             alike = strategy in SYNCHRONOUS
             wanted = "1" if alike else "> 1"

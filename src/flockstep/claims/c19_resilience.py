@@ -1,4 +1,4 @@
-"""Claim: the effect that one failed or slow worker has on all workers."""
+"""Claim: the effect of one failed or slow worker on the other workers, for each family of methods."""
 
 from __future__ import annotations
 
@@ -26,32 +26,30 @@ SLOWED = {
     ("central", "asynchronous"): ("asgd", "ps(softsync(1))"),
     ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
 }
-"""Cell of the taxonomy, (optimization, scheduling) → strategies that are run with one slow worker."""
+"""(optimization, scheduling) in the taxonomy → strategies that are run with one slow worker."""
 FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
 ASKS = {"adpsgd": 2}
-"""Strategy → worker whose throughput depends on its own link. Half of AD-PSGD's workers only answer requests and never
-wait.
+"""Strategy → rank of the worker whose link is narrowed, for strategies in which some workers never wait for their
+link.
 """
 NEVER_WAITS = ("gossip",)
-"""Strategies in which a narrow link slows no worker, but makes messages older."""
+"""Strategies in which no worker waits for messages: a narrow link slows no worker, but makes messages older."""
 SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
 KILLED = {"all_reduce": False, "ps(bsp)": False, "asgd": True, "gossip": True}
-"""Strategy → whether the other workers continue after a worker was killed."""
+"""Strategy → whether the other workers continue after one worker was killed."""
 SHAPED = {"all_reduce": True, "asgd": False}
-"""Strategy → whether one narrow link slows all workers."""
+"""Strategy → whether one narrow link slows all workers down."""
 
 
 @dataclass(frozen=True)
 class Resilience(Claim):
-    """Claim: strategies tolerate stragglers and failures as the taxonomy says, tested by fault injection cell by
-    cell.
-    """
+    """Claim: synchronous and asynchronous strategies react to failures and slow workers as the taxonomy says."""
 
     statement = (
         "Each family of methods reacts to a dead worker, a lost message and a slow worker as the table of failures "
         "states, and its replicas are equal when the table states it; one slow worker or link slows all n workers "
-        "as much as itself if training is synchronous, and costs at most 1/n of that throughput if training is "
-        "asynchronous"
+        "down as much as the affected worker if training is synchronous, and costs at most 1/n of that throughput "
+        "if training is asynchronous"
     )
     source = (
         "the papers of the methods, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
@@ -63,14 +61,14 @@ class Resilience(Claim):
         "bandwidth is reduced"
     )
     tolerance = (
-        "every cell as the table states; share of one worker's loss that all workers lose: within 0.06 of 1, or at "
-        "most 1/n + 0.06; shares in virtual time and in the plan within 0.15 of each other; with a real narrow link "
-        ">= 0.7 or <= 0.5"
+        "every row of the failure table holds; share of one worker's loss of throughput that all workers lose: "
+        "within 0.06 of 1, or at most 1/n + 0.06; shares in virtual time and in the plan within 0.15 of each other; "
+        "with a real narrow link >= 0.7 or <= 0.5"
     )
 
     def check(self, say: Say) -> Verdict:
-        """Check the failure table, then slow workers and narrow links in virtual time, then faults of real
-        processes.
+        """Check every row of the failure table, then slow workers and narrow links in virtual time, then faults of
+        real processes.
         """
         rows: list[ClaimRow] = []
         short: dict[str, int] = {}
@@ -83,7 +81,7 @@ class Resilience(Claim):
         held = sum(row.holds for row in rows)
         figures = {"rows of the failure table": float(len(rows)), "rows that hold": float(held)}
         rows += beyond_cells()
-        say("slow workers and narrow links")
+        say("testing slow workers and narrow links")
         rows += shares()
         rows += foreseen()
         say("real processes")
@@ -93,14 +91,16 @@ class Resilience(Claim):
             f"{count} not{': ' if why.startswith('unexpected') else ', because '}{why}" for why, count in short.items()
         ]
         reasons += [f"not tested on a real link: {why}" for why in (why_not(),) if why]
-        figures["adpsgd, narrow link of a worker that only answers: throughput that all workers lose"] = measured(
-            "adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)
-        ).everyone
+        figures[("adpsgd, narrow link of a worker that only answers: share of throughput that all workers lose")] = (
+            measured("adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)).everyone
+        )
         return Verdict(tuple(rows), "; ".join(reasons), figures)
 
 
 def cells(family: Family) -> Iterator[tuple[ClaimRow, str]]:
-    """Rows of all example strategies, cell by cell; a row whose cell does not hold has the reason."""
+    """Yield the rows of a family's example strategies, one per kind of fault, with the reason if a row does not
+    hold.
+    """
     for example in family.examples:
         strategy = Strategy.parse(example)
         yield _cell(f"{example}, replicas equal", family.equal, failures.replicas_equal(strategy))
@@ -120,7 +120,9 @@ def _cell(what: str, cell: Expectation, word: str) -> tuple[ClaimRow, str]:
 
 
 def beyond_cells() -> list[ClaimRow]:
-    """Rows beyond the failure table: preserved state, agreement of the surviving workers, servers, repeatability."""
+    """Return rows on faults that the failure table leaves out: agreement of the survivors, dead servers,
+    repeatability.
+    """
     dies = f"dies(1, {failures.DEATH}, noticed={failures.UNNOTICED})"
     rows = []
     for text in ("all_reduce", "scatter_reduce"):
@@ -153,19 +155,24 @@ def _repeats(example: str, faults: list[str]) -> bool:
 
 
 def shares() -> Iterator[ClaimRow]:
-    """Return which share of one worker's slowdown all workers suffer, and how far the throughput recovers after the
-    fault.
+    """Yield the rows on how much one worker's slowdown slows all workers, and on the throughput after the fault has
+    ended.
     """
     yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
         before, during, after = alone(text, WORKERS)
         back = abs(after / before - 1) <= 0.02 and during < 0.95 * before
         ours = f"{during / before:.2f}, then {after / before:.2f}"
-        yield ClaimRow(f"{text}: throughput while a link is narrow, and afterwards", "below 1, then 1.00", ours, back)
+        yield ClaimRow(
+            f"{text}: throughput while a link is narrow and after it recovers, relative to the throughput before",
+            "below 1, then 1.00",
+            ours,
+            back,
+        )
 
 
 def shares_of_losses() -> Iterator[ClaimRow]:
-    """Rows on which share of one worker's slowdown all workers suffer, fault by fault."""
+    """Yield one row per strategy and fault: the share of the slow worker's loss of throughput that all workers lose."""
     for (where, how), strategies in SLOWED.items():
         wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
         for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
@@ -174,7 +181,7 @@ def shares_of_losses() -> Iterator[ClaimRow]:
                 continue
             victim = ASKS.get(text, VICTIM) if name == NARROW else VICTIM
             loss = measured(text, WORKERS, fault.format(victim), victim)
-            what = f"{text} ({where}, {how}), {name}: share of the worker's loss that all workers lose"
+            what = f"{text} ({where}, {how}), {name}: share of the worker's loss of throughput that all workers lose"
             if not loss.exercised:
                 yield ClaimRow(
                     what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False
@@ -185,31 +192,39 @@ def shares_of_losses() -> Iterator[ClaimRow]:
 
 
 def waits_for_nobody(text: str) -> ClaimRow:
-    """Check that a narrow link makes its worker's messages older, but slows no worker."""
+    """Return the row of a strategy without waiting: a narrow link makes messages older, but slows no worker down."""
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
     if after < before + 1:
         return ClaimRow(
-            f"{text}, {NARROW}: largest loss of any worker", "none, but larger staleness", f"not tested: {ours}", False
+            f"{text}, {NARROW}: largest loss of throughput of any worker",
+            "larger staleness, but no loss",
+            f"not tested: {ours}",
+            False,
         )
     holds = max(abs(loss.victim), abs(loss.everyone)) <= 0.01
-    return ClaimRow(f"{text}, {NARROW}: largest loss of any worker", "none, but larger staleness", ours, holds)
+    return ClaimRow(
+        f"{text}, {NARROW}: largest loss of throughput of any worker", "larger staleness, but no loss", ours, holds
+    )
 
 
 def foreseen() -> Iterator[ClaimRow]:
-    """Compare the share of random delays that a plan predicts for all workers with the share measured in virtual
-    time.
+    """Yield rows that compare the share of random delays that all workers lose: predicted by a plan, and measured in
+    virtual time.
     """
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
         yield ClaimRow(
-            f"{text}: predicted share of random delays that all workers lose", plan, ours, abs(plan - ours) <= 0.15
+            f"{text}: share of random delays that all workers lose, predicted by a plan",
+            plan,
+            ours,
+            abs(plan - ours) <= 0.15,
         )
 
 
 def real(say: Say) -> Iterator[ClaimRow]:
-    """Observe real processes while one worker is killed, and while one link becomes narrow."""
+    """Yield the rows on real processes of which one worker is killed, or has its link narrowed."""
     for text, survives in KILLED.items():
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS
@@ -217,13 +232,13 @@ def real(say: Say) -> Iterator[ClaimRow]:
         yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
     for text, everyone in SHAPED.items():
         what, said = (
-            f"{text}, real link narrowed to a tenth: share of the worker's loss that all workers lose",
+            f"{text}, one real link narrowed to a tenth: share of its worker's loss that all workers lose",
             "≥ 0.7" if everyone else "≤ 0.5",
         )
         if why := why_not():
             yield ClaimRow(what, said, f"not tested: {why}", False)
             continue
-        say(f"a link of {text} becomes narrow")
+        say(f"one link narrows during a run of {text}")
         loss = narrowed(text)
         if not loss.exercised:
             yield ClaimRow(what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False)

@@ -1,5 +1,5 @@
-"""The largest stable learning rate rises with the workers of synchronous SGD and falls with those of
-asynchronous SGD.
+"""Claim: with more workers, the largest stable learning rate rises for synchronous SGD, and falls for asynchronous
+SGD.
 """
 
 from __future__ import annotations
@@ -19,32 +19,30 @@ WORKERS = (1, 2, 4, 8, 16, 32)
 COMPUTE = "normal(0.01, cv=0.1)"
 LOCAL_STEPS = 50
 SAMPLES = 2**18
-"""Product of the numbers of samples and features; large enough that each worker's part has nearly the curvature of all
-samples.
+"""Number of samples times number of features, large enough that each worker's part of the data has nearly the same
+curvature.
 """
 GONE = 1e9
-"""Distance from the optimum at which a model counts as diverged, and is no longer updated; every model starts at
-distance 1.
-"""
+"""Distance from the optimum beyond which a diverged model is no longer updated; every model starts at distance 1."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """A least-squares problem with Gaussian inputs, and the learning rates tried on it."""
+    """A least-squares problem with Gaussian inputs, and the learning rates that are tried."""
 
     features: int
     batch: int
     rates: FlatArray
     updates: Callable[[str, int], int]
-    """Function (method, number of workers) → steps of each worker."""
+    """Function from (method, number of workers) to the number of steps of each worker."""
 
 
 NOISE = Regime(64, 1, 2.0 ** np.arange(-7, 1.01, 0.25), lambda method, n: 300 if method == "local" else 100 + 500 // n)
-"""Noisy gradients: a step on one sample overshoots, and one worker is stable in mean square up to a rate of 2 / (2 +
-features).
+"""Problem with noisy gradients of one sample each: one worker is stable in mean square up to a learning rate of 2 / (2
++ features).
 """
 CURVATURE = Regime(8, 64, 2.0 ** np.arange(-6, 4.01, 0.25), lambda method, n: 60 + 100 // n)
-"""Almost exact gradients of curvature 1: gradient descent is stable below a rate of 2."""
+"""Problem with almost exact gradients and curvature 1: gradient descent is stable below a learning rate of 2."""
 
 METHODS = {
     "sync": "ps(bsp)",
@@ -57,7 +55,7 @@ METHODS = {
 class LeastSquaresModels(Unjudged):
     """Independent least-squares models on the same samples, each with its own learning rate.
 
-    The rate is part of the gradient, so that one run tries all rates: a strategy treats each model independently.
+    The gradient includes the learning rate, so that one run tries all learning rates.
     """
 
     def __init__(self, regime: Regime):
@@ -65,16 +63,17 @@ class LeastSquaresModels(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the parameters: one row for each learning rate."""
+        """The shape of the parameters: (number of learning rates, number of features)."""
         return {"w": (len(self.rates), self.features)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return models that are all at distance 1 from the optimum, 0."""
+        """Return the initial parameters, all at distance 1 from the optimum 0."""
         return {"w": np.full(self.shapes["w"], self.features**-0.5)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute the gradients: the mean over the samples x of x (x · w), times the learning rate. The returned losses
-        are zeros.
+        """Write the gradients to `out`: the mean over the samples x of x (x · w), times each model's learning rate.
+
+        The returned losses are zeros.
         """
         w = params["w"]
         slopes = (w @ x.transpose(0, 2, 1)) @ x
@@ -86,7 +85,7 @@ class LeastSquaresModels(Unjudged):
 
 @dataclass(frozen=True)
 class LargestLearningRate(Claim):
-    """Claim: how the largest stable learning rate depends on the number of workers and the method."""
+    """Claim: how the largest stable learning rate of each method depends on the number of workers."""
 
     statement = (
         "With more workers the largest stable learning rate of synchronous SGD grows about linearly, that of "
@@ -94,18 +93,18 @@ class LargestLearningRate(Claim):
     )
     source = "Langer, He, Rahayu & Xue 2020, table 2, column OptLR; Zhang et al. 2016 for the scaled rate"
     setting = (
-        "least squares with Gaussian inputs in virtual time, 1 to 32 workers, gradient times normal with cv 0.1, "
-        "free messages; all learning rates in one run; median of 5 seeds"
+        "least squares with Gaussian inputs in virtual time, 1 to 32 workers, normal gradient times (coefficient of "
+        "variation 0.1), messages that take no time; all learning rates in one run; median of 5 seeds"
     )
     tolerance = (
-        "exponents of a power law fitted over the number of workers: 1, -1 and 0, each within 0.25; asynchronous "
-        "SGD: within a factor of 2^(1/2), two steps of the grid, of 2 sin(pi / (4 tau + 2)) / curvature, the "
-        "largest stable rate under a constant delay tau"
+        "exponents of power laws in the number of workers: 1, -1 and 0, each within 0.25; asynchronous SGD: within "
+        "a factor of 2^(1/2), two steps of the grid, of 2 sin(pi / (4 tau + 2)) / curvature, the largest stable "
+        "rate under a constant delay tau"
     )
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Measure the largest stable rate of every method, and fit a power law to each method."""
+        """Measure the largest stable learning rate of every method for each number of workers, and fit a power law."""
         noise = {method: self._sweep(NOISE, method, say) for method in ("sync", "local", "async")}
         curvature = {method: self._sweep(CURVATURE, method, say) for method in METHODS}
         late = tuple(n for n in WORKERS if n >= 4)
@@ -137,7 +136,9 @@ class LargestLearningRate(Claim):
 
 
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
-    """The largest rate below the first rate at which the model ends farther from the optimum than it started."""
+    """Return the largest stable learning rate on the grid: the next larger rate ends farther from the optimum than it
+    started.
+    """
     x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
     job = unjudged_job(lambda: LeastSquaresModels(regime), x, regime.batch)
     steps = regime.updates(method, workers)
@@ -160,5 +161,5 @@ def _closed_form(rates: dict[int, float]) -> ClaimRow:
     """
     ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
     worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
-    what = "exact gradients, async: largest stable rate / closed form, farthest from 1, 1 to 32 workers"
+    what = "exact gradients, async: largest stable rate / closed form; of 1 to 32 workers, the ratio farthest from 1"
     return ClaimRow(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))

@@ -1,5 +1,5 @@
-"""Robust aggregations under attack: one attacker ruins the mean, and robust aggregations withstand two, with one
-exception.
+"""Claim: one attacker ruins the mean of the gradients; robust aggregations withstand two attackers, except small
+attacks.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ SMALL = "a little is enough"
 RULES = (
     "mean", "median", "trimmed_mean(2)", "krum(2)", "multi_krum(2)", "geometric_median", "centered_clipping(1.0)",
 )  # fmt: skip
-"""Aggregations configured for two attackers among eight workers; tau of centered clipping is about the norm of an
-honest gradient.
+"""Aggregations, configured for two attackers among eight workers. The radius of centered clipping is about the norm of
+an honest gradient.
 """
 ATTACKS = {"sign flip": "flips_sign({})", "×1000": "enlarges({})", SMALL: "little_is_enough({}, z=1.5)"}
 ATTACKERS = (1, 2)
 GUESS = 10.0
-"""Accuracy, in percent, of guessing; a model that diverged is assigned this accuracy."""
+"""Accuracy, in percent, of guessing among ten digits; a model that diverged is given this accuracy."""
 ROOM, LOST, GUESSED = 10.0, 20.0, 25.0
-"""ROOM: percentage points below its own accuracy without attackers within which a rule counts as withstanding an
-attack.
-
-LOST: least number of points that a small attack costs the coordinate-wise rules. GUESSED: largest accuracy of a ruined
-model.
+"""ROOM: largest loss of accuracy with which an aggregation counts as withstanding an attack. LOST: smallest asserted
+loss of the coordinate-wise aggregations under the small attack. Both in percentage points, compared with no attackers.
+GUESSED: largest accuracy, in percent, of a ruined model.
 """
 
 
 @dataclass(frozen=True)
 class Attackers(Claim):
-    """Claim: robust aggregations withstand attackers that ruin the mean."""
+    """Claim: median, trimmed mean, Krum and other robust aggregations withstand attackers that ruin the mean."""
 
     seeds: int = 3
     statement = (
@@ -52,8 +50,8 @@ class Attackers(Claim):
         f"of {BATCH} samples, {OPTIMIZER}; 0, 1 and 2 attackers in all steps; {seeds} seeds"
     )
     tolerance = (
-        f"median accuracy of the seeds: mean under ×1000 <= {GUESSED:g} %; every robust rule under sign flip and "
-        f"×1000 within {ROOM:g} points of its own accuracy without attackers; median and trimmed mean lose >= "
+        f"median accuracy of the seeds: mean under ×1000 <= {GUESSED:g} %; every robust aggregation under sign flip "
+        f"and ×1000 within {ROOM:g} points of its accuracy without attackers; median and trimmed mean lose >= "
         f"{LOST:g} points to two attackers with small changes (little_is_enough)"
     )
 
@@ -89,7 +87,9 @@ def _row(what: str, got: list[float], least: float = 0.0, most: float = 100.0) -
 
 
 def accuracies(seeds: int, say: Say) -> dict[tuple[str, str, int], list[float]]:
-    """Return (rule, attack, number of attackers) → final test accuracies in percent, one per seed."""
+    """Return a mapping from (aggregation, attack, number of attackers) to the final test accuracies in percent, one
+    per seed.
+    """
     found = {}
     for rule in RULES:
         found[rule, "none", 0] = [accuracy(rule, [], seed) for seed in range(seeds)]
@@ -105,7 +105,7 @@ def accuracies(seeds: int, say: Say) -> dict[tuple[str, str, int], list[float]]:
 
 
 def accuracy(rule: str, faults: list[str], seed: int) -> float:
-    """Return the final test accuracy in percent."""
+    """Return the final test accuracy, in percent, of a run with the given aggregation and faults."""
     try:
         run = run_strategy(
             f"ps(bsp, aggregation={rule})", WORKERS, STEPS, job=digits_job(OPTIMIZER, BATCH), compute="constant(0.01)",

@@ -1,4 +1,4 @@
-"""Training on the digits with compressed gradients, shared by the claims about codecs."""
+"""Training on the digits with compressed gradients, used by the claims about codecs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from flockstep.workloads.sampler import steps_for
 
 WORKERS, LR, EPOCHS = 8, 0.3, 40
 LEARNS = 6.0
-"""Error, in percent, above which dense training counts as failed; in the pilot run the error was at most 3.3 %."""
+"""Test error, in percent, above which training with dense gradients counts as failed; in the pilot run the error was
+at most 3.3 %.
+"""
 Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Finals:
-    """Final results of several runs, one element per seed."""
+    """Final results of runs with several seeds; every field is an array with one element per seed."""
 
     error: Values
     """Test error at the end of each run, in percent."""
@@ -37,19 +39,19 @@ class Finals:
 
     @property
     def median(self) -> float:
-        """Median over the seeds of the error in percent."""
+        """Median over the seeds of the final test error, in percent."""
         return float(np.median(self.error))
 
     @property
     def diverged(self) -> int:
-        """Number of runs that diverged, which means that their parameters were no longer finite."""
+        """Number of runs that diverged: some of their parameters became infinite or NaN."""
         return int(np.isinf(self.loss).sum())
 
 
 def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int, batch: int, lr: float = LR) -> Finals:
-    """Train on the digits with SGD on 8 workers for 40 epochs.
+    """Train on the digits with SGD on 8 workers for 40 epochs, and return the results.
 
-    Workers encode gradients, and the server averages them.
+    Workers encode their gradients with `codec`, and a server averages the gradients.
     """
     strategy = ParameterServer(codec=Codec.parse(codec), feedback=Feedback.parse(feedback))
     finals = [_trained(strategy, seed, batch, lr) for seed in range(seeds)]
@@ -58,7 +60,7 @@ def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int
 
 
 def with_progress(say: Say, name: str, finals: Finals) -> Finals:
-    """Report the errors of `finals` as a line of progress, and return `finals`."""
+    """Show the test errors in `finals` as a line of progress, and return `finals`."""
     say(f"{name}: " + " ".join(f"{error:.1f}" for error in finals.error))
     return finals
 

@@ -15,13 +15,13 @@ from flockstep.workloads.digits import Digits
 
 SIZES = (64, 64, 64, 10)
 MEAN_PIXEL = 0.3
-"""Mean value of the pixels, which is subtracted from the inputs as in the network of the workload `digits`."""
+"""Mean value of the pixels, which is subtracted from the inputs as in the workload `digits`."""
 
 
 @dataclass(frozen=True)
 class Perceptron(Model):
-    """A perceptron: pixels → rectified units → logits, with cross-entropy loss; 8,970 parameters at the default
-    sizes.
+    """A perceptron: 64 pixels → layers of rectified units → 10 logits, with cross-entropy loss; 8,970 parameters by
+    default.
     """
 
     sizes: tuple[int, ...] = SIZES
@@ -29,7 +29,7 @@ class Perceptron(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name → shape of the parameters: W1, b1, W2, b2 and so on."""
+        """Name → shape of the parameters: weights W1, W2, … and biases b1, b2, …."""
         layers = list(enumerate(pairwise(self.sizes), start=1))
         return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
 
@@ -43,7 +43,7 @@ class Perceptron(Model):
         }
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute gradients by backpropagation; every product is a stacked matmul."""
+        """Write the gradients, computed by backpropagation, to `out`, and return the losses."""
         inputs, last = [x], len(self.sizes) - 1
         for i in range(1, last):
             inputs.append(np.maximum(inputs[-1] @ params[f"W{i}"] + params[f"b{i}"][:, None, :], 0))
@@ -68,8 +68,9 @@ class Perceptron(Model):
 
 
 def digits_job(optimizer: str, batch: int) -> Job:
-    """Return the job that classifies handwritten digits, 1,437 for training and 360 for testing; the run's seed
-    determines initial weights and sample order.
+    """Return the job that classifies handwritten digits: 1,437 training and 360 test samples of 8 × 8 pixels.
+
+    The run's seed determines initial weights and sample order.
     """
     source = Digits().job(0).data
 

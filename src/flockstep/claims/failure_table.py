@@ -1,8 +1,9 @@
-"""Expected behavior under faults, family by family: the table that claim C19 checks cell by cell.
+"""Expected behavior of each family of strategies under faults: the table that claim C19 checks.
 
-A family stands for methods of the literature that fail in the same way; its `examples` are the strategies that are run.
-Each of the four `Expectation`s has the text of the expectation and the observations of `testing.failures` that fulfill
-it. An expectation may depend on the kind of a lost message. Pipelines have no row.
+A family stands for methods of the literature that fail in the same way; its `examples` are the strategies that are
+run. Each of a family's four kinds of `Expectation` has a text for readers and the observations of
+`flockstep.testing.failures` that fulfill the expectation. The expectation on a lost message may depend on the kind of
+the message. Pipelines have no row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from flockstep.testing import failures as f
 
 @dataclass(frozen=True)
 class Short:
-    """A known difference from the expected result: its reason, and the observations that it explains."""
+    """A known difference of flockstep from the literature's behavior: the reason, and the observations that the reason
+    explains.
+    """
 
     why: str
     seen: tuple[str, ...]
@@ -22,8 +25,9 @@ class Short:
 
 @dataclass(frozen=True)
 class Expectation:
-    """One expectation, and the observations that fulfill it; a word that ends in … matches every word with this
-    prefix.
+    """Expected behavior under a fault: a text for readers, and the observations that fulfill the expectation.
+
+    A word that ends in … matches every observation that begins with it.
     """
 
     expected: str
@@ -31,14 +35,14 @@ class Expectation:
     short: Short | None = None
     """Known difference between flockstep and the expectation; None if there is no difference."""
     kind: str = ""
-    """Kind of the lost message; empty for all kinds without a row of their own."""
+    """Kind of lost message to which the expectation applies; empty for all kinds without an own expectation."""
 
     def holds(self, word: str) -> bool:
-        """Whether an observation fulfills the expectation."""
+        """Return whether an observation fulfills the expectation."""
         return any(word == said or (said.endswith("…") and word.startswith(said[:-1])) for said in self.words)
 
     def why(self, word: str) -> str:
-        """Reason why an observation differs from the expectation; empty if the observation fulfills it."""
+        """Return why an observation differs from the expectation; empty if the observation fulfills the expectation."""
         if self.holds(word):
             return ""
         return self.short.why if self.short is not None and word in self.short.seen else f"unexpected: {word}"
@@ -46,7 +50,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Family:
-    """Methods that fail in the same way."""
+    """Methods of the literature that fail in the same way, with the behavior expected under each kind of fault."""
 
     name: str
     examples: tuple[str, ...]
@@ -56,23 +60,25 @@ class Family:
     slow: Expectation
 
 
-AT_EVERY_STEP = Expectation("at every step, bit for bit", (f.EVERY_STEP,))
-AFTER_DRAIN = Expectation("once all updates have arrived", (f.DRAINED,))
-ON_THE_SERVER = Expectation("on the server only", (f.COPIES,))
+AT_EVERY_STEP = Expectation("equal at every step, bit for bit", (f.EVERY_STEP,))
+AFTER_DRAIN = Expectation("equal once all updates have arrived", (f.DRAINED,))
+ON_THE_SERVER = Expectation("only in the server's parameters", (f.COPIES,))
 AS_LR_FADES = Expectation("as lr → 0", (f.DRAWN,))
 NOT_AT_ONCE = Expectation("never", (f.NEVER, f.DRAWN))
 
 NO_REPAIR = Short(
-    "no worker takes over the data or the tasks of the dead worker: the run ends with an error that names the dead "
-    "worker",
+    "in flockstep no worker takes over the data or the tasks of the dead worker: the run ends with an error that "
+    "names the dead worker",
     (f.ENDS,),
 )
 NO_REPEAT = Short(
-    "messages are not repeated, because the transports lose none; a push also requests parameters, so its sender waits",
+    "flockstep does not repeat messages, because its transports lose none; a push also requests parameters, so its "
+    "sender waits",
     (f.ONE_STALLS,),
 )
 NO_SKIP = Short(
-    "an exchange with a missing message is never completed: the run ends with an error, or stalls and reports it",
+    "flockstep never completes an exchange with a missing message: the run ends with an error, or stalls and "
+    "reports the stall",
     (f.ENDS, f.STALLS),
 )
 NOT_ASKED_AGAIN = Short(
@@ -109,7 +115,7 @@ FAMILIES = (
             (f"ps(consistency=backup(b={b}))",),
             AT_EVERY_STEP,
             Expectation(f"no effect up to {b} dead workers", (f"{f.GOES_ON}, up to {b} of 4",)),
-            (Expectation("counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
+            (Expectation("the sender counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
             Expectation(f"no effect up to {b} slow workers", (f"no effect up to {b} of 4",)),
         )
         for b in (1, 2)
@@ -118,14 +124,15 @@ FAMILIES = (
         "gradient coding, s = 1",
         ("gradient_coding",),
         AT_EVERY_STEP,
-        Expectation("no effect up to 1 dead worker, exact result", (f"{f.EXACT}, up to 1 of 4",)),
+        Expectation("no effect of up to 1 dead worker: the result is exact", (f"{f.EXACT}, up to 1 of 4",)),
         (
             Expectation("no effect for 1 lost message", (f.NO_EFFECT,), kind="coded"),
             Expectation(
                 "no effect for 1 lost message",
                 (f.NO_EFFECT,),
                 Short(
-                    "a worker that misses new parameters stays one version behind and waits at the end", (f.LATE_STALL,)
+                    "a worker that misses new parameters stays one version behind, and waits at the end of training",
+                    (f.LATE_STALL,),
                 ),
             ),
         ),
@@ -140,7 +147,7 @@ FAMILIES = (
             NOT_ASKED_AGAIN,
         ),
         EVICTED,
-        (Expectation("all workers stall at that clock", (f.STALLS,)),),
+        (Expectation("all workers stall at the clock of the lost message", (f.STALLS,)),),
         Expectation("no effect for s clocks, then all workers slow down", ("no effect for …",)),
     ),
     Family(
@@ -150,7 +157,7 @@ FAMILIES = (
         EVICTED,
         (
             Expectation(
-                "all workers stall at that clock",
+                "all workers stall at the clock of the lost message",
                 (f.STALLS,),
                 Short(
                     "workers do not request parameters, so no worker waits, and the next copy includes the lost update",
@@ -186,7 +193,7 @@ FAMILIES = (
         ON_THE_SERVER,
         UNAFFECTED,
         (Expectation("the update is lost, or repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
-        Expectation("small effect on the other workers", (f.FREE, f.PARTLY)),
+        Expectation("the other workers slow down a little", (f.FREE, f.PARTLY)),
     ),
     Family(
         "all to all (FAST)",
@@ -201,7 +208,7 @@ FAMILIES = (
         ("partial(rest='drop')",),
         Expectation("never", (f.NEVER,)),
         UNAFFECTED,
-        (Expectation("expected: updates that are not selected are dropped anyway", (f.UPDATE_LOST,)),),
+        (Expectation("expected loss: updates that are not selected are dropped anyway", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -256,7 +263,7 @@ FAMILIES = (
         ("sgp",),
         AS_LR_FADES,
         Expectation("the dead worker's mass is lost, and the other workers continue", (f.WAITS, f.GOES_ON)),
-        (Expectation("parameters and weight are lost together", (f.UPDATE_LOST,)),),
+        (Expectation("the parameters and the weight in the lost message are lost together", (f.UPDATE_LOST,)),),
         Expectation("the receivers of the slow worker's messages wait", (f.SPREADS,)),
     ),
     Family(
@@ -264,7 +271,7 @@ FAMILIES = (
         ("gossip(p=0.5)",),
         AS_LR_FADES,
         Expectation("the dead worker's weight is lost, and the other workers continue", (f.GOES_ON,)),
-        (Expectation("the weight in the message is lost", (f.UPDATE_LOST,)),),
+        (Expectation("the weight in the lost message is lost", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -319,10 +326,10 @@ FAMILIES = (
             Expectation(
                 "the round is skipped",
                 (f.CONTENT_LOST, f.NO_EFFECT),
-                Short("the round never ends: all workers continue, and wait at the end", (f.LATE_STALL,)),
+                Short("the round never ends: all workers continue, and wait at the end of training", (f.LATE_STALL,)),
             ),
         ),
         NONE,
     ),
 )
-"""All families of the failure table."""
+"""All families of strategies in the failure table."""

@@ -1,8 +1,8 @@
 """The exchanges of figure 14 of Langer et al. (2020) as programs, timed in virtual time without latency.
 
-Reducing and updating count as computing: `spend` takes a number of units, of which reducing a whole model takes n and
-updating a model `UPDATE` times as many. Both operations begin as soon as their inputs are available, as the formulas
-assume. If the exchange has a server, its rank is n.
+Reducing and updating count as computing: reducing a whole model takes n units of computing time, and updating a model
+`UPDATE` times as many. Both begin as soon as their inputs have arrived, as the formulas assume. If there is a server,
+its rank is n.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from flockstep.collectives.layouts import Times
 from flockstep.nodes import Worker
 
 SHARE = 8192
-"""Number of float64 elements in 1/n of the model; large enough that message headers add only a thousandth."""
+"""Number of float64 elements in 1/n of the model; large enough that message headers add only a thousandth to
+the time.
+"""
 UPDATE = 5
-"""Time of updating a model divided by the time of reducing a model: 10 GiB/s over 2 GiB/s."""
+"""Time of updating a model divided by the time of reducing a model: 10 GiB/s ÷ 2 GiB/s."""
 
 
 def model(n: int) -> FlatArray:
-    """Return an array with as many elements as the whole model."""
+    """Return an array of the size of the whole model, filled with ones."""
     return np.ones(n * SHARE)
 
 
 def times(n: int) -> Times:
-    """The times of transmitting, reducing and updating the model, as input of the formulas."""
+    """Return the seconds of transmitting, reducing and updating the model, as inputs of the formulas."""
     return Times.of(model(n).nbytes)
 
 
 def simulated(name: str, n: int) -> float:
-    """Virtual seconds of the named exchange among n workers."""
+    """Return the virtual seconds of one exchange of the named layout among n workers."""
     program, servers = PATTERNS[name]
     network = "link(bandwidth=1.25e9, latency=0)"
     run = run_once(lambda me: program(me, n), n + servers, network, unit=times(n).reduce / n)
@@ -55,7 +57,9 @@ async def naive_server(me: Worker, n: int) -> None:
 
 
 async def tree_server(me: Worker, n: int) -> None:
-    """Gradients and models move along a binomial tree of the workers, whose root exchanges with the server."""
+    """Gradients are reduced and models are sent along a binomial tree of workers; the root exchanges with the
+    server.
+    """
     if me.rank == n:
         await me.receive_array("gradient", 0)
         await spend(me, UPDATE * n)
@@ -73,8 +77,8 @@ async def tree_server(me: Worker, n: int) -> None:
 
 
 async def scatter_server(me: Worker, n: int) -> None:
-    """Gradients are reduced and scattered on a ring; every worker sends its share to the server and receives it back;
-    the ring gathers the shares.
+    """Workers reduce-scatter their gradients on a ring, exchange their shares with the server, and all-gather the
+    shares on the ring.
     """
     share = np.ones(SHARE)
     if me.rank == n:
@@ -90,7 +94,7 @@ async def scatter_server(me: Worker, n: int) -> None:
 
 
 async def asynchronous_worker(me: Worker, n: int) -> None:
-    """One worker pushes its gradient and pulls the model."""
+    """A single worker pushes its gradient to the server and pulls the model."""
     if me.rank == 0:
         me.send(n, "gradient", model(n))
         await me.receive_array("model", n)
@@ -101,9 +105,9 @@ async def asynchronous_worker(me: Worker, n: int) -> None:
 
 
 async def asynchronous_all(me: Worker, n: int) -> None:
-    """All workers push at once; each receives the model after its gradient was applied.
+    """All workers push their gradients at once; each receives the model after its gradient was applied.
 
-    The exchange ends with the last update.
+    The exchange ends when the last update was applied.
     """
     if me.rank < n:
         me.send(n, "gradient", model(n))
@@ -116,7 +120,7 @@ async def asynchronous_all(me: Worker, n: int) -> None:
 
 
 async def distributed_server(me: Worker, n: int) -> None:
-    """Every worker is the server of one share of the model."""
+    """Every worker also is the server of 1/n of the model."""
     share = np.ones(SHARE)
     for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
         for hop in range(1, n):
@@ -127,7 +131,7 @@ async def distributed_server(me: Worker, n: int) -> None:
 
 
 async def doubling(me: Worker, n: int) -> None:
-    """Recursive doubling: whole models are exchanged with partners at distances of powers of two."""
+    """Recursive doubling: workers exchange whole models with partners at distances of powers of two."""
     distance = 1
     while distance < n:
         me.send(me.rank ^ distance, "double", model(n))
@@ -138,7 +142,7 @@ async def doubling(me: Worker, n: int) -> None:
 
 
 async def ring(me: Worker, n: int) -> None:
-    """Reduce-scatter and all-gather along a ring of all workers."""
+    """Ring all-reduce: reduce-scatter, then all-gather, along a ring of all workers."""
     await _around(me, n, units=1)
     await _around(me, n, units=0)
     await spend(me, UPDATE * n)
@@ -163,4 +167,4 @@ PATTERNS: dict[str, tuple[Callable[[Worker, int], Awaitable[None]], int]] = {
     "recursive doubling": (doubling, 0),
     "ring": (ring, 0),
 }
-"""Name of a layout in `layouts.LAYOUTS` → (program of every node, number of servers)."""
+"""Name of a parameter layout in `layouts.LAYOUTS` → (program of every node, number of servers)."""

@@ -19,15 +19,15 @@ HELD_OUT = 6_000
 
 
 class NextCharacter(Model):
-    """A network for the next character: four embedded characters, concatenated → 48 rectified units → logits (Bengio et
-    al. 2003, figure 1).
+    """A network that predicts the next character from four: embedded characters → 48 rectified units → logits (Bengio
+    et al. 2003, figure 1).
     """
 
     dtype = "float32"
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name → shape of the parameters: the embedding, and two layers."""
+        """Name → shape of the parameters: the embedding, and the weights and biases of two layers."""
         inner = CONTEXT * WIDTH
         return {"E": (SYMBOLS, WIDTH), "W": (inner, HIDDEN), "b": (HIDDEN,), "V": (HIDDEN, SYMBOLS), "c": (SYMBOLS,)}
 
@@ -41,7 +41,7 @@ class NextCharacter(Model):
         }
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute gradients by backpropagation.
+        """Write the gradients, computed by backpropagation, to `out`, and return the losses.
 
         The gradient of the embedding is a product with the one-hot characters.
         """
@@ -70,8 +70,8 @@ class NextCharacter(Model):
 
 
 def characters_job(optimizer: str, batch: int) -> Job:
-    """Return the job that predicts a character from the four before it; the run's seed determines weights and sample
-    order.
+    """Return the job that predicts a character from the four characters before it; the run's seed determines weights
+    and sample order.
     """
 
     def data() -> Data:

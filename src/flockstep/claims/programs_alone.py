@@ -1,4 +1,4 @@
-"""Runs a program once on several workers, in virtual time and without training."""
+"""Runs a communication program once on several workers, in virtual time and without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Once(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits of a strategy that does not train."""
+        """Synchronous delivery; the run does not survive the loss of a worker."""
         return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
@@ -29,13 +29,16 @@ class Once(Strategy):
 
 
 def run_once(program: WorkerProgram, workers: int, network: str, unit: float = 0.0) -> SimulatedRun:
-    """Run a program on `workers` workers in virtual time. A gradient takes `unit` virtual seconds, and no real time."""
+    """Run a program once on each of `workers` workers, in virtual time.
+
+    `me.gradient()` takes `unit` virtual seconds.
+    """
     return run_strategy(
         Once(program), workers, 1_000_000, job=still_job(), compute=f"constant({unit!r})", network=network
     )
 
 
 async def spend(me: Worker, units: int) -> None:
-    """Compute for `units` units of virtual time, without a result."""
+    """Let the worker compute for `units` units of virtual time."""
     for _ in range(units):
         await me.gradient()

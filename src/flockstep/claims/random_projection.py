@@ -15,11 +15,11 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class RandomProjection(Codec):
-    """Sends M U and decodes M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1).
+    """Sends M U for each matrix M, and decodes M U Uᵀ, with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section
+    4.1).
 
-    The codec accepts float32 numpy arrays only.
-
-    U (m, rank) has normally distributed elements of variance 1 / rank; in each step, all workers have the same U.
+    The codec accepts float32 numpy arrays only. U has shape (m, rank) for a matrix of m columns, and normally
+    distributed elements of variance 1 / rank. In each step, all workers draw the same U.
     """
 
     rank: int = 1
@@ -36,12 +36,14 @@ class RandomProjection(Codec):
     """True, because all workers must draw the same U in a step."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""
+        """Return the encoded size in bytes: rank · n elements of 4 bytes for each matrix of n rows, and all elements
+        of vectors.
+        """
         layout = LowRank(self.shapes, self.rank)
         return 4 * (sum(m.rows * self.rank for m in layout.matrices) + layout.dense_size)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode the product M U of every matrix M, then the vectors."""
+        """Encode each matrix M as M U, followed by the unchanged vectors."""
         layout = LowRank(self.shapes, self.rank)
         products = [
             array[m.part].reshape(m.rows, m.columns) @ u
@@ -63,9 +65,12 @@ class RandomProjection(Codec):
         return decoded
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the elements of the encoding; all of them may be added to those of other workers."""
+        """Return the elements of the encoding, which may be added to the elements of other workers' encodings."""
         if len(data) != self.wire_bytes(size, dtype):
-            raise ProtocolError(f"random projection needs {self.wire_bytes(size, dtype)} bytes, got {len(data)}")
+            raise ProtocolError(
+                f"the encoding of a random projection has {self.wire_bytes(size, dtype)} bytes for these shapes, got "
+                f"{len(data)}; encode and decode with the same rank and shapes"
+            )
         return data.view(np.float32)
 
     def variance(self, size: int) -> float:
@@ -73,14 +78,16 @@ class RandomProjection(Codec):
         return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the variance times the squared norm of the array."""
+        """Return an upper bound of the expected squared error: the variance bound times the squared norm of the
+        array.
+        """
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         return replace(self, shapes=tuple(shapes))
 
     def bind_step(self, step: int) -> Codec:
-        """Bind the codec to a step, which determines U."""
+        """Return the codec for one step; the step determines the random matrices U."""
         return replace(self, step=step)
 
     def _projections(self, layout: LowRank) -> list[FlatArray]:

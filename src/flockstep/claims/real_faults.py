@@ -25,14 +25,16 @@ from flockstep.testing import failures
 
 WORKERS, VICTIM = 3, 1
 STEPS = 6000
-"""Number of steps of the runs in which a worker is killed; enough that the kill happens midway."""
+"""Number of steps of the runs in which a worker is killed; large enough that the worker is killed long before
+the end.
+"""
 PATIENCE = 60.0
-"""Seconds after which an awaited condition counts as never fulfilled."""
+"""Seconds after which waiting for a condition is given up."""
 FULL, NARROW = "50mbit", "5mbit"
 LONG = 4000
-"""Number of steps of the run whose link becomes narrow; the run is interrupted long before the end."""
+"""Number of steps of the run in which a link becomes narrow; the run is ended long before its last step."""
 HELD_BACK = 8
-"""Largest number of steps that may be missing from a record, because they were not yet written."""
+"""Largest number of recent steps of a worker that its record does not have yet, because they are written later."""
 _LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
 _TIME = re.compile(rb'"type":"step","seconds":([0-9.e+-]+)')
 
@@ -45,7 +47,7 @@ class TrainProcess:
     folder: Path
 
     def times(self, rank: int) -> list[float]:
-        """Seconds at which a worker finished its gradients, as far as the record has them."""
+        """Return the seconds at which a worker finished its gradients, as far as they are in the record."""
         try:
             text = (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes()
         except FileNotFoundError:
@@ -60,10 +62,10 @@ class TrainProcess:
         """
         wait(lambda: self.ended or min(len(self.times(r)) for r in range(WORKERS)) >= steps, f"{steps} steps")
         if self.ended:
-            raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
+            raise RunError(f"the run ended before the fault was injected: {self.process.communicate()[1]}")
 
     def gained(self, steps: int) -> int:
-        """Wait until the victim has taken `steps` more steps; return the number of steps that the victim had taken
+        """Wait until the affected worker has taken `steps` more steps; return the number of steps that it had taken
         before.
 
         Raises:
@@ -72,7 +74,7 @@ class TrainProcess:
         made = len(self.times(VICTIM))
         wait(lambda: self.ended or len(self.times(VICTIM)) >= made + steps, f"{steps} steps of worker {VICTIM}")
         if self.ended:
-            raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
+            raise RunError(f"the run ended before the fault was injected: {self.process.communicate()[1]}")
         return made
 
     @property
@@ -81,14 +83,14 @@ class TrainProcess:
         return self.process.poll() is not None
 
     def pid(self, rank: int) -> int:
-        """Process id of a worker, which is found by its name among the descendants of the command's process."""
+        """Return the process id of a worker, found by its process name among the descendants of the command."""
         for process in Path("/proc").iterdir():
             if process.name.isdecimal():
                 with contextlib.suppress(OSError):
                     named = (process / "comm").read_text().strip() == f"worker-{rank}"
                     if named and _parent(_parent(int(process.name))) == self.process.pid:
                         return int(process.name)
-        raise RunError(f"no process is worker {rank}; the run may have ended before its fault")
+        raise RunError(f"no running process is worker {rank}; the run may have ended before the fault was injected")
 
 
 def _parent(pid: int) -> int:
@@ -110,7 +112,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[TrainProcess]:
-    """Context manager that runs the command in separate processes, and ends all of them on exit."""
+    """Context manager that runs `flockstep train`, and ends all of its processes on exit."""
     with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "flockstep", "train", job, "-s", strategy, "-n", str(WORKERS)]
@@ -131,9 +133,7 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Trai
 
 
 def killed(strategy: str) -> str:
-    """Kill a worker with SIGKILL, and return what the other workers do: an outcome of `testing.failures`, or a
-    description if none applies.
-    """
+    """Kill a worker with SIGKILL, and return how the run ends: an outcome of `testing.failures`, or a description."""
     with running("softmax", strategy, STEPS) as run:
         run.wait_for(50)
         os.kill(run.pid(VICTIM), signal.SIGKILL)
@@ -152,7 +152,7 @@ def killed(strategy: str) -> str:
 
 
 def why_not() -> str:
-    """Reason why this machine cannot narrow a real link; empty if it can."""
+    """Return the reason why this machine cannot narrow a real link; empty if it can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid():
@@ -162,8 +162,8 @@ def why_not() -> str:
 
 
 def narrowed(strategy: str) -> ThroughputLoss:
-    """Shares of throughput that one worker and all workers lose when the worker's link is reduced to a tenth of its
-    bandwidth.
+    """Return the relative losses of throughput of one worker and of all workers when the worker's link becomes ten
+    times slower.
     """
     with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
         run.wait_for(HELD_BACK)
@@ -175,7 +175,7 @@ def narrowed(strategy: str) -> ThroughputLoss:
 
 
 def watched(run: TrainProcess, steps: int) -> npt.NDArray[np.float64]:
-    """Steps per second of every worker, from the time of the call until the victim has taken `steps` more steps."""
+    """Return the steps per second of every worker, measured until the affected worker has taken `steps` more steps."""
     made = run.gained(steps)
     own = run.times(VICTIM)[made:]
     between = [[t for t in run.times(rank) if own[0] <= t <= own[-1]] for rank in range(WORKERS)]
@@ -187,7 +187,9 @@ def squeeze(pid: int) -> None:
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     found = _LINK.search(_said([*inside, "ip", "-o", "link"]))
     if found is None:
-        raise RunError(f"process {pid} is in no namespace of its own; train with --transport \"namespaces('1gbit')\"")
+        raise RunError(
+            f"process {pid} has no network namespace of its own; train with --transport \"namespaces('1gbit')\""
+        )
     label, number = found.groups()
     for where, device in ((inside, f"{label}c{number}"), ([], f"{label}h{number}")):
         limit = ["rate", NARROW, "burst", "3200", "latency", "500ms"]

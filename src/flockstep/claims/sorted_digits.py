@@ -1,6 +1,4 @@
-"""Training on the digits with eight workers whose data is similar or sorted, shared by the claims about different
-data.
-"""
+"""Training on the digits with eight workers, whose parts of the data are sorted by label or mixed."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ WORKERS, STEPS, BATCH, LR = 8, 600, 8, 0.1
 
 @dataclass(frozen=True)
 class RunErrors:
-    """Results of a run; errors in percent."""
+    """Test errors, distances and number of messages at the end of a run."""
 
     error: float
-    """Error of the resulting model in percent."""
+    """Test error of the run's resulting model, in percent."""
     worst: float
-    """Error of the worst replica in percent."""
+    """Test error of the worst replica, in percent."""
     spread: float
     """Root mean square distance of the replicas from their mean."""
     equal: bool
@@ -37,8 +35,9 @@ class RunErrors:
 
 
 def parted_job(apart: bool, seed: int) -> Job:
-    """The digits in an order that `run_strategy` cuts into equal parts: sorted by label (`apart`), or shuffled by the
-    seed.
+    """Return the job that classifies digits, with the samples sorted by label (`apart`) or shuffled.
+
+    `run_strategy` cuts the samples into equal parts, one per worker.
     """
     job = digits_job(f"sgd(lr={LR})", BATCH)
 
@@ -53,9 +52,7 @@ def parted_job(apart: bool, seed: int) -> Job:
 
 
 def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> RunErrors:
-    """Return the result of one run of eight workers of equal speed; a message takes a tenth of the time of a
-    gradient.
-    """
+    """Train on eight equally fast workers, and return the result. A message takes a tenth of the time of a gradient."""
     try:
         run = run_strategy(
             strategy,
@@ -82,7 +79,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
 def ends_of(
     strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
 ) -> list[RunErrors]:
-    """Return the results of one run per seed, and report their errors as progress."""
+    """Train once per seed, show the test errors as a line of progress, and return the results."""
     ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"
     say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))

@@ -1,4 +1,4 @@
-"""Medians and ranges over seeds, for the rows of claims, and the final test errors from which they are computed."""
+"""Final test errors of training on the digits, and medians and ranges over seeds, for the rows of claims."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flockstep.workloads.sampler import steps_for
 SAMPLES = 1437
 """Number of training samples in the workload `digits`."""
 GUESSING = 90.0
-"""Error, in percent, that is assigned to a model that diverged until its error could not be computed."""
+"""Test error, in percent, that is assigned to a model that diverged: the error of guessing among ten digits."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training on the digits in virtual time, with messages that take no time."""
+    """Settings of training on the digits in virtual time; messages take no time."""
 
     workers: int
     optimizer: str
@@ -32,7 +32,7 @@ class Training:
 
 
 def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]:
-    """Return the final test errors in percent, one per seed."""
+    """Train once per seed, and return the final test errors in percent."""
     errors = [error_of(strategy, how, seed) for seed in range(seeds)]
     said = [strategy, f"{how.workers} workers", how.optimizer, *filter(None, [how.schedule])]
     say(f"{', '.join(said)}: " + " ".join(f"{error:.1f}" for error in errors))
@@ -40,7 +40,7 @@ def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]
 
 
 def error_of(strategy: str, how: Training, seed: int) -> float:
-    """Return the final test error in percent."""
+    """Train with one seed, and return the final test error in percent."""
     steps, job = steps_for(how.epochs, SAMPLES, how.workers, how.batch), digits_job(how.optimizer, how.batch)
     law, schedule = how.compute, how.schedule
     try:
@@ -58,6 +58,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def ranged(values: Iterable[float], digits: int = 2) -> str:
-    """Return the median and the range of numbers as text, for a row of a claim."""
+    """Return the median, the smallest and the largest of the values as a text, such as "2.50 (2.22 to 3.06)"."""
     known = list(values)
     return f"{median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"

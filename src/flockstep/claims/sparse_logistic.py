@@ -1,4 +1,4 @@
-"""Logistic regression on categorical data in plain numpy; each sample uses few of the coefficients."""
+"""Logistic regression on categorical data in plain numpy; each sample uses few of the model's coefficients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ TRAIN, TEST = 60_000, 4_000
 
 
 class SparseLogistic(Model):
-    """A model whose logit is the sum of one coefficient per field, with the logistic loss.
+    """Logistic regression whose logit is the sum of one coefficient per field.
 
-    The gradient is zero for categories without a sample.
-
-    With `l2` > 0 every gradient changes every coefficient, which Niu et al. (2011) avoid.
+    The gradient is zero for categories without a sample, unless `l2` > 0: the penalty changes every coefficient, which
+    Niu et al. (2011) avoid.
     """
 
     dtype = "float32"
@@ -30,15 +29,21 @@ class SparseLogistic(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name → shape of the parameters: one vector. There is no intercept, because every update would change it."""
+        """Name → shape of the parameters: one vector of coefficients.
+
+        There is no intercept, because every update would change it.
+        """
         return {"w": (COEFFICIENTS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return small random values; with zeros, the gradient of a coefficient's penalty would be zero."""
+        """Return small random coefficients; at zero, the gradient of the penalty would be zero."""
         return {"w": 1e-3 * random.standard_normal(COEFFICIENTS)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute the gradient: each sample's error, added at the sample's categories."""
+        """Write the gradient to `out`, and return the losses.
+
+        Each sample adds its error to the gradient of its categories' coefficients.
+        """
         losses = np.empty(len(x))
         for row, (w, codes, labels, slope) in enumerate(zip(params["w"], x, y, out["w"], strict=True)):
             codes = np.asarray(codes, np.int64)
@@ -56,13 +61,14 @@ class SparseLogistic(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Mean logistic loss without the penalty, so that values are comparable."""
+        """Return the mean logistic loss, without the penalty."""
         return _loss(outputs, y)
 
 
 def sparse_job(optimizer: str, batch: int, l2: float = 0.0) -> Job:
-    """Return the job of a binary classification; the sum of the true coefficients of a sample's categories gives the
-    probability of its class.
+    """Return the job of a binary classification of categorical samples.
+
+    The true probability of a sample's class follows from the sum of its categories' true coefficients.
     """
 
     def data() -> Data:

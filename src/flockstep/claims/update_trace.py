@@ -1,4 +1,4 @@
-"""Runs from which only times and staleness are read: gradients cost no computation, and messages are not stored."""
+"""Runs of which only times and staleness are read: gradients cost no computation, and messages are not recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.testing.strategies import Watched, run_strategy
 
 
 class Unjudged(Model):
-    """A model that has parameters, but no outputs or loss to evaluate."""
+    """Base class of models that have parameters and gradients, but are never evaluated."""
 
     dtype = "float64"
 
@@ -29,7 +29,7 @@ class Unjudged(Model):
 
 
 def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) -> Job:
-    """A job that trains `model` on the samples x with a learning rate of 1."""
+    """Return a job that trains `model` on the samples x with a learning rate of 1 and is never evaluated."""
 
     def data() -> Data:
         return Data(x, np.zeros(len(x)), x[:1], np.zeros(1))
@@ -38,7 +38,7 @@ def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) ->
 
 
 class Still(Unjudged):
-    """A model with one parameter, whose gradient is always zero."""
+    """A model with one parameter and a gradient that is always zero."""
 
     dtype = "float32"
 
@@ -55,12 +55,14 @@ class Still(Unjudged):
 
 
 def still_job() -> Job:
-    """A job with one parameter, one sample per batch, and gradients of zero."""
+    """Return a job with one parameter, gradients of zero and one sample per batch."""
     return unjudged_job(Still, np.zeros((1024, 1)))
 
 
 class Updates(Watched):
-    """A simulation that stores only update events, for runs with hundreds of thousands of messages."""
+    """A simulation that stores only update events, because message events of hundreds of thousands of gradients take
+    too much memory.
+    """
 
     def note(self, event: Event) -> None:
         if isinstance(event, UpdateEvent):
@@ -71,19 +73,19 @@ class Updates(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The gradients that took effect, in order; every field has one element per gradient."""
+    """The gradients that were applied, in order of time; every field has one element per gradient."""
 
     t: npt.NDArray[np.float64]
-    """Virtual seconds at which each gradient took effect."""
+    """Virtual seconds at which each gradient was applied."""
     rank: npt.NDArray[np.int64]
     """Rank of the worker that computed each gradient."""
     staleness: npt.NDArray[np.int64]
-    """Staleness of each gradient, in updates."""
+    """Staleness of each gradient: the number of updates since the worker read the parameters."""
 
     def until_first_end(self, steps: int) -> Trace:
         """Return the part of the trace in which all workers take part.
 
-        This part ends at the time when a worker's last gradient, number `steps`, first took effect.
+        This part ends when the last of a worker's `steps` gradients is applied, for the first worker that finishes.
         """
         ends = [np.flatnonzero(self.rank == rank)[steps - 1 : steps] for rank in np.unique(self.rank)]
         first = int(np.concatenate(ends).min()) + 1
@@ -91,7 +93,7 @@ class Trace:
 
 
 def trace_of(updates: list[UpdateEvent]) -> Trace:
-    """Return the trace of a run's update events."""
+    """Return the trace of the gradients in a run's update events."""
     columns = [(update.seconds, update.source, update.staleness) for update in updates]
     t, rank, staleness = (np.array(column) for column in zip(*columns, strict=True))
     return Trace(t, rank, staleness)
@@ -100,7 +102,7 @@ def trace_of(updates: list[UpdateEvent]) -> Trace:
 def timed(
     strategy: str, workers: int, steps: int, compute: str, simulation: type[Updates] = Updates
 ) -> tuple[Trace, Updates]:
-    """Run a strategy with messages that take no time; return its trace and the finished simulation."""
+    """Run a strategy with messages that take no time; return the trace of its gradients and the finished simulation."""
     run = run_strategy(
         strategy, workers, steps, job=still_job(), compute=compute, network="ideal", simulation=simulation
     )
