@@ -119,7 +119,7 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     alone = Ended.of(two[1].start("launch", *own, *where))
     assert alone.code == 2
     for option in ("--json", "--out"):
-        assert f"{option} has no effect on node 1: the coordinator writes the record" in alone.err
+        assert f"{option} has no effect on the host with --node-rank 1: the coordinator writes the record" in alone.err
     assert f"no coordinator answered at {two[0].address}:{PORT} within 1 s" in alone.err
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2

@@ -200,7 +200,7 @@ def test_the_summary_names_the_worker(tmp_path):
         "softmax", "ps(bsp)", workers=4, steps=20, faults=[NAN], on_bad_gradient="skip", out=tmp_path / "run"
     )
     assert [each.refused for each in run.summary.per_worker] == [0, 0, 1, 0]
-    assert run.summary.refusals == ["worker 2: 1 bad gradient refused, zeros used instead"]
+    assert run.summary.refusals == ["worker 2: 1 bad gradient refused; zeros were used instead"]
     assert run.config.on_bad_gradient == "skip"
     assert "--on-bad-gradient skip" in run.config.command
 
@@ -317,7 +317,7 @@ def test_a_worker_in_quarantine_leaves_real_processes(how, tmp_path: Path):
     assert "worker 1 is in quarantine after 3 bad gradients" in ended.summary["lost"][0]["reason"]
     assert ended.summary["per_worker"][1]["refused"] >= 3
     assert "worker 1: " in ended.err
-    assert "bad gradients refused, zeros used instead" in ended.err
+    assert "bad gradients refused; zeros were used instead" in ended.err
 
 
 def test_a_real_run_takes_wrong_gradients_only(tmp_path: Path):

@@ -116,7 +116,7 @@ def test_each_planted_defect_is_found_by_its_invariant(tmp_path: Path) -> None:
     assert broken(replace(sound, events=missing))[0].startswith("steps_monotone: worker 0: 39 of 40 steps")
     lost = replace(sound, lost=frozenset({2}))
     assert broken(lost)[0] == "ends_as_expected: lost nodes: worker 2, expected: none"
-    assert broken(replace(sound, hangs=True)) == ["ends_as_expected: a command did not end"]
+    assert broken(replace(sound, hangs=True)) == ["ends_as_expected: a command of the run did not end"]
 
 
 def kinds_for(setting: Setting) -> set[type]:

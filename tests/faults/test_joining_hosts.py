@@ -209,4 +209,4 @@ def test_options_of_other_hosts_are_refused_for_a_folder(tmp_path: Path, capsys:
     ended = RealRun(["train", "softmax", "-s", "asgd", "-n", "1", "--steps", "2"], tmp_path / "run").end()
     assert ended.code == 0
     assert run_command(["join", str(tmp_path / "run"), "--host-address", "10.0.0.1"]) == 2
-    assert "--host-address 10.0.0.1 is for a run of another host, and" in capsys.readouterr().err
+    assert "--host-address 10.0.0.1 applies only to a run on another host, and" in capsys.readouterr().err

@@ -98,8 +98,8 @@ def test_what_kubernetes_would_refuse_is_refused_here(change: dict[str, Any], wh
     ("words", "why"),
     [
         (["simulate", "digits", "-s", "bsp"], "got 'simulate'"),
-        (["launch", "--node-rank", "1", "train.py"], "gets its value from the manifest: --node-rank"),
-        (["launch", "--nodes=2", "train.py"], "gets its value from the manifest: --nodes"),
+        (["launch", "--node-rank", "1", "train.py"], "--node-rank gets its value in each pod from the manifest"),
+        (["launch", "--nodes=2", "train.py"], "--nodes gets its value in each pod from the manifest"),
         (["launch", "-n", "1", "train.py"], "2 pods needs at least 2 workers, got 1"),
         (["train", "digits", "-s", "bsp", "--wrong"], "no option of flockstep train is called '--wrong'"),
         (["train", "digits"], "strategy"),

@@ -52,7 +52,7 @@ def test_a_coordinator_that_was_stopped_finds_that_another_one_leads(tmp_path: P
     owner.check(tmp_path)
     assert owner.is_ours(tmp_path)
     (tmp_path / owner.LEADERS / "2").touch()  # by a process on another host, where the lock is not seen
-    with pytest.raises(RunError, match=r"another process coordinates the run in .* now, so this process stops"):
+    with pytest.raises(RunError, match=r"another process now coordinates the run in .*, so this process stops"):
         owner.check(tmp_path)
     assert not owner.is_ours(tmp_path), "it writes no summary"
 

@@ -1,1 +1,1 @@
-"""Benchmarks of flockstep's components against alternatives, taken in turns in one run on this machine."""
+"""Benchmarks of flockstep's components against alternatives, which are measured in turns on this machine."""

@@ -1,4 +1,4 @@
-"""A node outside a run: executes the programs of one process over a transport, without metrics or supervision."""
+"""A node outside a run: runs programs in one process over a transport, without metrics or supervision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.transports.wire import SenderIdentity
 
 
 class BareNode(Messenger):
-    """One node on a transport; `peer` is the interface that programs use."""
+    """One node on a transport; programs send and receive messages through `peer`."""
 
     def __init__(self, transport: Transport, name: str, place: BenchProcess):
         me = SenderIdentity("bench", place.rank, "0" * 16, place.largest, secret=place.secret)
@@ -28,7 +28,9 @@ class BareNode(Messenger):
         super().__init__(self.bus, self.bus.poll, self.peer, None)
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all other nodes at the `addresses`, by rank, and wait until all are reachable."""
+        """Connect to all other nodes, and wait until all are reachable; `addresses` holds the nodes' addresses, in
+        order of rank.
+        """
         others = {rank: address for rank, address in enumerate(addresses) if rank != self.peer.rank}
         self.bus.connect(others)
         while not all(map(self.bus.reachable, others)):

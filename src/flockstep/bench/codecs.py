@@ -27,16 +27,16 @@ SHAPE = (2048, -1)
 COPY = "numpy.copyto"
 TOPK = "torch.topk of magnitudes, 1 %"
 ALSO = ("topk(sampled=true)",)
-"""Codec settings that are measured in addition to each codec's defaults."""
+"""Codecs with other settings than their defaults, which are measured in addition."""
 
 
 @dataclass
 class CodecFigure:
-    """One codec's rates as shares of the rate of a copy, medians over the rounds; 1 is as fast as copying."""
+    """Rates of one codec, as multiples of the rate of copying the array; medians over the rounds."""
 
     codec: str
     bits: float | None = None
-    """Mean number of bits into which one element is encoded."""
+    """Mean number of encoded bits per element."""
     encode: float | None = None
     encode_residual: float | None = None
     add_decoded: float | None = None
@@ -51,7 +51,7 @@ def measure(
     rounds: int = ROUNDS,
     say: ProgressCallback = silent,
 ) -> list[CodecFigure]:
-    """Measure every codec in turn in each round; each round also times a copy of the array."""
+    """Measure every codec in turn in each round, and return the medians. Each round also times a copy of the array."""
     array = np.random.default_rng(0).standard_normal(size, np.float32)
     actions: dict[str, dict[str, Callable[[], object]]] = {COPY: {"encode": _copy_of(array)}}
     found: dict[str, CodecFigure] = {COPY: CodecFigure(COPY, 32.0)}

@@ -46,7 +46,9 @@ def _nothing() -> None:
 
 
 class SharedMemoryAllReduce(Implementation):
-    """flockstep's all-reduce in shared memory: in place, or with ordinary arrays as input and output."""
+    """flockstep's all-reduce in shared memory: in place, or with ordinary arrays that are copied to and from shared
+    memory.
+    """
 
     def __init__(self, registered: bool):
         self.name = "shared memory" if registered else "shared memory, ordinary arrays"
@@ -177,12 +179,12 @@ def measure(
 
 
 def candidates() -> list[str]:
-    """Names of the implementations from which the collective `auto` selects."""
+    """Return the names of the implementations from which the collective `auto` selects the fastest."""
     return [to_text(collective) for collective in CANDIDATES]
 
 
 def table_of(figures: Sequence[Measurement]) -> list[Measured]:
-    """The measurements as the table that the collective `auto` reads."""
+    """Return the measurements as the table from which the collective `auto` selects."""
     known = set(candidates())
     return [
         Measured(one.implementation, one.workers, one.bytes, one.seconds)

@@ -16,12 +16,12 @@ from flockstep.arrays.schema import FlatArray
 
 @dataclass(frozen=True)
 class BenchProcess:
-    """The position of one process in a benchmark."""
+    """Rank of one process of a benchmark, with the folder, memory segment and secret that the processes share."""
 
     rank: int
     workers: int
     folder: Path
-    """Folder private to the benchmark."""
+    """Folder that only the processes of this benchmark use."""
     segment: str
     """Address of a memory segment that all processes share."""
     largest: int
@@ -35,9 +35,9 @@ class Implementation(ABC):
 
     name: str
     packages: tuple[str, ...] = ()
-    """Packages that pip has to install."""
+    """Names of the packages that pip must install before the implementation runs."""
     modules: tuple[str, ...] = ()
-    """Modules that must be importable."""
+    """Names of the modules that must be importable before the implementation runs."""
     by_mpirun = False
 
     @property
@@ -48,31 +48,33 @@ class Implementation(ABC):
 
     @abstractmethod
     def worker(self, place: BenchProcess) -> BenchWorker:
-        """Create this process's part of the measurement."""
+        """Create the part of the measurement that runs in this process."""
 
 
 class BenchWorker(ABC):
-    """One process's part of a measurement."""
+    """The part of a measurement that runs in one process."""
 
     address: str = ""
-    """Address that the other processes need to connect to this process."""
+    """Address under which the other processes reach this process."""
 
     def connect(self, addresses: Sequence[str]) -> None:  # noqa: B027 - most have nothing to connect
-        """Connect to the other processes; `addresses` holds the `address` of each, by rank."""
+        """Connect to the other processes; `addresses` holds the address of each process, in order of rank."""
 
     @abstractmethod
     def run(self, size: int, calls: int) -> float:
-        """Perform `calls` calls with `size` float32 elements; return the seconds of one call."""
+        """Perform `calls` calls with an array of `size` float32 elements; return the mean seconds of one call."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release the sockets and the shared memory of this process."""
 
 
 class Summing(BenchWorker):
-    """One process's part of an all-reduce: `all_reduce` on an array returned by `buffer`."""
+    """The part of an all-reduce measurement that runs in one process: `all_reduce` is called on the array from
+    `buffer`.
+    """
 
     def buffer(self, size: int) -> FlatArray:
-        """The process's array, (size,) float32, the same memory at every call."""
+        """Return the process's array, of shape (size,) and float32; every call returns the same memory."""
         if not hasattr(self, "_own") or len(self._own) < size:
             self._own: FlatArray = np.zeros(size, np.float32)
         return self._own[:size]
@@ -84,9 +86,9 @@ class Summing(BenchWorker):
     workers: int
 
     def run(self, size: int, calls: int) -> float:
-        """Check the sum once, synchronize the processes with a sum of zeros, then measure.
+        """Check the sum of one all-reduce, synchronize the processes by an all-reduce of zeros, then measure.
 
-        Return the seconds of one call.
+        Return the mean seconds of one call.
         """
         array = self.buffer(size)
         array[:] = 1
@@ -101,7 +103,7 @@ class Summing(BenchWorker):
 
 
 def seconds_of(action: Callable[[], object], calls: int) -> float:
-    """Mean seconds of one call of `action`, over `calls` calls."""
+    """Call `action` `calls` times, and return the mean seconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         action()

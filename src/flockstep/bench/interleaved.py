@@ -1,4 +1,4 @@
-"""Measures implementations in turns, round after round, each in its own processes, so that other load affects all of
+"""Measures implementations in turns, round after round, each in separate processes, so that other load affects all of
 them equally.
 """
 
@@ -35,7 +35,7 @@ EXTRA_BYTES = 1 << 20
 
 @dataclass
 class Measurement:
-    """Result of one implementation for one array size, or the reason why it was not measured."""
+    """Seconds per call of one implementation for one array size, or the reason why they were not measured."""
 
     implementation: str
     workers: int
@@ -48,7 +48,7 @@ class Measurement:
     """Third quartile of the seconds of one call."""
     rounds: int = 0
     missing: str = ""
-    """Command that installs the missing packages, or the reason of a failure."""
+    """Command that installs the missing packages, or the reason why the measurement failed; empty if it succeeded."""
 
     @property
     def rate(self) -> float | None:
@@ -57,7 +57,7 @@ class Measurement:
 
 
 class ProcessSet:
-    """Processes that execute requests, started by this process or by mpirun."""
+    """The processes of one implementation, which were started by this process or by mpirun and execute requests."""
 
     def __init__(self, catalog: str, workers: int, by_mpirun: bool, folder: Path, largest: int):
         self._listening = socket.socket(socket.AF_UNIX)
@@ -112,7 +112,7 @@ class ProcessSet:
         return [answer["answer"] for answer in answers]
 
     def close(self) -> None:
-        """End all processes that are measured."""
+        """End all processes of the implementation."""
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
@@ -199,8 +199,8 @@ def measure_interleaved(
 
 
 def calls_for(nbytes: int) -> int:
-    """Number of calls in one measurement: large enough that differences between the processes' start times hardly
-    matter.
+    """Return the number of calls in one measurement: large enough that differences between the processes' start times
+    hardly matter.
     """
     return max(1, min(100, (4 << 20) // max(nbytes, 1)))
 

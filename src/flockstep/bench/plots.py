@@ -172,7 +172,7 @@ def of_prediction(truth: Truth) -> Drawing:
                     "symbol": [symbols[one.strategy] for one in mine],
                     "size": 10,
                 },
-                "hovertemplate": "%{text}<br>measured %{x:.3g} s<br>predicted %{y:.3g} s<extra>"
+                "hovertemplate": "%{text}<br>measured %{x:.3g} s per step<br>predicted %{y:.3g} s per step<extra>"
                 + bandwidth
                 + "</extra>",
             }

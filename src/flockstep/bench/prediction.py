@@ -74,26 +74,30 @@ JOBS = (JOB, "softmax(features=4000, train=512, test=64, batch=32)", "charlm")
 NUMBERS = (3, 4, 5)
 """Numbers of workers from which random combinations are drawn."""
 SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
-"""Bandwidths from which random combinations are drawn."""
+"""Bandwidths from which random combinations are drawn, as text such as 100mbit."""
 CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
-"""The strategy, and the two bandwidths, of the records from which all times are predicted."""
+"""CALIBRATED: the strategy whose records are the basis of all predictions. ENDS: the two bandwidths at which the
+strategy is recorded.
+"""
 FRAMES = (1448 + 66 + 66 / 2) / 1448
-"""Least bytes on a link per payload byte: headers of a TCP frame, and one acknowledgement for two frames."""
+"""Smallest number of bytes that a link carries per payload byte: headers of a TCP frame, and one acknowledgement for
+two frames.
+"""
 WITHIN = 0.2
-"""Largest relative error at which a prediction counts as accurate."""
+"""Largest relative error with which a prediction counts as accurate."""
 RANKED = 0.9
-"""Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
+"""Smallest rank correlation of predicted and measured times with which predictions count as accurate."""
 GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
 """Size of the calibration. GRADIENTS: gradients of each worker on the slow link, both alone and while all workers
 compute. LEAST_GRADIENTS: the same on the quick link, of which only messages count. ROUNDS: rounds of large messages
 between two workers. TURNS: iterations that fit the links' latency and their usable share of the bandwidth alternately.
 """
 SECONDS = 6.0
-"""Seconds that a run should last; slow runs last longer, because `FEW` steps are the minimum."""
+"""Seconds for which a measured run should last; slow runs last longer, because they take at least `FEW` steps."""
 FEW, SPANS = 14, 3
 """FEW: smallest number of steps of a run. SPANS: largest number of spans of 20 counted steps in a run."""
 HEARTBEAT = 30.0
-"""Seconds without an answer after which a node counts as lost; long, because a heartbeat waits behind whole models on
+"""Seconds without an answer after which a node counts as lost; large, because a heartbeat waits behind whole models on
 slow links.
 """
 
@@ -126,17 +130,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Truth:
-    """All pairs of predicted and measured times, with the basis of the predictions."""
+    """All pairs of predicted and measured seconds per step, with the calibration on which the predictions are based."""
 
     job: str
     workers: int
     cores: int
     efficiency: float
-    """Bandwidth fitted to the record of the slower link, as a share of the network card's nominal bandwidth."""
+    """Share of the network card's nominal bandwidth that the record of the slower link reached."""
     notes: tuple[str, ...]
     pairs: tuple[Pair, ...]
     interrupted: str | None = None
-    """Why the measurement ended before all combinations were measured; None if it did not."""
+    """Sentence on why the measurement ended before all combinations were measured; None if all were measured."""
 
     @property
     def bandwidths(self) -> tuple[str, ...]:
@@ -157,7 +161,7 @@ class Truth:
 
     @property
     def misses(self) -> list[str]:
-        """Sentences that name the accuracy targets which the predictions miss."""
+        """Sentences that say which targets for accuracy the predictions miss."""
         said = [
             f"{one.strategy} at {one.bandwidth}: {one.error:+.0%}, more than {WITHIN:.0%}"
             for one in self.pairs
@@ -165,11 +169,11 @@ class Truth:
         ]
         for name, rank in self.ranks.items():
             if rank is not None and rank < RANKED:
-                said.append(f"rank correlation for {name}: {rank:.2f}, which is less than {RANKED}")
+                said.append(f"the rank correlation for {name} is {rank:.2f}, which is less than {RANKED}")
         return said
 
     def sentences(self) -> list[str]:
-        """Sentences about the basis of the predictions, the rank correlations, and the missed targets."""
+        """Sentences about the basis of the predictions, the rank correlations, and the missed targets for accuracy."""
         ranks = ", ".join(f"{name} {rank:.3f}" for name, rank in self.ranks.items() if rank is not None)
         held = sum(one.holds for one in self.pairs)
         known = (
@@ -179,19 +183,19 @@ class Truth:
         )
         return [
             known,
-            f"rank correlation: {ranks}" if ranks else "too few strategies to compare their order",
+            f"rank correlation: {ranks}" if ranks else "there are too few strategies to compare their order",
             f"{held} of {len(self.pairs)} within {WITHIN:.0%}" + "".join(f"\n  {miss}" for miss in self.misses),
         ]
 
     def document(self) -> dict[str, Any]:
-        """The measurement as plain data, for JSON."""
+        """Return the measurement as a dictionary, for JSON."""
         names = ("job", "workers", "cores", "efficiency", "notes", "ranks", "misses", "interrupted")
         pairs = [{**vars(one), "error": one.error} for one in self.pairs]
         return {**{name: getattr(self, name) for name in names}, "pairs": pairs}
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, with mean ranks for equal values; None if all values of a sequence are equal.
+    """Return Spearman's rank correlation, with mean ranks for equal values; None if all values of a sequence are equal.
 
     Raises:
         ConfigurationError: the sequences differ in length.
@@ -225,8 +229,8 @@ class Known:
     calibration: Calibration
     share: float
     copies: tuple[tuple[float, float], ...] = ()
-    """Measured values of two cards of different bandwidth: the bandwidth in bytes per second, and the seconds that a
-    core spends on each byte. Empty: all cards have the calibration's value.
+    """Measurements of two network cards, as (bandwidth in bytes per second, seconds that a core spends on each byte).
+    Empty: all cards have the calibration's value.
     """
 
     @classmethod
@@ -256,14 +260,16 @@ class Known:
         return cls(Calibration(replace(shape, wires=wires), tuple(notes)), share, copies)
 
     def at(self, bandwidth: float) -> ClusterShape:
-        """The cluster with network cards of `bandwidth` bytes per second."""
+        """Return the cluster with network cards of `bandwidth` bytes per second."""
         shape = self.calibration.shape
         wires = (replace(shape.wires[0], bandwidth=bandwidth / self.share),)
         return replace(shape, wires=wires, copy=self.copy(bandwidth))
 
     def copy(self, bandwidth: float) -> float:
-        """Return the seconds that a core spends on each byte on a card of `bandwidth` bytes per second. A core spends
-        its time on segments, and on slow cards segments are smaller: the seconds are linear in 1 / bandwidth.
+        """Return the seconds that a core spends on each byte, with a card of `bandwidth` bytes per second.
+
+        The seconds are linear in 1 / bandwidth, because a core spends its time on segments, which are smaller on slow
+        cards.
         """
         if not self.copies:
             return self.calibration.shape.copy
@@ -272,7 +278,7 @@ class Known:
 
 
 def calibrated(runs: _Runs, task: JobProfile, strategies: Sequence[str]) -> Known:
-    """Calibrate the cluster, and fit its link to the records of two runs."""
+    """Calibrate the cluster, and fit the speed of its links to the records of two runs."""
     probed, brief = (
         calibrate(runs.job, runs.workers, transport=f"namespaces('{end}')", gradients=gradients, rounds=ROUNDS)
         for end, gradients in zip(ENDS, (GRADIENTS, LEAST_GRADIENTS), strict=True)
@@ -284,19 +290,21 @@ def calibrated(runs: _Runs, task: JobProfile, strategies: Sequence[str]) -> Know
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def predict(cluster: ClusterShape, task: JobProfile, strategy: str, workers: int, steps: int) -> StepPrediction:
-    """Predict the seconds per step of a strategy as `flockstep plan` does, with a rehearsal of `steps` steps if the
-    strategy needs a rehearsal.
+    """Predict the seconds per step of a strategy as `flockstep plan` does.
+
+    If the strategy needs a rehearsal, the rehearsal takes `steps` steps.
     """
     return predict_step(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
 
 
 def steps_for(seconds: float) -> int:
-    """Number of steps of a run in which one step lasts `seconds`; the first quarter of the steps is not counted.
+    """Return the number of steps of a run whose steps last `seconds` each; the first quarter of the steps is not
+    counted.
 
     The counted steps divide into five spans of a multiple of four steps, so that a strategy that communicates every
     four steps does so equally often in each span. The slowest runs have too few steps for such spans.
@@ -381,7 +389,7 @@ def measure_drawn(count: int, seed: int, rounds: int = 1, say: ProgressCallback 
     """
     parts, begun = list[Truth](), 0
     for (job, workers), pairs in drawn(count, seed).items():
-        note = _placed(say, f"{job}, {workers} workers; combinations measured before: {begun} of {count}")
+        note = _placed(say, f"{job}, {workers} workers; combinations measured so far: {begun} of {count}")
         try:
             parts.append(measure(pairs=pairs, rounds=rounds, say=note, job=job, workers=workers))
         except (KeyboardInterrupt, Interrupted) as stop:

@@ -36,20 +36,22 @@ LOOP, BATCHED = "plain loop", "batched call"
 
 @dataclass
 class SimulatorFigure:
-    """Median results of simulating one strategy on a given number of replicas."""
+    """Median measurements of simulating one strategy with a given number of workers."""
 
     strategy: str
     replicas: int
     rate: float
-    """Simulated steps of all workers per second."""
+    """Simulated steps of all workers per second of real time."""
     to_loop: float
-    """Simulated worker-steps per second, divided by those of a loop that computes one gradient and one optimizer step
-    after the other.
+    """Simulated worker-steps per second, divided by the steps per second of a loop that computes one gradient and one
+    optimizer step at a time.
     """
     to_batched: float
-    """Simulated worker-steps per second, divided by those of batched calls that only compute the gradients."""
+    """Simulated worker-steps per second, divided by the gradients per second of batched calls that compute only
+    gradients.
+    """
     events: float | None = None
-    """Events written to the record per second."""
+    """Number of events written to the record per second of real time."""
 
 
 MeasuredProgram = Callable[[], tuple[int, int]]
@@ -64,8 +66,9 @@ def measure(
     workload: str = "softmax",
     say: ProgressCallback = silent,
 ) -> list[SimulatorFigure]:
-    """Measure the simulation of `workload`, the plain loop and the batched calls in turns: batch 8, lognormal compute
-    times, links of 10 Gbit/s, one thread of torch.
+    """Measure the simulation of `workload`, a plain training loop and batched gradient calls in turns.
+
+    Batches of 8 samples, lognormal compute times, links of 10 Gbit/s, and one thread of torch.
     """
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]
     engine = make_engine(job, 0)

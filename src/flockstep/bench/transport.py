@@ -1,5 +1,5 @@
-"""Benchmark of pushing an array to another process of this host, which adds the array to its own: over transports, raw
-sockets, and by a memory copy.
+"""Benchmark of sending an array to another process of this host, which adds it to its own array: over transports, raw
+sockets, and a memory copy.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _ByTransport(_Pushing):
 
 
 class ByTransport(Implementation):
-    """Pushes over a transport of the registry, including the node's messages and mailbox."""
+    """Sends the array over a transport of the registry, through the messages and the mailbox of a node."""
 
     def __init__(self, name: str):
         self.name = name
@@ -114,9 +114,7 @@ class _InWindow(_Pushing):
 
 
 class InWindow(Implementation):
-    """Pushes with the method `accumulate` of a shared array's window: the sender adds directly to the receiver's
-    memory.
-    """
+    """Adds the array directly to the receiver's memory, with the method `accumulate` of a shared array's window."""
 
     name = "shared window"
 
@@ -167,7 +165,7 @@ class _BySocket(_Pushing):
 
 
 class BySocket(Implementation):
-    """Pushes over a raw socket; the receiver adds each whole array."""
+    """Sends the array over a raw socket; the receiver adds it once it has arrived completely."""
 
     def __init__(self, name: str, family: socket.AddressFamily):
         self.name, self._family = name, family
@@ -189,7 +187,7 @@ class _Copying(BenchWorker):
 
 
 class Copying(Implementation):
-    """Copies the array with `numpy.copyto` within one process: the reference for all transports."""
+    """Copies the array with `numpy.copyto` within one process, as the reference for all transports."""
 
     name = COPY
 
@@ -208,5 +206,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 
 
 def measure(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: ProgressCallback = silent) -> list[Measurement]:
-    """Measure one push with each implementation, for each size in bytes."""
+    """Measure one push of an array with each implementation, for each size in bytes."""
     return measure_interleaved("flockstep.bench.transport", IMPLEMENTATIONS, 2, sizes, rounds, say)

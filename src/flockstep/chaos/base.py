@@ -1,4 +1,4 @@
-"""The interface of a disruption: what is done to a real run from outside, and how the run must then end."""
+"""The interface of a disruption: how it affects a real run from outside, and how the disrupted run must end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a run that a disruption will hit."""
+    """Settings of a run that is going to be disrupted."""
 
     job: str
     strategy: Strategy
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def every(self) -> int:
-        """Number of a worker's steps between two checkpoints."""
+        """Number of steps of a worker between two checkpoints."""
         return max(1, self.steps // 8)
 
     @property
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def words(self) -> list[str]:
-        """The options of `flockstep train` and of `flockstep chaos` that describe the run."""
+        """Command-line options that describe the run, for both `flockstep train` and `flockstep chaos`."""
         words = [self.job, "-s", str(self.strategy), "-n", str(self.workers), "--steps", str(self.steps)]
         words += ["--seed", str(self.seed), "--heartbeat", f"{self.heartbeat:g}"]
         words += ["--on-bad-gradient", self.on_bad_gradient]
@@ -69,32 +69,32 @@ class Failpoint:
     """Name of the process that receives the signal: worker-2, server-0, or launcher."""
     point: str
     number: int
-    """Number of visits to the point at which the process sends the signal: 1 for the first visit."""
+    """Number of the visit to the point at which the process sends the signal: 1 for the first visit."""
     kind: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class Expected:
-    """How the disrupted run must end."""
+    """The outcome that a disrupted run must have."""
 
     codes: tuple[int, ...] = (0,)
-    """Exit codes that are allowed for the first command."""
+    """Exit codes with which the disrupted command may end."""
     lost: frozenset[int] = frozenset()
-    """Names of the nodes that the run must report as lost."""
+    """Names of the nodes that the run must report as lost, such as worker-2."""
     resumes: bool = False
-    """Whether `flockstep resume` must then be able to finish the run."""
+    """Whether `flockstep resume` must be able to finish the run after the disrupted command has ended."""
     says: str = ""
-    """Text that the command must have written to standard error."""
+    """Text that the disrupted command must have written to standard error."""
     refused: int = 0
     """Number of gradients that the run must have refused."""
 
 
 class DisruptedRun(Protocol):
-    """The operations that a disruption needs on a run in progress."""
+    """Operations on a run in progress, for disruptions: read its progress, find its processes, and send signals."""
 
     setting: Setting
     count: int
-    """Number of signals that the disruption has sent from outside."""
+    """Number of signals that the disruption has sent to the run's processes."""
 
     @property
     def going(self) -> bool:
@@ -110,20 +110,20 @@ class DisruptedRun(Protocol):
 
     @property
     def summary(self) -> Summary | None:
-        """Summary of the run; None if it has none."""
+        """Summary of the run; None if the run has written none."""
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether the run has a complete checkpoint."""
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true, the command has ended, or the command has run for too long."""
+        """Wait until `condition` is true, the command has ended, or the command exceeds its time limit."""
 
     def steps(self, rank: int) -> int:
-        """Number of steps that a worker has written so far."""
+        """Return the number of steps of a worker that are in the record so far."""
 
     def process_of(self, name: str) -> int | None:
-        """Process id of a node such as worker-2; None if the node has no running process."""
+        """Return the process id of a node such as worker-2; None if the node has no running process."""
 
     def send(self, kind: signal.Signals, pid: int) -> bool:
         """Send a signal to a node; return whether the node's process existed."""
@@ -133,27 +133,29 @@ class DisruptedRun(Protocol):
 
 
 class Disruption(Component):
-    """A disruption of one real run on this host."""
+    """A disruption of one real run on this host, such as the death of a worker."""
 
     noun: ClassVar[str] = "disruption"
 
     @classmethod
     @abstractmethod
     def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
-        """Draw a random disruption of this kind; None if the kind does not apply to the run."""
+        """Draw a random disruption of this kind; None if this kind of disruption does not apply to the run."""
 
     @abstractmethod
     def expected(self, setting: Setting) -> Expected:
-        """How the run must end after the disruption."""
+        """Return how the run must end after the disruption."""
 
     @property
     def failpoint(self) -> Failpoint | None:
-        """The signal at a named point of the code; None if the disruption comes from outside."""
+        """Return the signal that a process sends itself at a named point of the code; None if the disruption comes
+        from outside.
+        """
         return None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Options of `flockstep train` that cause the disruption."""
+        """Return the options of `flockstep train` that cause the disruption; empty if options do not cause it."""
         return ()
 
     def check(self, setting: Setting) -> None:
@@ -163,12 +165,12 @@ class Disruption(Component):
         """Carry out the disruption on a run in progress."""
 
     def fired(self, run: DisruptedRun) -> bool:
-        """Whether the disruption happened before the run ended."""
+        """Return whether the disruption happened before the run ended."""
         return run.signalled is not None
 
 
 def require_worker(worker: int, step: int, setting: Setting) -> None:
-    """Raise `ConfigurationError` unless the run has the worker and the worker takes the step."""
+    """Raise `ConfigurationError` unless the run has the worker, and the worker takes the step `step`."""
     if not 0 <= worker < setting.workers:
         raise ConfigurationError(f"worker {worker} does not exist in a run of {setting.workers}; name another rank")
     if not 0 < step < setting.steps:

@@ -24,18 +24,20 @@ from flockstep.records.events import LostEvent
 from flockstep.records.folder import RunFolder
 
 PILOT = 100
-"""Number of steps of the pilot run, which measures the duration of a step."""
+"""Number of steps of the short run that measures the duration of a step."""
 LONG, MOST_STEPS = 3.0, 20_000
-"""LONG: seconds that training should take without a disruption, so that the disruption comes before the end.
+"""LONG: seconds that training should take without a disruption, long enough for a disruption in the middle.
 MOST_STEPS: largest number of steps.
 """
 PATIENCE = 30.0
-"""A command counts as hanging after this many times the seconds of the baseline run, plus one minute."""
+"""Factor for the time limit of a disrupted command: this many times the seconds of the baseline run, plus one
+minute.
+"""
 
 
 @dataclass(frozen=True)
 class BaselineRun:
-    """A run that was not disrupted."""
+    """Durations and result of a run without a disruption, with which disrupted runs are compared."""
 
     seconds: float
     """Seconds that the whole command took."""
@@ -50,15 +52,15 @@ class BaselineRun:
         return self.steps / self.training
 
     def useful_seconds(self, seconds: float) -> float:
-        """Seconds of a disrupted run that count as training: its total minus the seconds that the baseline run spent on
-        starting and ending.
+        """Return the seconds of a disrupted run that count as training: its total minus the seconds for starting and
+        ending processes, taken from the baseline run.
         """
         return max(self.training, seconds - (self.seconds - self.training))
 
 
 @dataclass(frozen=True)
 class ChaosTrial:
-    """One disrupted run and its outcome."""
+    """One disrupted run: its disruption, how it ended, and the invariants that it violated."""
 
     number: int
     setting: Setting
@@ -72,12 +74,12 @@ class ChaosTrial:
 
     @property
     def command(self) -> str:
-        """The command that repeats this trial."""
+        """The shell command that repeats this disrupted run."""
         words = ["flockstep", "chaos", *self.setting.words, "--disruption", to_text(self.disruption)]
         return shlex.join(words)
 
     def document(self) -> dict[str, Any]:
-        """The trial as plain data, for JSON."""
+        """Return the disrupted run's outcome as a dictionary, for JSON."""
         return {
             "number": self.number,
             "strategy": str(self.setting.strategy),
@@ -93,7 +95,7 @@ class ChaosTrial:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Useful steps per second of one strategy's runs."""
+    """Useful steps per second (goodput) of the disrupted runs of one strategy."""
 
     strategy: str
     runs: int
@@ -107,7 +109,7 @@ class Goodput:
 
 
 def baseline_run(setting: Setting, place: Path) -> BaselineRun:
-    """Run without a disruption, and return its seconds.
+    """Carry out a run without a disruption, and return its durations and result.
 
     Raises:
         RunError: the run failed.
@@ -123,7 +125,7 @@ def baseline_run(setting: Setting, place: Path) -> BaselineRun:
 
 
 def long_enough(setting: Setting, place: Path) -> Setting:
-    """The setting with as many steps as make training last `LONG` seconds."""
+    """Return the setting with enough steps that training lasts about `LONG` seconds."""
     with ChaosRun(dataclasses.replace(setting, steps=PILOT), place) as run:
         run.begin()
         summary = run.summary
@@ -135,7 +137,9 @@ def long_enough(setting: Setting, place: Path) -> Setting:
 
 
 def drawn(setting: Setting, number: int) -> Disruption:
-    """Draw disruption `number` of a run at random; the result depends only on the seed, never on the time.
+    """Draw the disruption with the given number at random.
+
+    The result depends only on the seed and the number, never on the time.
 
     Raises:
         ConfigurationError: no disruption applies to the run.
@@ -150,7 +154,10 @@ def drawn(setting: Setting, number: int) -> Disruption:
 
 
 def trial(setting: Setting, disruption: Disruption, number: int, baseline: BaselineRun, place: Path) -> ChaosTrial:
-    """Disrupt one run, resume it if it must continue, and check the invariants; the folder of a failed run is kept."""
+    """Disrupt one run, resume the run if it must continue, and check the invariants.
+
+    The folder is kept if an invariant is violated.
+    """
     expected, files = disruption.expected(setting), len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts itself
     with ChaosRun(setting, place, disruption, PATIENCE * baseline.seconds + 60) as run:
         run.begin()
@@ -167,7 +174,7 @@ def trial(setting: Setting, disruption: Disruption, number: int, baseline: Basel
         )  # fmt: skip
         found = broken(history)
     if (now := len(os.listdir("/proc/self/fd"))) > files:  # noqa: PTH208
-        found.append(f"nothing_left: {now - files} files are open that were not")
+        found.append(f"nothing_left: after the run, {now - files} more files are open in this process than before")
     steps = 0 if summary is None else summary.steps
     ended: str = "no summary" if summary is None else summary.status
     ended += f", {len(lost)} lost" if lost else ""
@@ -180,7 +187,7 @@ def trial(setting: Setting, disruption: Disruption, number: int, baseline: Basel
 
 
 def lost_in(folder: Path) -> frozenset[int]:
-    """Names of the nodes that a run has reported as lost so far."""
+    """Return the numbers of the nodes that a run has reported as lost so far."""
     try:
         return frozenset(one.node for one in RunFolder(folder).read_events() if isinstance(one, LostEvent))
     except ConfigurationError:

@@ -1,4 +1,4 @@
-"""A disruption: a worker computes a gradient that is not finite."""
+"""A disruption: a worker computes a gradient of NaN."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CorruptsGradient(Disruption):
         return ("--fault", f"miscomputes({self.worker}, begin={self.step})")
 
     def fired(self, run: DisruptedRun) -> bool:
-        """Whether a gradient of the worker was refused."""
+        """Return whether a gradient of the worker was refused."""
         summary = run.summary
         return summary is not None and any(one.rank == self.worker and one.refused for one in summary.per_worker)
 

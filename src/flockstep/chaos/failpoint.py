@@ -1,4 +1,6 @@
-"""Failpoints: at a named point of the code, a process of a run sends itself a signal once."""
+"""Failpoints for real runs: a process of a run sends itself a signal once, when it reaches a named point of the
+code.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ if signal_here not in failpoints.hooks:
 
 
 def write_failpoint(folder: Path, failpoint: Failpoint) -> str:
-    """Write a file for `--import` into a folder; return its path. The imported code creates the file `fired` before it
-    sends the signal.
+    """Write a Python file for `--import`, which makes a process send itself a signal; return its path.
+
+    The process creates the file `fired` before it sends the signal.
     """
     file = folder / "failpoint.py"
     file.write_text(
@@ -44,6 +47,6 @@ def write_failpoint(folder: Path, failpoint: Failpoint) -> str:
 
 
 def signalled(folder: Path) -> int | None:
-    """Process id of the process that sent itself the signal; None if no process has."""
+    """Return the process id of the process that sent itself the signal; None if no process has."""
     file = folder / "fired"
     return int(file.read_text().split()[-1]) if file.exists() else None

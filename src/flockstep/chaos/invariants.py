@@ -1,4 +1,4 @@
-"""Invariants of a run that was disrupted, checked over the history of its events after it has ended."""
+"""Invariants of a disrupted run, which are checked on the record after the run has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from flockstep.records.summary import Summary
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a campaign knows of a run after the run has ended."""
+    """Everything that the invariants are checked on, collected after a run has ended: events, summary, exit codes and
+    leftovers.
+    """
 
     setting: Setting
     expected: Expected
@@ -32,15 +34,15 @@ class RunHistory:
     hangs: bool = False
     err: str = ""
     result: bytes | None = None
-    """The model that the run produced."""
+    """Bytes of the model that the run produced; None if the run has none."""
     baseline: bytes | None = None
-    """The resulting model of a run of the same seed that was not disrupted."""
+    """Bytes of the model of a run with the same seed that was not disrupted."""
     left: Sequence[str] = ()
-    """Processes and files that the run has left behind."""
+    """Processes and files that the run has left behind after its end."""
     record: Path | None = None
-    """Folder of the run, with its checkpoints."""
+    """Folder of the run's record, with the checkpoints."""
     lost: frozenset[int] = field(default_factory=frozenset)
-    """Nodes that the first command, before any `resume`, reported as lost."""
+    """Nodes that the first command reported as lost, before any `flockstep resume`."""
 
 
 def disruption_fires(history: RunHistory) -> Iterator[str]:
@@ -50,17 +52,17 @@ def disruption_fires(history: RunHistory) -> Iterator[str]:
 
 
 def ends_as_expected(history: RunHistory) -> Iterator[str]:
-    """The commands end with the expected exit codes, and report exactly the nodes that were lost."""
+    """The commands end with the expected exit codes, and the run reports exactly the nodes that were lost."""
     expected, summary = history.expected, history.summary
     if history.hangs:
-        yield "a command did not end"
+        yield "a command of the run did not end"
         return
     if history.codes[0] not in expected.codes:
         yield f"the command ended with exit code {history.codes[0]}, not {expected.codes[0]}: {_last(history.err)}"
     if history.lost != expected.lost:
         yield f"lost nodes: {_named(history.lost)}, expected: {_named(expected.lost)}"
     if expected.says not in history.err:
-        yield f"the command did not name {expected.says}: {_last(history.err)}"
+        yield f"the command did not report {expected.says} on standard error: {_last(history.err)}"
     if expected.resumes and history.codes[1:] != [0]:
         yield f"the resumed run ended with exit code {history.codes[1:]}: {_last(history.err)}"
     if summary is None:
@@ -85,7 +87,7 @@ def steps_monotone(history: RunHistory) -> Iterator[str]:
 
 
 def updates_once(history: RunHistory) -> Iterator[str]:
-    """No node applies more updates of a worker than the worker has taken steps."""
+    """No node applies more updates of a worker than the number of steps that the worker has taken."""
     taken = {rank: len(steps) for rank, steps in _steps(history).items()}
     for (node, source), count in sorted(_applied(history).items()):
         # The last steps of a killed worker may be missing from the record.
@@ -112,7 +114,7 @@ def acknowledged_once(history: RunHistory) -> Iterator[str]:
 
 
 def staleness_bounded(history: RunHistory) -> Iterator[str]:
-    """No update is staler than the strategy allows."""
+    """No update has a larger staleness than the strategy allows."""
     bound = history.setting.strategy.most_stale(history.setting.workers)
     seen = [e.staleness for e in history.events if isinstance(e, UpdateEvent) and e.staleness is not None]
     if bound is not None and seen and max(seen) > bound:
@@ -138,7 +140,7 @@ def bits_equal(history: RunHistory) -> Iterator[str]:
 
 
 def nothing_left(history: RunHistory) -> Iterator[str]:
-    """The run leaves no process behind, and so none of its memory and open files, and no socket."""
+    """The run leaves behind no process, and therefore no shared memory or open file of a process, and no socket."""
     if history.left:
         yield f"left behind: {', '.join(history.left)}"
 
@@ -157,7 +159,7 @@ INVARIANTS: tuple[Callable[[RunHistory], Iterator[str]], ...] = (
 
 
 def broken(history: RunHistory) -> list[str]:
-    """Sentences about the invariants that a run has violated; each begins with the name of the invariant."""
+    """Return sentences about the invariants that a run has violated; each begins with the name of the invariant."""
     return [f"{check.__name__}: {sentence}" for check in INVARIANTS for sentence in check(history)]
 
 

@@ -1,4 +1,4 @@
-"""A disruption: a server that has backups is killed, or stopped until it counts as dead."""
+"""A disruption: a server with backups is killed, or stopped until it counts as dead."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ POINTS = ("state.before_copy", "shard.written", "shard.renamed")
 
 @dataclass(frozen=True)
 class KillsWriter(Disruption):
-    """Node `node` (servers are -1, -2, …) is killed with SIGKILL at a point of writing its `number`-th checkpoint."""
+    """Node `node` (servers are -1, -2, …) is killed with SIGKILL at a named point while it writes its `number`-th
+    checkpoint.
+    """
 
     node: int = 1
     point: str = "shard.written"

@@ -53,7 +53,7 @@ class PausesWorker(Disruption):
         return Failpoint(f"worker-{self.worker}", "gradient.computed", self.step, signal.SIGSTOP)
 
     def act(self, run: DisruptedRun) -> None:
-        """Let the worker continue after the pause, if the run has not ended the worker."""
+        """Let the worker continue after the pause, unless the run has already ended the worker's process."""
         run.wait(lambda: run.signalled is not None)
         if (pid := run.signalled) is not None:
             time.sleep(self.seconds)

@@ -28,8 +28,9 @@ ENDS = 60.0
 
 
 class ChaosRun:
-    """A run in a folder; `flockstep resume` may continue the run. The processes of the run are found by their TMPDIR,
-    which only this run has.
+    """A real run in a folder, which `flockstep resume` may continue.
+
+    The processes of the run are found by their variable TMPDIR, whose value only this run has.
     """
 
     def __init__(self, setting: Setting, place: Path, disruption: Disruption | None = None, patience: float = 600.0):
@@ -89,26 +90,26 @@ class ChaosRun:
         return (self.place / "err").read_text("utf-8", "replace")
 
     def begin(self) -> None:
-        """Start the training, and disrupt the run."""
+        """Start `flockstep train`, and disrupt the run."""
         self._start(self._train_words())
         if self._disruption is not None:
             self._disruption.act(self)
         self._finish()
 
     def resume(self) -> None:
-        """Continue the run from its newest checkpoint; a run without a checkpoint starts again from the beginning."""
+        """Continue the run from its newest checkpoint. A run without a checkpoint is repeated from the beginning."""
         self.restarted = not self.has_checkpoint
         self._start([*self._train_words(), "--overwrite"] if self.restarted else ["resume", str(self.folder)])
         self._finish()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true, the command has ended, or the command has run for too long."""
+        """Wait until `condition` is true, the command has ended, or the command exceeds its time limit."""
         until = time.monotonic() + self._patience
         while self.going and not condition() and time.monotonic() < until:
             time.sleep(POLL)
 
     def steps(self, rank: int) -> int:
-        """Number of steps that a worker has written so far."""
+        """Return the number of steps of a worker that are in the record so far."""
         with contextlib.suppress(OSError):
             return (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes().count(b'"type":"step"')
         return 0
@@ -118,7 +119,7 @@ class ChaosRun:
         return next((pid for pid in self.processes() if _content(f"/proc/{pid}/comm") == name.encode() + b"\n"), None)
 
     def processes(self) -> list[int]:
-        """Ids of all live processes of the run."""
+        """Return the process ids of all live processes of the run."""
         mark = f"\0TMPDIR={self._scratch}\0".encode()
         everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
         return [pid for pid in everyone if mark in b"\0" + _content(f"/proc/{pid}/environ") + b"\0" and _alive(pid)]
@@ -135,7 +136,9 @@ class ChaosRun:
         return sum(self.send(signal.SIGKILL, pid) for pid in self.processes())
 
     def left(self) -> list[str]:
-        """What an ended run has left behind: processes, with their shared memory and open files, and sockets."""
+        """Return what the run has left behind after its end: processes, with their shared memory and open files, and
+        sockets.
+        """
         until = time.monotonic() + ENDS
         while (found := self.processes()) and time.monotonic() < until:
             time.sleep(POLL)

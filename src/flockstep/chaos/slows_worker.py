@@ -12,7 +12,7 @@ import numpy as np
 from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting, middle, require_worker
 
 STOPPED, RUNNING = 0.04, 0.01
-"""STOPPED and RUNNING: seconds for which the worker is stopped and runs, alternately."""
+"""STOPPED: seconds for which the worker is stopped. RUNNING: seconds for which the worker then runs. Both alternate."""
 LEAST = 3
 """Number of times that the worker must have been stopped for the disruption to count."""
 
@@ -44,7 +44,7 @@ class SlowsWorker(Disruption):
             time.sleep(RUNNING)
 
     def fired(self, run: DisruptedRun) -> bool:
-        """Whether the worker was stopped at least `LEAST` times."""
+        """Return whether the worker was stopped at least `LEAST` times."""
         return run.count >= LEAST
 
     def expected(self, setting: Setting) -> Expected:

@@ -101,8 +101,9 @@ def _no_number(error: TyperException) -> ConfigurationError | None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    why = " because the terminal has closed" if signum == signal.SIGHUP else ""
-    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}{why}")
+    if signum == signal.SIGHUP:
+        raise KeyboardInterrupt("stopped by SIGHUP because the terminal has closed")
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}")
 
 
 def _say(error: Exception, code: int, debug: bool) -> int:
@@ -110,8 +111,13 @@ def _say(error: Exception, code: int, debug: bool) -> int:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
     if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
-        free = "free space on its disk, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        text = f"cannot write to standard output: {error.strerror}; {free}send the output to another place"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way = (
+            "free space on its disk, or send the output to another place"
+            if full
+            else "send the output to another place"
+        )
+        text = f"cannot write to standard output: {error.strerror}; {way}"
     elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; solve this problem, or choose another place with --out"
@@ -211,7 +217,7 @@ def train(
 @o.with_hosts
 def resume(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     workers: Annotated[
         int | None,
         typer.Option(
@@ -249,7 +255,7 @@ def join(
         str,
         typer.Argument(
             metavar="RUN",
-            help="The folder of a run on this machine, or the address of the run's coordinator, as host:port.",
+            help="Folder of the run on this machine, or the address of the run's coordinator, as host:port.",
         ),
     ],
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers to add.")] = 1,
@@ -269,8 +275,8 @@ def join(
     if Path(run).exists() or ":" not in run:
         for option, value in o.given_options(context, ("job", "imports", "secret_file", "timeout", "host_address")):
             raise ConfigurationError(
-                f"{option} {value} is for a run of another host, and {run} is a folder of this machine; leave it out, "
-                "or give the address of the run's coordinator, such as 10.0.0.1:29400"
+                f"{option} {value} applies only to a run on another host, and {run} is a folder of this machine; "
+                "leave the option out, or give the address of the run's coordinator, such as 10.0.0.1:29400"
             )
         print(ask(RunFolder(Path(run)), workers))
         return
@@ -328,7 +334,7 @@ def compare(
     strategy: Annotated[
         list[str],
         typer.Option(
-            "--strategy", "-s", help="A strategy to compare; repeat the option for several.", autocompletion=o.STRATEGY
+            "--strategy", "-s", help="Strategy to compare; repeat the option for several.", autocompletion=o.STRATEGY
         ),
     ],
     workers: o.Workers = 4,
@@ -580,13 +586,15 @@ def chaos(
     job: o.JobArgument,
     strategy: Annotated[
         list[str],
-        typer.Option("--strategy", "-s", help="A strategy; repeat the option for several.", autocompletion=o.STRATEGY),
+        typer.Option(
+            "--strategy", "-s", help=("Strategy to disrupt; repeat the option for several."), autocompletion=o.STRATEGY
+        ),
     ],
     workers: o.Workers = 4,
     minutes: Annotated[float, typer.Option(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0,
     seed: o.Seed = 0,
     steps: Annotated[
-        int | None, typer.Option(help="Local steps per worker (default: as many as a few seconds of training need).")
+        int | None, typer.Option(help="Local steps per worker (default: enough for a few seconds of training).")
     ] = None,
     heartbeat: Annotated[
         float, typer.Option(help="Seconds without an answer after which a node counts as lost.")
@@ -595,7 +603,7 @@ def chaos(
     disruption: Annotated[
         list[str] | None,
         typer.Option(
-            help="A disruption to cause once, in place of random ones; flockstep list disruptions shows all.",
+            help="Disruption to cause once, in place of random disruptions; flockstep list disruptions shows all.",
             autocompletion=o.completed("disruption"),
         ),
     ] = None,
@@ -614,7 +622,7 @@ def chaos(
 
 @app.command(rich_help_panel=RUN)
 def flight(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")], as_json: o.Json = False
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")], as_json: o.Json = False
 ) -> None:
     """Show what the processes of a run last did before a fault: messages, waits and steps."""
     from flockstep.cli.flight import show_flight
@@ -670,7 +678,7 @@ def doctor(as_json: o.Json = False) -> None:
 @app.command("help", rich_help_panel=HELP)
 def show_help(
     command: Annotated[
-        list[str] | None, typer.Argument(help="The command to explain, such as train or bench codecs.")
+        list[str] | None, typer.Argument(help="Command to explain, such as train or bench codecs.")
     ] = None,
 ) -> None:
     """Show what a command does, and its options."""

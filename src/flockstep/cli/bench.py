@@ -23,7 +23,7 @@ LEGEND = (
 )
 
 WORDY = ("encode", "quartiles")
-"""Headings of columns that hold text: the reasons why measurements failed."""
+"""Headings of columns that are aligned left, because they hold the reason if a measurement failed."""
 RANKS = {
     "quartiles": 1,
     "processes": 3,
@@ -176,7 +176,7 @@ def prediction(
     draw: Annotated[
         int, typer.Option(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draw of combinations.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,
@@ -232,7 +232,7 @@ def _answer(
 
 
 def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
-    """Return the cells of a table.
+    """Return the rows of a table of measurements, as texts.
 
     Each rate is also given as a multiple of the rate of the implementation `beside`; noisy rows are marked with ~.
     """

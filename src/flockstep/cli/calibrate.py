@@ -26,7 +26,7 @@ _MEASURING = ("workers", "job", "transport", "threads", "gradients", "rounds", "
 def calibrate(
     context: typer.Context,
     workers: o.Workers = 4,
-    job: Annotated[str, typer.Option(help="Job whose gradients are computed.")] = "digits",
+    job: Annotated[str, typer.Option(help="Job whose gradients are timed.")] = "digits",
     transport: o.TransportText = "shared_memory",
     threads: o.Threads = 1,
     gradients: Gradients = 30,
@@ -127,6 +127,8 @@ def _measured(
 def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Refuse options that were given although they mean nothing here."""
     for option, value in o.given_options(context, names):
-        measuring = "is only for measuring this machine and has no effect with --from"
-        means = measuring if names == _MEASURING else "is only for --from"
-        raise ConfigurationError(f"{option} {value} {means}; leave it out")
+        if names == _MEASURING:
+            raise ConfigurationError(
+                f"{option} {value} is only for measuring this machine and has no effect with --from; leave it out"
+            )
+        raise ConfigurationError(f"{option} {value} is only for --from; leave it out, or add --from with a run")

@@ -66,8 +66,8 @@ def run_chaos(
 
 
 def line(found: ChaosTrial) -> str:
-    """Describe a trial in one line of text, with further lines for violated invariants and the command that repeats the
-    trial.
+    """Describe a disrupted run in one line of text, with further lines for violated invariants and the command that
+    repeats the run.
     """
     fired = "fired" if found.fired else "NOT FIRED"
     text = (
@@ -87,7 +87,7 @@ def line(found: ChaosTrial) -> str:
 
 
 def table(goodputs: Sequence[Goodput]) -> Table:
-    """Table of the goodput of each strategy."""
+    """Return the terminal table of the useful steps per second (goodput) of each strategy."""
     shown = Table("strategy", "disruptions", "useful steps/s", "without", "goodput")
     for one in goodputs:
         shown.add_row(one.strategy, str(one.runs), f"{one.disturbed:.1f}", f"{one.baseline:.1f}", f"{one.share:.0%}")

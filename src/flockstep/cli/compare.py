@@ -1,4 +1,6 @@
-"""`flockstep compare` and `flockstep report`: progress of a comparison, its table, and the page."""
+"""`flockstep compare` and `flockstep report`: runs strategies with progress, prints the ranked table, and writes the
+HTML report.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | None = None) -> int:
-    """Run a comparison and show its progress; return the exit code: 1 if a strategy has no useful run.
+    """Run a comparison and show its progress; return the exit code: 1 if a strategy failed or diverged in all its runs.
 
     `gathering` gives the hosts of each real run; None: all processes are on this machine.
     """
@@ -60,7 +62,7 @@ def _print(found: Comparison, as_json: bool) -> None:
 
 
 def report(folders: Sequence[Path], out: Path, cluster: str | None, imports: Sequence[str]) -> Path:
-    """Write a report of recorded runs, with predictions for `cluster` if a cluster is given."""
+    """Write an HTML report of recorded runs, with predictions for `cluster` if a cluster is given; return its path."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import for_report
     from flockstep.records.folder import RunFolder

@@ -35,7 +35,9 @@ def coordinate(
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
     require_trains(command)
-    inner = understood(context, command, "flockstep coordinate needs a command as for one host, without")
+    inner = understood(
+        context, command, "is an option about hosts, and flockstep coordinate needs a command for one host"
+    )
     host = host_address or EVERY[not socket.has_dualstack_ipv6()]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     meeting = meeting_at(where, read_secret(secret_file), timeout)
@@ -44,12 +46,13 @@ def coordinate(
         inner.command.invoke(inner)
 
 
-def understood(context: typer.Context, words: list[str], instead: str, allowed: Sequence[str] = ()) -> Any:
-    """Return the context of a command with its options parsed. Of the options about hosts, the user may give only those
-    in `allowed`.
+def understood(context: typer.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
+    """Parse the options of a command; return the command's context.
+
+    Of the options about hosts, only those in `allowed` may be given.
 
     Raises:
-        ConfigurationError: the command has another option about hosts; the message is `instead` and the option.
+        ConfigurationError: the command has another option about hosts; the message is the option and `why`.
     """
     root = context.find_root()
     group = root.command
@@ -58,5 +61,5 @@ def understood(context: typer.Context, words: list[str], instead: str, allowed: 
     assert command is not None
     inner: Any = command.make_context(words[0], list(rest), parent=root)
     for option, _ in o.given_options(inner, [one.name for one in fields(o.HostOptions) if one.name not in allowed]):
-        raise ConfigurationError(f"{instead} {option}; leave it out of the command")
+        raise ConfigurationError(f"{option} {why}; leave it out of the command")
     return inner

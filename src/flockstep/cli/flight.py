@@ -36,8 +36,8 @@ def show_flight(folder: Path, as_json: bool) -> None:
 
 
 def lost_nodes(record: Record) -> list[str]:
-    """Return sentences that say, for each lost node, when it was declared lost, which node received its last message,
-    and which nodes waited for it.
+    """Return sentences about each lost node: when the node was declared lost, which node received its last message,
+    and which nodes waited for the node.
     """
     found = []
     for event in record.summary.lost:

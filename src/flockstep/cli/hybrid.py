@@ -1,4 +1,4 @@
-"""The part of `flockstep plan` about split models: partition and strategy chosen together."""
+"""The part of `flockstep plan` that predicts models split over workers, and chooses partition and strategy together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.strategies.base import Strategy
 HEADINGS = ("partition", "strategy", "speed-up", "samples/s", "step", "computes", "sends", "memory", "replicas")
 RANKS = (0, 0, 0, 2, 4, 5, 6, 1, 3)
 SHOWN = 6
-"""Number of rows of the table in the terminal; --all shows all of them."""
+"""Number of rows of the table in the terminal; --all shows all rows."""
 MEANT = (
     "Predictions for replicas that several workers hold together. Speed-up: relative to one worker, from the samples "
     "per second and the number of samples needed for the same accuracy. Sends: bytes that a worker sends per step, "
@@ -39,12 +39,12 @@ class HybridOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether the plan includes split models."""
+        """Whether the user asked for predictions of split models."""
         return self.search or bool(self.partitions) or self.memory is not None
 
 
 def options(hybrid: bool, partitions: Sequence[str] | None, memory: str | None) -> HybridOptions:
-    """Return the options of the command.
+    """Return the parsed values of --hybrid, --partition and --memory.
 
     Raises:
         ConfigurationError: a partition does not split the model, or the amount of memory has no unit.
@@ -53,23 +53,23 @@ def options(hybrid: bool, partitions: Sequence[str] | None, memory: str | None) 
 
 
 def advised(outlook: Outlook, advice: Advice, asked: HybridOptions, strategies: Sequence[str]) -> HybridAdvice:
-    """Search for the best pairs of partition and strategy, and show the progress."""
+    """Search for the best pairs of partition and strategy, and show the progress of the search."""
     with show.status() as say:
         return advise_hybrid(outlook, advice, asked.partitions, [Strategy.parse(text) for text in strategies], say)
 
 
 def table(found: HybridAdvice, everything: bool) -> TextTable:
-    """Table of the predicted times of split replicas, highest speed-up first."""
+    """Return the terminal table of the predicted times of split models, highest speed-up first."""
     columns = [TableColumn(one, place < 2, rank) for place, (one, rank) in enumerate(zip(HEADINGS, RANKS, strict=True))]
     shown = found.splits if everything else found.splits[:SHOWN]
     styles = {place: "bold" for place, one in enumerate(shown) if one is found.choice}
     rest = len(found.splits) - len(shown)
-    notes = [f"{rest} more combinations; --all shows them."] if rest else []
+    notes = [f"{rest} more combinations of partition and strategy; --all shows them."] if rest else []
     return TextTable(columns, [_cells(found, one) for one in shown], "split replicas", styles=styles, notes=notes)
 
 
 def listing(found: HybridAdvice) -> Listing:
-    """The predictions as a listing of the HTML page."""
+    """Return the predictions of split models as a table of the HTML page."""
     rows = [_cells(found, one) for one in found.splits]
     marked = {place: "chosen" for place, one in enumerate(found.splits) if one is found.choice}
     return Listing("Split replicas", " ".join((*found.sentences, MEANT)), HEADINGS, rows, marked, (0, 1))

@@ -58,7 +58,7 @@ def show_layers(
 
 
 def shape_named(what: str) -> ModelShape:
-    """Return the layers of the model that a command's argument names.
+    """Return the layers of the workload, reference model or Python file that is named on the command line.
 
     Raises:
         ConfigurationError: there is no such model, or the model cannot be run.

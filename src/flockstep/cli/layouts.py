@@ -22,7 +22,8 @@ MODELS = ("vgg-a", "resnet-152", "googlenet")
 def show_layouts(
     what: Sequence[str], workers: int = 16, bandwidth: str = "10gbit", as_json: bool = False, out: Path | None = None
 ) -> None:
-    """Print the delays for each model, and draw the delays over workers and bandwidth into the file `out`.
+    """Print the smallest delay of each layout for each model, and draw the delays over workers and bandwidth into the
+    file `out`.
 
     Raises:
         ConfigurationError: there is no such model, or workers or bandwidth are not above 0, or bandwidth has no unit.

@@ -45,30 +45,30 @@ ABOUT = {
     "cluster": "a cluster of machines and links, for `flockstep plan`",
     "model": "a published network, described layer by layer, for `flockstep plan`",
 }
-"""Kind of component → what a component of that kind decides."""
+"""Kind of component → text on what such a component decides."""
 DESCRIBED = ("cluster", "model")
 """Kinds of built-in descriptions that a plan accepts, in addition to the kinds of components."""
 
 
 def nouns() -> list[str]:
-    """Names of all kinds of components and of built-in descriptions."""
+    """Names of all kinds of components, and of the kinds of built-in descriptions (models and clusters)."""
     return [*registry.nouns(), *DESCRIBED]
 
 
 def plural(noun: str) -> str:
-    """The plural of a kind: `strategies`, `topologies`, `codecs`."""
+    """Return the plural of a kind of component, such as `strategies`, `topologies` or `codecs`."""
     if noun in ("feedback", "compute"):
         return noun
     return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 
 def singular(noun: str) -> str:
-    """The singular of a kind given in the plural; any other word is returned unchanged."""
+    """Return the singular of a kind of component given in the plural; any other word is returned unchanged."""
     return next((one for one in nouns() if noun in (one, plural(one))), noun)
 
 
 def names(noun: str) -> list[str]:
-    """Names of the components of a kind, including short names; no component is imported."""
+    """Return the names of the components of a kind, including short names; no component is imported."""
     if noun == "cluster":
         from flockstep.costs import clusters
 
@@ -87,8 +87,8 @@ def complete(incomplete: str) -> list[str]:
 
 
 def summary() -> list[dict[str, Any]]:
-    """Rows of the summary: for each kind the number of components, what a component of the kind decides, and the
-    names.
+    """Return the rows of the summary: for each kind the number of components, the decision that such a component
+    makes, and the names.
     """
     return [
         {
@@ -206,8 +206,8 @@ def described(noun: str, name: str) -> dict[str, Any]:
 
 
 def listing(noun: str) -> list[dict[str, str]]:
-    """Rows for the components of the kind `noun`: how to write the component in an expression, its defaults, and the
-    first line of its docstring.
+    """Return a row for each component of the kind `noun`: its expression, its defaults, and the first line of its
+    docstring.
 
     Raises:
         UnknownName: there is no kind of component with this name.

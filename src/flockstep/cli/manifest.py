@@ -62,7 +62,7 @@ def _require_understood(context: typer.Context, words: list[str], nodes: int) ->
     Raises:
         ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
     """
-    inner = understood(context, words, "every pod gets its value from the manifest:", allowed=("timeout",))
+    inner = understood(context, words, "gets its value in each pod from the manifest", allowed=("timeout",))
     if (workers := inner.params["workers"]) < nodes:
         raise ConfigurationError(
             f"a run in {nodes} pods needs at least {nodes} workers, got {workers}; raise -n, the number of workers of "

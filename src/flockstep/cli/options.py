@@ -33,7 +33,9 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Return a function for tab completion that offers all names of the given kinds, short names included."""
+    """Return a function for tab completion that offers the names of all components of the given kinds, short names
+    included.
+    """
 
     def complete(incomplete: str) -> list[str]:
         known = [
@@ -326,7 +328,7 @@ class HostOptions:
 
 
 HERE = HostOptions()
-"""Values of the options about hosts with which all processes run on this host."""
+"""The options about hosts of a command that runs all processes on this host."""
 
 
 def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
@@ -401,8 +403,11 @@ ClusterText = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
-        "spend on messages and steps: here (saved by flockstep calibrate), another name, or a TOML file.",
+        help=(
+            "Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
+            "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML "
+            "file."
+        ),
         rich_help_panel=VIRTUAL,
     ),
 ]
@@ -733,7 +738,8 @@ def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) 
 
     for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
         on_stderr(
-            f"{option} has no effect on node {gathering.node}: the coordinator writes the record and prints the outcome"
+            f"{option} has no effect on the host with --node-rank {gathering.node}: the coordinator writes the "
+            "record and prints the outcome"
         )
     return config if list(given_options(context, ("transport",))) else dataclasses.replace(config, transport=None)
 

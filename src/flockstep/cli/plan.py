@@ -89,7 +89,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
-        show_default="as the cluster says",
+        show_default="memory stated by the cluster",
         rich_help_panel=SPLIT_PANEL,
     ),
 ]
@@ -146,9 +146,9 @@ FOREMOST, REASONS = 6, 4
 everything is shown.
 """
 MATTERS = 5
-"""Largest rank of the columns in the table of a plan; with --all, all columns are shown."""
+"""Largest rank of the columns that the table of a plan shows; with --all, all columns are shown."""
 LACKS = "this plan does not show how the strategies scale, nor which conditions would change the recommendation"
-"""Sentence that a plan prints if the user interrupted its advice."""
+"""Sentence that a plan prints if the user interrupted the computation of the advice."""
 BUDGET = 120.0
 """Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 
@@ -420,7 +420,7 @@ def _finished(begun: Sequence[tuple[str, float]]) -> str:
         return "no strategy was finished"
     return (
         f"{len(names)} of {begun[-1][1]:.0f} strategies were finished: {', '.join(names)}; a plan of fewer "
-        "strategies takes less time: name them with -s, for example -s all_reduce -s local_sgd"
+        "strategies takes less time: name strategies with -s, for example -s all_reduce -s local_sgd"
     )
 
 

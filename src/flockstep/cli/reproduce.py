@@ -24,7 +24,7 @@ LEGEND = (
 
 
 def known() -> list[str]:
-    """The identifiers of all claims, sorted by letter, then by number."""
+    """Return the names of all claims, sorted by letter, then by number."""
     return sorted(registry.names("claim"), key=_order)
 
 
@@ -56,7 +56,7 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
 
 
 def list_claims(as_json: bool) -> None:
-    """Print all claims without checking them."""
+    """Print a table of all claims, without checking them."""
     rows = [{"claim": name, **_described(Claim.parse(name))} for name in known()]
     if as_json:
         show.json(rows)

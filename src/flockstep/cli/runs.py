@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering: Gathering | None = None) -> Summary:
-    """Train or simulate, and show the progress under a title."""
+    """Train or simulate with a configuration, and show the progress under `title`; return the summary."""
     if config.kind == "simulate":
         with show.bar(title) as progress:
             return carry_out(config, folder, overwrite, watch=progress).summary
@@ -43,7 +43,7 @@ def run_one(
     overwrite: bool,
     gathering: Gathering | None = None,
 ) -> None:
-    """Train or simulate, and print the outcome."""
+    """Train or simulate with a configuration, then print the outcome and the folder of the record."""
     with _names_record(folder):
         summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
     conclude(summary, folder, as_json, must_reach)
@@ -117,7 +117,10 @@ def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
-    """Print the outcome; return the exit code: 1 if the run diverged or missed the target given by the user."""
+    """Print the outcome of a run.
+
+    The command exits with code 1 if the run diverged, failed, or missed a target that it must reach.
+    """
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:
@@ -134,7 +137,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
 
 
 def missed(summary: Summary) -> str | None:
-    """Sentence about a missed target; None if the run has no target, or has reached it."""
+    """Return a sentence about a missed target; None if the run has no target, or has reached it."""
     if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
         return None
     return (

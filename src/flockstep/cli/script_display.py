@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PERIOD = 0.1
 """Longest time in seconds for which lines of output are held back, so that many lines redraw the table only once."""
 MOST = 1 << 18
-"""Number of held-back bytes at which the script has to wait for the terminal."""
+"""Number of held-back bytes above which the script waits until the terminal has shown its output."""
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Tried:
-    """Results of the trials, and the reason why the trials ended."""
+    """Results of the trials of `flockstep plan --simulate`, and the reason why the trials ended."""
 
     found: tuple[Found, ...]
     target: float | None
@@ -111,13 +111,13 @@ def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
 
 
 def table(tried: Tried) -> TextTable:
-    """Table of the simulated strategies, shortest time to target first."""
+    """Return the terminal table of the simulated strategies, shortest time to target first."""
     columns = [TableColumn(one, one in ("strategy", "with"), rank) for one, rank in zip(HEADINGS, RANKS, strict=True)]
     return TextTable(columns, _rows(tried), _title(tried))
 
 
 def listing(tried: Tried) -> Listing:
-    """Return the table of the simulated strategies as a listing of the HTML page."""
+    """Return the table of the simulated strategies for the HTML page."""
     note = f"Time to target: {_title(tried)}. Note: {'; '.join((*tried.notes, *left_out()))}."
     return Listing("Trials", note, HEADINGS, _rows(tried))
 
@@ -153,7 +153,9 @@ def _with(one: Found, best: Trial) -> str:
 
 
 def outcome(trial: Trial) -> str:
-    """Text of a trial's outcome: its time to target, 'diverged', or the time in which the target was missed."""
+    """Return the outcome of a trial as text: its time to target, 'diverged', or the time within which it missed the
+    target.
+    """
     if trial.seconds_to_target is not None:
         return formatting.seconds(trial.seconds_to_target)
     if trial.end == "diverged":
@@ -162,12 +164,12 @@ def outcome(trial: Trial) -> str:
 
 
 def left_out() -> Sequence[str]:
-    """Sentences about the effects that trials do not model."""
-    return (*LEFT_OUT, "the best of several trials with one seed is better than a typical trial")
+    """Return sentences about the effects that trials do not model."""
+    return (*LEFT_OUT, "the best of several trials that share one seed is better than a typical trial")
 
 
 def document(tried: Tried) -> dict[str, Any]:
-    """The trials as plain data, for JSON."""
+    """Return the results of the trials as a dictionary, for JSON."""
     return {
         "target": tried.target,
         "found": [one.document() for one in tried.found],

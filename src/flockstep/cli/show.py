@@ -25,8 +25,8 @@ console = Console(stderr=True)
 
 
 def page() -> Console:
-    """Console that prints tables on standard output, as wide as the terminal or the variable COLUMNS says, otherwise
-    120 characters.
+    """Return a console that prints tables on standard output, as wide as the terminal or the variable COLUMNS says,
+    otherwise 120 characters.
     """
     known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if known else 120)
@@ -157,7 +157,7 @@ def _progress(unit: str = "") -> Progress:
 
 
 def node_table(nodes: dict[Address, NodeProgress]) -> Table:
-    """Return a table of the state of every node, with its loss if any node's loss is known.
+    """Return a table of the state of every node of a run, with the nodes' losses if any loss is known.
 
     The loss of a user's script is not known.
     """

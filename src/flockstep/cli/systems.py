@@ -15,12 +15,14 @@ HEADINGS = ("system", "parallelism", "optimization", "scheduling", "exchange", "
 
 
 def rows() -> list[dict[str, str]]:
-    """Rows of the table: every system with its place in the taxonomy, derived from its composition."""
+    """Return the rows of the table: every system with its place in the taxonomy, derived from the system's
+    composition.
+    """
     return [known.row() for known in systems()]
 
 
 def detail(known: System) -> dict[str, Any]:
-    """Print all details of one system."""
+    """Print all details of one system of the literature."""
     return {
         **known.row(),
         "citation": known.citation,
@@ -39,7 +41,7 @@ def detail(known: System) -> dict[str, Any]:
 
 
 def show_systems(name: str | None, as_json: bool) -> None:
-    """Print the table of systems, or the details of one system."""
+    """Print the table of the literature's systems, or the details of one system."""
     if as_json:
         show.json(rows() if name is None else detail(system(name)))
     elif name is None:

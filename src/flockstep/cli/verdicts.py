@@ -13,7 +13,7 @@ PAGE = Path("docs") / "explanation" / "claims.md"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
 HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
 SHOWN = 3
-"""Number of figures that are shown for a claim in addition to the figures that fail."""
+"""Number of figures that are shown for a claim in addition to the figures that do not hold."""
 
 
 def require_page(page: Path = PAGE) -> None:
@@ -35,7 +35,7 @@ def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE
 
 
 def row(result: Mapping[str, Any]) -> str:
-    """Return one row of the table of claims: the figures that fail, then the first few other figures."""
+    """Return one row of the table of claims: the figures that do not hold, then the first figures that hold."""
     short = [_figure(one) for one in result["rows"] if not one["holds"]]
     held = [_figure(one) for one in result["rows"] if one["holds"]]
     more = len(held) - SHOWN

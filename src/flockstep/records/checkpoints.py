@@ -33,19 +33,19 @@ _NUMBER = re.compile("[0-9]+")
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file with the state of one node."""
+    """One file of a checkpoint, which holds the state of one node."""
 
     node: int
     file: str
     step: int
-    """Number of steps of a worker that the state includes; 0 for a server."""
+    """Number of steps of a worker that its saved state includes; 0 for a server."""
     nbytes: int
     sha256: str
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot that had not been evaluated at the checkpoint; its path is the name of a file in the checkpoint's
-    folder.
+    """A model snapshot that was not yet evaluated when the checkpoint was taken; its path is the name of a file in the
+    checkpoint's folder.
     """
 
     snapshot: Snapshot
@@ -53,7 +53,9 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a checkpoint, and the run to which the checkpoint belongs."""
+    """The content of a checkpoint: its files with their hashes, the files of snapshots, and the run to which the
+    checkpoint belongs.
+    """
 
     format: int
     version: str
@@ -61,9 +63,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     workers: int
     config: str
-    """SHA-256 of the run's configuration as TOML, in hexadecimal digits."""
+    """SHA-256 of the run's configuration as a TOML document, in hexadecimal digits."""
     seconds: float
-    """Seconds from the start of the run until all nodes had stopped."""
+    """Seconds from the start of the run until all nodes had stopped for the checkpoint."""
     shards: tuple[Shard, ...]
     pending: tuple[Pending, ...] = ()
     sha256: str = ""
@@ -71,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def steps(self) -> dict[Address, int]:
-        """Rank → number of steps of the worker."""
+        """Rank → number of steps that the worker had taken."""
         return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
 
     def unevaluated(self, evaluated: Collection[float]) -> list[Snapshot]:
@@ -84,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [item for item in items if ticks[item.tick] not in evaluated]
 
     def digest(self) -> str:
-        """SHA-256 of everything except the digest itself, in hexadecimal digits."""
+        """SHA-256 of the manifest with an empty field `sha256`, in hexadecimal digits."""
         return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
 
 
@@ -189,7 +191,7 @@ class ArrivingShard:
         self._digest, self._nbytes = hashlib.sha256(), 0
 
     def add(self, part: memoryview) -> None:
-        """Append the next part.
+        """Append the next part of the node's state to the file.
 
         Raises:
             OSError: the disk is full.
@@ -199,7 +201,7 @@ class ArrivingShard:
         self._nbytes += len(part)
 
     def finish(self) -> None:
-        """Complete the file after its last part.
+        """Complete the file after its last part has arrived.
 
         Raises:
             ProtocolError: the bytes differ from those that the node has written. OSError: the file cannot be written to
@@ -272,7 +274,7 @@ def keep_config(record: Path, digest: str, text: str) -> None:
 
 
 def kept_config(record: Path, digest: str) -> str | None:
-    """Return the stored configuration with the given SHA-256; None if there is none."""
+    """Return the stored configuration with the given SHA-256; None if no such configuration is stored."""
     try:
         text = (record / CHECKPOINTS / f"{digest}.toml").read_bytes()
     except OSError:
@@ -287,8 +289,9 @@ def folders(record: Path) -> list[Path]:
 
 
 def new_folder(record: Path, last: Path | None = None) -> Path:
-    """Create the folder of the next checkpoint. Its name differs from `last`, to which nodes may still write after its
-    removal.
+    """Create the folder of the next checkpoint.
+
+    Its name differs from `last`, the name of a removed checkpoint to which nodes may still write.
 
     Raises:
         OSError: the disk is full.
@@ -326,7 +329,7 @@ def prune(record: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; if the removal is interrupted, the rest counts as an incomplete checkpoint."""
+    """Remove a checkpoint. If the removal is interrupted, the remaining files count as an incomplete checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

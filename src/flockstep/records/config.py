@@ -54,23 +54,23 @@ _LAUNCH_OPTIONS = (
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
-"""Largest heartbeat, in seconds. The limit of ZeroMQ's heartbeat options lies below twice this value."""
+"""Largest allowed heartbeat timeout, in seconds; twice this value is the limit of ZeroMQ's heartbeat options."""
 
 
 KEEP = 2
-"""Default number of checkpoints that are kept."""
+"""Default number of checkpoints of a run that are kept."""
 
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """Interval between two checkpoints, in steps of each worker or in seconds."""
+    """Interval between two checkpoints: a number of steps of each worker, or a number of seconds."""
 
     steps: int = 0
     seconds: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> CheckpointInterval:
-        """The interval of a text such as "500" (steps), "5min" or "30s".
+        """Return the interval that a text such as "500" (steps), "5min" or "30s" describes.
 
         Raises:
             ConfigurationError: the text is no interval.
@@ -85,7 +85,9 @@ class CheckpointInterval:
         )
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Return whether a checkpoint is due after this many steps, and seconds, since the last checkpoint."""
+        """Return whether a checkpoint is due, if the last checkpoint was taken `steps` steps or `seconds`
+        seconds ago.
+        """
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
@@ -93,7 +95,7 @@ class CheckpointInterval:
 class RunConfig:
     """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`).
 
-    None stands for the job's value.
+    A setting of None stands for the job's default, unless its description says otherwise.
     """
 
     kind: Kind
@@ -109,16 +111,16 @@ class RunConfig:
     seed: int = 0
     transport: str | None = None
     result: str | None = None
-    """Policy that selects the resulting model."""
+    """Policy that selects the model that the run returns, such as `server`, `mean` or `rank0`."""
     steps: int | None = None
-    """Local steps per worker; takes precedence over epochs."""
+    """Number of local steps per worker; takes precedence over `epochs`."""
     epochs: float | None = None
     batch: int | None = None
     """Number of samples per worker and step."""
     lr: float | None = None
-    """Learning rate, which replaces that of the job's optimizer."""
+    """Learning rate in place of the learning rate of the job's optimizer."""
     schedule: str | None = None
-    """Schedule of learning rate and batch size over the steps, as factors on `lr` and `batch`."""
+    """Schedule by which learning rate and batch size change over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"
     partition: str | None = None
     """How each replica of the model is split over workers; None if every worker holds the whole model."""
@@ -138,10 +140,10 @@ class RunConfig:
     """Number of refused gradients after which `on_bad_gradient="quarantine"` removes a worker."""
     evaluate_every: float | None = None
     metric: str = "accuracy"
-    """Display name of the job's metric."""
+    """Name of the job's metric in tables and reports."""
     higher_is_better: bool = True
     target: float | None = None
-    """Value of the metric to which time-to-target refers."""
+    """Value of the metric at which the time to target ends."""
     until_target: bool = False
     """Whether the run ends at the first evaluation that reaches the target."""
     threads: int | None = None
@@ -222,12 +224,12 @@ class RunConfig:
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:
-        """Interval of the checkpoints; None for a checkpoint only at a signal."""
+        """Interval between two checkpoints; None if a checkpoint is taken only at a signal."""
         return None if self.checkpoint_every is None else CheckpointInterval.parse(self.checkpoint_every)
 
     @property
     def bad_gradients(self) -> BadGradients:
-        """What happens to a gradient that is not finite or too large."""
+        """What happens to a gradient that is not finite or too large: `stop`, `skip` or `quarantine`."""
         return BadGradients(self.on_bad_gradient, self.max_gradient_norm, self.strikes)
 
     @property
@@ -237,7 +239,9 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        """Display name of the strategy: the name by which it was given if there is one, otherwise the expression."""
+        """Name of the strategy in tables and reports: the name by which it was given if there is one, otherwise the
+        expression.
+        """
         return self.system or self.strategy
 
     @property
@@ -269,14 +273,14 @@ class RunConfig:
         return tomli_w.dumps(data)
 
     def with_files_of(self, other: RunConfig) -> RunConfig:
-        """Return this configuration with the job and the imported files of another configuration, with their names on
-        its host.
+        """Return this configuration with the job and the imported files of `other`, under the names that the files
+        have on its host.
         """
         return dataclasses.replace(self, job=other.job, imports=other.imports)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the configuration as TOML, in hexadecimal digits."""
+        """SHA-256 of the configuration as a TOML document, in hexadecimal digits."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     @classmethod

@@ -11,7 +11,10 @@ import msgspec
 
 
 class StepEvent(msgspec.Struct, tag="step", frozen=True, forbid_unknown_fields=True):
-    """A worker used its gradient number `step`; the amounts cover the time since the worker's previous step event."""
+    """A worker used its gradient number `step`.
+
+    Seconds, bytes and messages cover the time since the worker's previous step event.
+    """
 
     seconds: float
     rank: int
@@ -42,7 +45,7 @@ class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fiel
 
 
 class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=True):
-    """One activity of a node from `start` to `end`: compute, wait or comm.
+    """One activity of a node from `start` to `end`: computing, waiting or communicating.
 
     Spans are recorded for the first steps only.
     """
@@ -124,7 +127,7 @@ class NodeEvent(msgspec.Struct, tag="node", frozen=True, forbid_unknown_fields=T
 
 
 class LostEvent(msgspec.Struct, tag="lost", frozen=True, forbid_unknown_fields=True):
-    """A node died or stopped responding."""
+    """A node died or stopped responding, and counts as lost."""
 
     seconds: float
     node: int

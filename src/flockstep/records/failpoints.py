@@ -12,6 +12,6 @@ Points that every message or step reaches call the hooks directly, to save the c
 
 
 def reach(point: str) -> None:
-    """Call the hooks, because the process has reached `point`."""
+    """Call all hooks with the name of the point that the process has reached."""
     for hook in hooks:
         hook(point)

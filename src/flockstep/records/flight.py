@@ -23,14 +23,16 @@ from flockstep.records.events import LostEvent
 FLIGHT = "flight"
 """Name of the folder, within the folder of a run, with the flight recorders of the run's processes."""
 KEPT = 2000
-"""Number of events that a process keeps."""
+"""Number of last events that a process keeps in memory."""
 MOST = 200
-"""Largest number of events in one message."""
+"""Largest number of flight-recorder events in one message."""
 Kind = Literal["send", "receive", "wait", "step"]
 
 
 class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An event of one process: it sent or received a message, began to wait for a message, or finished a step."""
+    """An event of one process: the process sent or received a message, began to wait for a message, or finished a
+    step.
+    """
 
     seconds: float
     """Seconds from the start of the run to the event."""
@@ -45,7 +47,7 @@ class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FlightRecorder:
-    """Recorder of the last events of one process."""
+    """The recorder in one process, which keeps the process's last events in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         """`clock` returns the seconds that `taken` converts."""
@@ -57,8 +59,9 @@ class FlightRecorder:
         self._events.append((self._clock(), kind, peer, tag, step, nbytes))
 
     def taken(self, convert: Callable[[float], float] = lambda seconds: seconds) -> list[FlightEvent]:
-        """Return the events since the last call, oldest first; `convert` converts seconds of the clock to seconds of
-        the run.
+        """Return the events since the last call, oldest first.
+
+        `convert` converts seconds of the process's clock to seconds of the run.
         """
         found = [FlightEvent(convert(event[0]), *event[1:]) for event in self._events]
         self._events.clear()
@@ -66,16 +69,16 @@ class FlightRecorder:
 
 
 def encoded(events: list[FlightEvent]) -> Iterable[bytes]:
-    """Return the events as payloads of messages."""
+    """Yield the payloads of messages that together contain the events."""
     for start in range(0, len(events), MOST):
         yield msgspec.msgpack.encode(events[start : start + MOST])
 
 
 def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
-    """The events in the payload of a message.
+    """Return the events that the payload of a message contains.
 
     Raises:
-        ProtocolError: the payload is something else.
+        ProtocolError: the payload contains no flight-recorder events.
     """
     try:
         return msgspec.msgpack.decode(payload, type=list[FlightEvent])
@@ -102,7 +105,8 @@ def append(record: Path, node: Address | None, events: list[FlightEvent]) -> Non
 
 
 def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
-    """Name of a node, or "launcher" → its events, oldest first, of all nodes with a flight recorder in the folder.
+    """Return a mapping from the name of a node, or "launcher", to its events, oldest first, for every flight recorder
+    in the folder.
 
     Raises:
         ConfigurationError: a file holds something else.

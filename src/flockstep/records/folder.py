@@ -51,7 +51,7 @@ T = TypeVar("T")
 FUNCTION = "function"
 """Name of the subfolder that holds the program and the results of a launched function."""
 ENDED = ("finished", "diverged")
-"""Statuses of a run that need not be repeated."""
+"""Statuses of runs that have ended and need not be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 _TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 """Value of `type` in an event → class of the event."""
@@ -65,7 +65,7 @@ class Record:
     summary: Summary
     events: list[Event]
     flight: dict[str, list[FlightEvent]] = field(default_factory=dict)
-    """Name of a node → the last events of its flight recorder before each fault."""
+    """Name of a node → the last events before each fault, from the node's flight recorder."""
 
 
 class EventWriter:
@@ -211,10 +211,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def resumed(self, seconds: float, held: bool = False) -> Iterator[int]:
-        """Context manager that owns the folder of a run that continues from its state at `seconds`; yields the number
-        of steps that were recorded after this time, whose events are dropped.
+        """Context manager that owns the folder of a run that continues from its state at `seconds`.
 
-        `held` says that the caller already owns the folder.
+        Events after this time are dropped; the number of steps among them is yielded. `held` says that the caller
+        already owns the folder.
         """
         with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
@@ -310,7 +310,7 @@ class RunFolder:
     def read_summary(self) -> Summary:
         """Read summary.json; if the file is missing, summarize the events on disk as an interrupted run."""
         if not self.summary_file.is_file():
-            why = "the run ended without a summary"
+            why = "the run ended without a summary in the record"
             if _gone(self.summary_file):  # of a run whose disk was full
                 why = f"the summary of the run was lost: it was stored in {self.summary_file.readlink()}"
             return summarize(self.read_config(), self.read_events(), "interrupted", why)
@@ -446,7 +446,7 @@ def _array_of(path: Path) -> FlatArray:
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         held = path.stat().st_size - file.tell()
     if not dtype.hasobject and (any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != held):
-        raise ValueError(f"it announces {shape} elements of {dtype}, and holds {held} bytes")
+        raise ValueError(f"the file announces {shape} elements of {dtype}, and holds {held} bytes")
     array: FlatArray = np.load(path, allow_pickle=False)
     return array
 

@@ -13,7 +13,9 @@ from typing import IO
 
 HALF = ".half"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers that mean a full disk. The run continues without the data that could not be written."""
+"""Error numbers of the operating system that mean a full disk. The run continues without the data that could not be
+written.
+"""
 _kept: dict[tuple[Path, Path], Path] = {}
 """(folder, parent of the substitute folder) → substitute folder in which this process stores the folder's files."""
 
@@ -76,7 +78,7 @@ def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) 
 
 
 def say_full(path: Path, error: OSError, how: str) -> None:
-    """Print to standard error which file could not be written to the full disk, and the consequence."""
+    """Print to standard error that the full disk could not take a file, and what happens instead."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"flockstep: {path} could not be written: {error.strerror}; {how}\n")
         sys.stderr.flush()

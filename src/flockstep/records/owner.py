@@ -49,7 +49,7 @@ def check(folder: Path) -> None:
         RunError: the folder was removed, another folder is in its place, or another process coordinates the run.
     """
     if _superseded(folder):
-        raise RunError(f"another process coordinates the run in {folder} now, so this process stops")
+        raise RunError(f"another process now coordinates the run in {folder}, so this process stops")
     if not is_ours(folder):
         raise RunError(
             f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "
@@ -58,15 +58,15 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return False only if this process owned the folder and the folder was removed or replaced, or if another process
-    now coordinates the run in the folder.
+    """Return False if this process owned the folder, but the folder was removed or replaced, or another process now
+    coordinates the run. In all other cases, return True.
     """
     file = _held.get(_place(folder))
     return not _superseded(folder) and (file is None or _is_at(folder, file))
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether a process owns the folder; if a process dies, the system releases its folder."""
+    """Return whether a process owns the folder. When a process dies, the system releases its folder."""
     return is_locked(folder / OWNER)
 
 
@@ -105,12 +105,14 @@ def lead(folder: Path) -> None:
 
 
 def newest_leader(folder: Path) -> int:
-    """Return the number of the newest coordinator of the run in a folder; 0 if no process has taken a number."""
+    """Return the number that the newest coordinator of the run in a folder has taken; 0 if no process has taken a
+    number.
+    """
     return max((int(file.name) for file in (folder / LEADERS).glob("[0-9]*")), default=0)
 
 
 def leader(folder: Path) -> int:
-    """Return the number that this process has taken; 0 if it has taken none."""
+    """Return the number that this process has taken to coordinate the run in a folder; 0 if it has taken none."""
     return _leading.get(_place(folder), 0)
 
 

@@ -97,7 +97,7 @@ def arrays_in(data: FlatArray) -> dict[str, FlatArray]:
     """
     size = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or size > min(len(data) - 8, _LARGEST_HEADER):
-        raise ValueError(f"the header's size is {size} of {len(data)} bytes")
+        raise ValueError(f"the header has {size} bytes according to the file, which has {len(data)} bytes")
     entries = msgspec.json.decode(data[8 : 8 + size].tobytes(), type=dict[str, _Entry])
     body, arrays, end = data[8 + size :], dict[str, FlatArray](), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -110,5 +110,5 @@ def arrays_in(data: FlatArray) -> dict[str, FlatArray]:
         arrays[name] = np.frombuffer(body[start:stop].tobytes(), dtype).reshape(entry.shape)
         end = stop
     if end != len(body):
-        raise ValueError(f"{len(body) - end} bytes belong to no array")
+        raise ValueError(f"{len(body) - end} bytes of the file belong to no array")
     return arrays

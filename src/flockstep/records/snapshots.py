@@ -22,15 +22,15 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
-"""Tick of a node's most recent parameters, which are sent from time to time and when a run fails; each such snapshot
-replaces the previous one.
+"""Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
+such snapshot replaces the previous one.
 """
 SNAPSHOTS = "snapshots"
 _HALF = ".half"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot of a node's parameters at a tick of progress, and its file.
+    """A snapshot of a node's parameters, in a file; `tick` is the progress of the run at the snapshot.
 
     A `tick` of None is the end of the node's program.
     """
@@ -41,7 +41,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     dtype: str
     size: int
     buffers: int
-    """Size of the buffers in bytes; the file holds them after the parameters."""
+    """Size of the model's buffers (state that is not trained) in bytes; the file holds them after the parameters."""
     seconds: float
     step: int
     sent_bytes: int
@@ -52,7 +52,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the parameters in bytes."""
+        """Size of the snapshot's parameters in bytes."""
         return self.size * numpy_dtype(self.dtype).itemsize
 
     def read(self, part: slice = slice(None)) -> FlatArray:
@@ -67,7 +67,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return read
 
     def read_buffers(self) -> FlatArray:
-        """Read the buffers of the snapshot from the file, as bytes."""
+        """Read the model's buffers (state that is not trained) from the snapshot's file, as bytes."""
         self._require_whole()
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
 
@@ -79,14 +79,12 @@ class Snapshot(msgspec.Struct, frozen=True):
             )
 
     def remove(self) -> None:
-        """Delete the file that holds the snapshot's parameters."""
+        """Delete the snapshot's file."""
         Path(self.path).unlink(missing_ok=True)
 
 
 class WholeSnapshot(Snapshot, frozen=True):
-    """The snapshots of all parts of a replica, in the order of the parts, treated as one snapshot of the whole
-    model.
-    """
+    """A snapshot of a whole model that is split over workers, made of the snapshots of its parts, in order."""
 
     pieces: tuple[Snapshot, ...]
 
@@ -153,13 +151,15 @@ class SnapshotJoiner:
 
 
 def snapshot_folders(record: Path, run: str) -> list[Path]:
-    """Folders in which a run's snapshots may be stored: beside the record or, if that fails, in a temporary folder."""
+    """Return the folders in which a run's snapshots may be stored: one beside the record and, if it cannot be written
+    to, a temporary folder.
+    """
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
     return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
 
 
 def file_name(address: Address, tick: float) -> str:
-    """Return the name of the file that holds a node's parameters at a tick."""
+    """Return the name of the file with a node's parameters at a tick of progress."""
     when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
     return f"{node_name(address).replace(' ', '-')}.{when}"
 
@@ -190,7 +190,7 @@ class SnapshotWriter:
                 int(note["sent_bytes"]),
             )
         except ValueError as error:
-            raise ProtocolError(f"{node_name(address)} announced what is no snapshot: {error}") from None
+            raise ProtocolError(f"{node_name(address)} announced something that is no snapshot: {error}") from None
         if not self.item.nbytes <= largest or not self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
@@ -200,7 +200,7 @@ class SnapshotWriter:
         self._open()
 
     def add(self, part: FlatArray) -> Snapshot | None:
-        """Write the next part; return the snapshot if the file is complete, otherwise None.
+        """Write the next part of the snapshot; return the snapshot if the file is complete, otherwise None.
 
         Raises:
             ProtocolError: the part is longer than the rest of the file.

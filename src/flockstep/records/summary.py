@@ -30,7 +30,7 @@ from flockstep.records.events import (
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
-"""Statuses of runs whose final model is not reliable."""
+"""Statuses of runs whose final model is not reliable: diverged and failed runs, for example."""
 _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "metric",
     "higher_is_better", "target", "lr",
@@ -41,18 +41,18 @@ _COUNTS = ("sent_bytes", "received_bytes", "messages_sent", "messages_received")
 
 
 class GradientWeight(msgspec.Struct, frozen=True):
-    """The factors on the learning rate with which servers applied one worker's gradients."""
+    """Statistics of the factors on the learning rate with which servers applied one worker's gradients."""
 
     count: int
-    """Number of gradients applied, counted at every server that applied them."""
+    """Number of applied gradients, counted at every server that applied them."""
     mean: float
     min: float
     max: float
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Totals of one worker: its node event, or the sum of its step events if the worker died before it wrote a node
-    event.
+    """Totals of one worker over the run: from its node event or, if the worker died before it wrote one, the sum of
+    its step events.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run in figures. Seconds are seconds of `clock`; bytes are payload bytes.
+    """The figures of one run. Seconds are measured by `clock`; bytes are payload bytes.
 
     "per worker" means the mean over all workers.
     """
@@ -132,7 +132,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     higher_is_better: bool
     target: float | None
     lr: float | None = None
-    """Learning rate at the start of the run."""
+    """Learning rate at the start of the run, before a schedule changes it."""
     status: Status
     """Status of the run; `diverged` if the training loss, the loss or metric of the last evaluation, or the parameters
     of a script's worker are not finite.
@@ -198,14 +198,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     per_worker: list[WorkerTotals]
     """Totals of each worker, in order of rank."""
     lost: list[LostEvent]
-    """First report on each node that died or stopped responding."""
+    """The first report on each node that died or stopped responding."""
     result_step: float | None = None
     """Mean number of local steps of the workers whose model is in result.npy; `result_seconds` is the time of that
     model.
     """
     result_seconds: float | None = None
     notes: list[str] = []
-    """Sentences about parts that the record lacks, with the reasons."""
+    """Sentences that say which parts the record lacks, and why."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
     `rejected_connections`, if there are any, counts the connections that the nodes refused, and `device_bytes` the
@@ -216,8 +216,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def refusals(self) -> list[str]:
         """One sentence for each worker whose gradients were refused, with the number of refused gradients."""
         return [
-            f"{node_name(each.rank)}: {each.refused} bad gradient{'s' if each.refused > 1 else ''} refused, zeros used "
-            "instead"
+            f"{node_name(each.rank)}: {each.refused} bad gradient{'s' if each.refused > 1 else ''} refused; zeros "
+            "were used instead"
             for each in self.per_worker
             if each.refused
         ]
@@ -239,7 +239,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def time_of(event: Event) -> float:
-    """Return the time at which an event was complete, in seconds."""
+    """Return the time at which the activity that an event describes was complete, in seconds."""
     return event.end if isinstance(event, SpanEvent) else event.seconds
 
 

@@ -31,12 +31,13 @@ _MANY_RUNS = 5
 _MOST_SPANS = 600
 _ROW_PX = 17
 NARROW_LINE = 44
-"""Number of characters in a line of a run's name, above the run's bar on a narrow page."""
+"""Largest number of characters per line of a run's name, which stands above the run's bar on a narrow page."""
 _TITLE_PX = 34
 
 
 def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and waited.
+    """Return a figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and
+    waited.
 
     The runs' names are beside the bars, or above them if `narrow` is set.
     """
@@ -103,8 +104,8 @@ def _total(one: Series, name: str) -> dict[str, Any]:
 
 
 def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Figure with one panel per run and one stacked bar per worker: the shares of computing, communicating and
-    waiting.
+    """Return a figure with one panel per run and one stacked bar per worker: the shares of computing, communicating
+    and waiting.
     """
     titles = [one.title(NARROW if narrow else 32) for one in series]
     columns = min(2 if narrow else 4, len(series))
@@ -161,8 +162,8 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
 
 
 def timeline(series: Sequence[Series]) -> Figure | None:
-    """Figure of the activity of every node during the first steps, all runs on one time axis; None if no run recorded
-    spans.
+    """Return a figure of the activity of every node during the first steps, with all runs on one time axis; None if no
+    run recorded spans.
     """
     shown = [(one, _spans(one, len(series) >= _MANY_RUNS)) for one in series]
     shown = [(one, spans) for one, spans in shown if spans]

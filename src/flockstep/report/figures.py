@@ -20,11 +20,12 @@ _MOST_BARS = 40
 
 
 def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns); one below the other if
-    `narrow` is set.
+    """Return a figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns).
 
-    The vertical axes begin where the curves differ. A ring marks the point at which a run reached the target. A trace's
-    legendgroup is the rank of its run, which the legend of the page uses.
+    If `narrow` is set, the plots are one below the other.
+
+    The vertical axes begin where the curves differ. A ring marks the point at which a run reached the target. A
+    trace's legendgroup is the rank of its run, which the legend of the page uses.
     """
     first = series[0].record.summary
     data: list[dict[str, Any]] = []
@@ -148,18 +149,21 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Two ranges of an axis; for a logarithmic axis, they are exponents of ten."""
+    """Two ranges of a vertical axis: of all values, and of the values at the ends of the runs.
+
+    On a logarithmic axis, the ranges are exponents of ten.
+    """
 
     whole: list[float]
-    """The range of an axis that shows all values."""
+    """Range that shows all values of the runs."""
     ends: list[float]
-    """Range of the axis that shows the values at the ends of the runs."""
+    """Range that shows the values at the ends of the runs."""
 
 
 def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
-    """Return the range of each vertical axis of `progress`, keyed by the axis's name.
+    """Return the ranges of each vertical axis of the figure `progress`, keyed by the axis's name.
 
-    Failed and diverged runs do not widen the axes that zoom in on the final values.
+    Failed and diverged runs do not widen the ranges of the final values.
     """
     first = series[0].record.summary
     shots = [
@@ -183,7 +187,7 @@ def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
 
 
 def zooms(series: Sequence[Series]) -> bool:
-    """Return whether `progress` shows only a part of the whole range."""
+    """Return whether a vertical axis of the figure `progress` shows only a part of its values."""
     return any(one.ends != one.whole for one in ranges(series).values())
 
 

@@ -1,5 +1,5 @@
-"""Writes the findings of a comparison as sentences: the fastest run, the reasons, and the questions that the record
-leaves open.
+"""Writes the findings of a comparison as sentences: the fastest run, the reasons, and what the records leave
+uncertain.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def size(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Format a share in percent; a value is rounded to 0 % or 100 % only if the share is exactly 0 or 1."""
+    """Format a share in percent; only a share of exactly 0 or 1 is shown as 0 % or 100 %."""
     if value is None:
         return NONE
     percent = value * 100
@@ -78,7 +78,7 @@ def staleness(summary: Summary) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the parts of `text` within which no line may be broken; a part ends after a space, "(", "," or "="."""
+    """Return the parts of `text` that a line break may not divide; a part ends after a space, "(", "," or "="."""
     return re.findall(r"[^\s(,=]*[(,=]+\s*|[^\s(,=]+\s*|\s+", text)
 
 

@@ -1,4 +1,4 @@
-"""Writes the HTML page that compares runs."""
+"""Writes an HTML page that compares runs: findings, table, figures and settings."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         drawn.append(_drawing("per-worker", "How each worker spent its time", _PER_WORKER, series, activity.per_worker))
     if figures.staleness(series) is not None:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
-        note = f" No staleness was recorded for: {', '.join(without)}." if without else ""
+        note = f" No staleness was recorded for these runs: {', '.join(without)}." if without else ""
         drawn.append(_drawing("staleness", "Staleness of updates", _STALENESS + note, series, figures.staleness))
     first = activity.timeline(series)
     if first:

@@ -63,7 +63,7 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class WorkerShare:
-    """Work W, depth D and W/D of one worker in a step."""
+    """Work W (operations), depth D (longest chain of dependent operations) and W/D of one worker in a step."""
 
     work: float
     depth: int
@@ -71,7 +71,7 @@ class WorkerShare:
 
     @classmethod
     def of(cls, share: Concurrency) -> WorkerShare:
-        """Return W, D and W/D of a worker's share."""
+        """Return W, D and W/D for a share of the work and for the depth."""
         return cls(share.work, share.depth, share.parallelism)
 
 
@@ -101,8 +101,8 @@ class LayerRow:
     break_even_batch: float | None
     """Number of samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
     concurrency: dict[str, WorkerShare]
-    """Kind of parallelism ("data", "model", "pipeline") → the share of one worker in a step over the samples of all
-    workers.
+    """Kind of parallelism ("data", "model", "pipeline") → work, depth and their ratio of one worker in a step over the
+    samples of all workers.
     """
 
 
@@ -141,7 +141,7 @@ def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
 
 
 def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
-    """Totals and rows of the table as plain data, for JSON."""
+    """Return the totals and the rows of the table as a dictionary, for JSON."""
     listed = [dataclasses.asdict(row) for row in rows(model, batch, workers)]
     return {
         "model": model.name,
@@ -203,8 +203,8 @@ def _advice(model: ModelShape, batch: int, workers: int) -> str:
     named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
     largest = max(named, key=lambda name: named[name])
     return (
-        f"{start}; with {_listed(split)} split over the workers, each worker would send {formatting.size(least)}. For "
-        f"{largest} this holds below {formatting.number(named[largest])} samples per worker."
+        f"{start}; with {_listed(split)} split over the workers, each worker would send {formatting.size(least)}. "
+        f"Splitting {largest} sends fewer bytes below {formatting.number(named[largest])} samples per worker."
     )
 
 
@@ -216,7 +216,7 @@ def _as_stages(model: ModelShape, batch: int, workers: int) -> str:
         return f"Pipeline parallelism: {error}."
     slowest = max(range(workers), key=found.shares.__getitem__)
     return (
-        f"As a pipeline of {workers} stages, the slowest stage, from {found.first[slowest]} on, has "
+        f"As a pipeline of {workers} stages, the slowest stage, which begins with {found.first[slowest]}, has "
         f"{formatting.number(100 * found.shares[slowest])} % of the work: a speed-up of at most "
         f"{formatting.number(found.speedup)}; at most {formatting.size(max(found.link_bytes))} cross a link per step "
         f"of {batch} samples."
@@ -237,7 +237,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def cells(row: LayerRow) -> tuple[str, ...]:
-    """Return the texts of a row, in the order of `HEADINGS`."""
+    """Return the cells of a layer's row as texts, in the order of `HEADINGS`."""
     marks = {"formula": "", "torch": " (counted by torch)", "jax": "", "unknown": " (unknown)"}
     missing = row.counted == "unknown"
     return (
@@ -265,8 +265,9 @@ def _share_cells(share: WorkerShare, missing: bool) -> tuple[str, ...]:
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """Return the texts of the total row; the last text is the number of bytes sent if each layer is exchanged in the
-    cheaper way.
+    """Return the cells of the total row as texts.
+
+    The last is the number of bytes that a worker sends if each layer uses the cheaper alternative.
     """
     return (
         "total",
@@ -287,8 +288,8 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
-    """Figure of three plots, one above the other, with one column per layer: parameters, work divided by depth (W/D),
-    and bytes sent per worker if the data are divided and if the layer is split.
+    """Return a figure of three plots with one column per layer: parameters, work divided by depth (W/D), and bytes
+    sent per worker. Bytes are shown for data parallelism and for splitting the layer.
     """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:
@@ -359,7 +360,7 @@ def _points(name: str, layers: Sequence[str], values: Sequence[Any], color: str,
 
 
 def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
-    """Return the HTML page with sentences, figure and table, for `batch` samples per worker.
+    """Return the HTML page about a model's layers, with sentences, figure and table, for `batch` samples per worker.
 
     Raises:
         ConfigurationError: batch or workers are below 1.

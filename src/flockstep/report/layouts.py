@@ -17,7 +17,7 @@ from flockstep.report.style import COLORS, GRID, Figure, above, axis, key, layou
 
 WORKERS = tuple(1 << power for power in range(11))
 SPEEDS = tuple(1e8 / 8 * 10 ** (step / 2) for step in range(7))
-"""Link speeds in bytes per second, from 100 Mbit/s to 100 Gbit/s."""
+"""Bandwidths of a link, in bytes per second, from 100 Mbit/s to 100 Gbit/s."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "solid", "dash", "dot", "dashdot")
 MOST = 4
@@ -63,27 +63,27 @@ class Delays:
         return speed(self.bandwidth)
 
     def document(self) -> dict[str, Any]:
-        """Models, bandwidth and seconds of every layout as plain data, for JSON."""
+        """Return models, bandwidth and the seconds of every layout as a dictionary, for JSON."""
         found = {model.name: {name: self.seconds(model, name) for name in LAYOUTS} for model in self.models}
         sizes = {model.name: {"parameters": model.parameters, "bytes": model.nbytes} for model in self.models}
         return {"workers": self.workers, "bandwidth": self.bandwidth, "models": sizes, "seconds": found}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Table rows: one row for each layout, one column for each model."""
+        """Rows of the table of delays: one row for each layout, one column for each model."""
         return [(name, *(formatting.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
 
     def sentences(self) -> list[str]:
-        """The table's main results in sentences."""
+        """Sentences with the main results of the table of delays."""
         shared = [name for name in LAYOUTS if not name.startswith("asynchronous")]
         said = []
         for model in self.models:
             least, most = min(shared, key=lambda n: self.seconds(model, n)), "naive server"
             times = self.seconds(model, most) / self.seconds(model, least)
             said.append(
-                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with {self.link}: a step "
-                f"takes at least {formatting.seconds(self.seconds(model, most))} with a {most} and at least "
-                f"{formatting.seconds(self.seconds(model, least))} with a {least}, which is "
-                f"{formatting.number(times)} times less."
+                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with links of "
+                f"{self.link}: a step takes at least {formatting.seconds(self.seconds(model, most))} with the layout "
+                f"{most} and at least {formatting.seconds(self.seconds(model, least))} with the layout {least}, "
+                f"which is {formatting.number(times)} times less."
             )
         return said
 
@@ -98,7 +98,7 @@ def speed(bandwidth: float) -> str:
 
 
 def layouts_page(delays: Delays) -> Page:
-    """Return the HTML page with the figure, and its values as tables."""
+    """Return the HTML page with the figure of delays, and with the delays as tables."""
     headings = ("layout", *(f"{model.name} ({formatting.size(model.nbytes)})" for model in delays.models))
     note = f"Lower bounds in seconds per step, for {delays.workers} workers with links of {delays.link}."
     return Page(
@@ -122,7 +122,10 @@ def _over_workers(delays: Delays, model: ModelSize) -> Listing:
 
 
 def picture(delays: Delays) -> Figure:
-    """Return the figure: two rows of panels, one column for each model, one line for each layout."""
+    """Return the figure of delays: one column of two panels for each model, one line for each layout.
+
+    The upper panels are over the number of workers, the lower over the bandwidth.
+    """
     count = len(delays.models)
     width = (1 - 0.06 * (count - 1)) / count
     height = 2 * PANEL_PX + GAP_PX

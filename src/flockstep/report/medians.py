@@ -37,15 +37,17 @@ class RepeatedRuns:
         return [run for run in self.runs if run.useful]
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
-        """Return minimum, median and maximum of a summary field over the runs that have a value; None if no run has a
-        value.
+        """Return minimum, median and maximum over the runs of a field of `Summary`; runs without a value are left out.
+
+        None if no run has a value.
         """
         found = [value for run in self.useful if (value := getattr(run, name)) is not None]
         return (min(found), statistics.median(found), max(found)) if found else None
 
     def nearest(self) -> Summary:
-        """The run nearest to the medians, first by time to target, then by final metric; a useful run if most runs are
-        useful.
+        """The run that is nearest to the medians by time to target, then by final metric.
+
+        If most runs are useful, it is a useful run.
         """
         time, metric = self._medians()
         useful = 2 * len(self.useful) > len(self.runs)
@@ -56,7 +58,10 @@ class RepeatedRuns:
         return min(self.runs, key=off)
 
     def median(self) -> Summary:
-        """The medians as one summary. A run that failed, diverged or missed the target counts as the worst."""
+        """The medians over the runs as one `Summary`.
+
+        A run that failed, diverged or missed the target counts as the worst.
+        """
         time, metric = self._medians()
         first = self.nearest()
         middle = {name: spread[1] for name in _MIDDLE if (spread := self.spread(name)) is not None}
@@ -88,7 +93,9 @@ class RepeatedRuns:
         return found if math.isfinite(found) else None
 
     def document(self, chosen: bool) -> dict[str, Any]:
-        """The group as plain data, for JSON; `chosen` says whether the strategy is ranked by this learning rate."""
+        """Return the runs' medians as a dictionary, for JSON; `chosen` says whether the strategy is ranked by this
+        learning rate.
+        """
         keys = ("least", "median", "largest")
         spreads = {name: self.spread(name) for name in ("seconds_to_target", "final_metric", "seconds")}
         return {
@@ -110,7 +117,7 @@ def _apart(one: float | None, other: float | None) -> float:
 
 
 def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[str]:
-    """Sentences about the questions that remain open when medians or the best learning rates are compared."""
+    """Return sentences about what remains uncertain when medians or the best learning rates are compared."""
     said = []
     if len(groups) > len(chosen):
         said.append(
@@ -158,21 +165,22 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
 
 
 def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
-    """Return the group whose medians rank first, by time to target, then by final metric."""
+    """Return the group of runs whose medians rank first, by time to target, then by final metric."""
     medians = [group.median() for group in groups]
     return groups[medians.index(rank(medians)[0])]
 
 
 def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
-    """Return the title of the table of ranges."""
+    """Return the title of the table of medians and ranges."""
     seeds = max(len(group.runs) for group in groups)
     over = f"Medians over {seeds} seeds [smallest to largest value]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 
 def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[list[str]]:
-    """Return the rows of the table of ranges, in the order of `SPREAD`. If there are several learning rates, a star
-    marks the ranked rate.
+    """Return the rows of the table of medians and ranges, in the order of `SPREAD`.
+
+    If there are several learning rates, a star marks the ranked rate.
     """
     several = len(groups) > len(chosen)
     return [_row(group, several and group in chosen) for group in groups]
@@ -187,7 +195,7 @@ def _row(group: RepeatedRuns, starred: bool) -> list[str]:
 
 
 def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
-    """Return the terminal table with every learning rate of every strategy and the ranges over seeds."""
+    """Return the terminal table of medians and ranges over seeds, for every learning rate of every strategy."""
     ranks = (0, 1, 3, 0, 0, 2, 4)
     columns = [TableColumn(one, one == "strategy", rank) for one, rank in zip(SPREAD, ranks, strict=True)]
     return TextTable(columns, rows(groups, chosen), title(groups, chosen))

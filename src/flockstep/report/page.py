@@ -23,7 +23,7 @@ class Drawing:
     """A plot with a heading and a caption that explains its axes and symbols."""
 
     name: str
-    """Identifier of the plot within the page."""
+    """Identifier of the plot within the HTML page."""
     heading: str
     caption: str
     figure: Figure
@@ -40,7 +40,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table with a heading and a note."""
+    """A table of the HTML page, with a heading and a note."""
 
     heading: str
     note: str
@@ -61,12 +61,12 @@ class Page:
     footer: str
     sentences: Sequence[str] = ()
     lists: Sequence[tuple[str, Sequence[str]]] = ()
-    """Lists of the page, as pairs of a heading and the list's entries."""
+    """Lists on the page, as pairs of a heading and the entries of the list."""
     drawings: Sequence[Drawing] = field(default=())
     listings: Sequence[Listing] = ()
 
     def render(self) -> str:
-        """Return the page as HTML text."""
+        """Return the text of the HTML page."""
         return filled("page.html.j2", page=self)
 
     def write(self, path: Path | str) -> Path:

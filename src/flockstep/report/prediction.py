@@ -1,4 +1,4 @@
-"""Predicted and measured figures of a run, side by side, as a report shows them."""
+"""Predicted and measured figures of a run, which a report shows side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Duration and sent bytes of a mean step of a worker, both predicted and measured."""
+    """Seconds and sent bytes of a worker's mean step, both predicted and measured."""
 
     seconds: float
     measured: float
@@ -34,6 +34,6 @@ class Prediction:
         return self.seconds / self.measured - 1 if self.measured else 0.0
 
     def cells(self, label: str) -> list[str]:
-        """Return the texts of a table row, in the order of `HEADINGS`."""
+        """Return the cells of the run's row as texts, in the order of `HEADINGS`."""
         took = [formatting.seconds(self.seconds), formatting.seconds(self.measured), f"{self.error:+.1%}"]
         return [label, *took, f"{self.sent_bytes / 1e6:.4g}", f"{self.measured_sent_bytes / 1e6:.4g}", self.source]

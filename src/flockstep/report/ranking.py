@@ -26,14 +26,15 @@ def rank(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def order(summaries: Sequence[Summary]) -> list[int]:
-    """Return the indices into `summaries`, in order of rank."""
+    """Return the indices of the summaries in order of rank, best first."""
     return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
 
 
 def places(ranked: Sequence[Summary]) -> list[str]:
-    """Return the place of each run of a ranking, from "1"; runs that tie share a place, which then ends in "=".
+    """Return the place of each run of a ranking, such as "1" or, if runs tie, "2=".
 
-    A run ties with the best run of a place if the intervals of time in which the two runs reached the target overlap.
+    A run ties with the best run of a place if the intervals of time in which the two runs reached the target
+    overlap.
     """
     found, best = list[int](), 0
     for index, summary in enumerate(ranked):

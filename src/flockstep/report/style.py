@@ -40,18 +40,18 @@ SQUARE = '<span style="color:{color}">■</span>'
 NARROW = 22
 """Number of characters in a line of a panel's title on a narrow page."""
 WIDE = 100.0
-"""Ratio of an axis's ends above which ticks are only at powers of ten."""
+"""Ratio of an axis's largest to its smallest value above which ticks are only at powers of ten."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
 
 
 @dataclass(frozen=True)
 class Series:
-    """A run with its label and rank; color and dash follow from the rank, so that they are equal in every figure."""
+    """A run with its label and its rank, which determines color and line style in every figure."""
 
     label: str
     record: Record
     place: int
-    """Rank of the run, from 0 for the best run."""
+    """Rank of the run; 0 is the best run."""
 
     @property
     def color(self) -> str:
@@ -96,7 +96,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """Return the layout that all figures share; `more` contains further keys of plotly's layout."""
+    """Return the layout that all figures share, with the further keys in `more`."""
     return {
         "height": height,
         "font": {"family": FONT, "size": 13, "color": INK},
@@ -109,7 +109,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """Return a thin axis with light grid lines; `more` contains further keys of plotly's axis."""
+    """Return a thin axis with light grid lines, with the further keys in `more`."""
     made: dict[str, Any] = {
         "gridcolor": GRID,
         "zeroline": False,
@@ -199,5 +199,7 @@ def above(text: str, left: float, top: float) -> dict[str, Any]:
 
 
 def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:
-    """Return a series for each labeled record; the records must be sorted from best to worst."""
+    """Return a series for each labeled record, with ranks in the order of the records, which must be sorted from best
+    to worst.
+    """
     return [Series(label, record, place) for place, (label, record) in enumerate(records)]

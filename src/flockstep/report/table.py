@@ -42,8 +42,9 @@ _APPLIED = (
 
 
 def cells(place: str, label: str, summary: Summary) -> list[str]:
-    """Return one row as text, in the order of `columns`; for a run that missed the target, the row shows the run's
-    total time.
+    """Return the cells of a run's row as texts, in the order of `columns`.
+
+    For a run that missed the target, the time is the run's total time.
     """
     return [
         place if summary.useful else formatting.NONE,
@@ -69,7 +70,7 @@ def _time(summary: Summary) -> str:
 
 
 def apart(ranked: Sequence[Summary]) -> list[str]:
-    """Sentences about runs whose workers did not train together."""
+    """Return sentences about runs in which some workers exchanged no data with the others."""
     return [
         f"{label}: {sentence[:1].lower()}{sentence[1:]}"
         for label, sentence in zip(labels(ranked), map(trained_apart, ranked), strict=True)
@@ -78,7 +79,9 @@ def apart(ranked: Sequence[Summary]) -> list[str]:
 
 
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Sentences about how certain the order of ranked runs is; `seeds` is the number of runs of each strategy."""
+    """Return sentences about how certain the order of the ranked runs is; `seeds` is the number of runs of each
+    strategy.
+    """
     said = []
     if any("=" in place for place in places(ranked)):
         why = (

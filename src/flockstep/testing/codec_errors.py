@@ -17,19 +17,23 @@ from flockstep.testing.samples import ROUNDING, SMALLEST, exact, samples
 
 DRAWS = 400
 FEW = 24
-"""Number of draws for checks that only test an upper bound."""
+"""Number of random encodings for checks that only test an upper bound."""
 SIGMAS = 4.0
 
 
 def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
-    """Return the flat float64 array that a receiver decodes from the encoding of `array`; `seed` is also the step."""
+    """Return the array, as flat float64, that a receiver decodes from the encoding of `array`.
+
+    `seed` determines the random numbers, and is also the step to which the codec is bound.
+    """
     one = codec.bind_step(seed) if codec.shares_seed else codec
     data = one.encode(array, np.random.default_rng((seed, 1)))
     return exact(one.decode(data, array.size, array.dtype.name))
 
 
 def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that E||x - decode(encode(x))||² is at most `error_bound(x)` and, if declared, `variance` · ||x||².
+    """Check that the mean squared error ||x - decode(encode(x))||² is at most `error_bound(x)` and, if the codec
+    declares a `variance`, at most variance · ||x||².
 
     The bound covers the encoding; the rounding of the result to the array's dtype may add to the error.
     """

@@ -14,8 +14,8 @@ from flockstep.errors import Diverged
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 NEAR = 256
-"""Largest allowed error of a tensor's result, in rounding units of the dtype, if the order of summation is not
-fixed.
+"""Largest allowed error of a decoded tensor, in rounding units of its dtype, for codecs whose order of summation is
+not fixed.
 """
 
 
@@ -39,8 +39,8 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
 
 
 def tensors_of(array: FlatArray) -> Iterator[Any]:
-    """Return `array` as a contiguous tensor and, if it is a non-empty vector, also as a strided part of a larger
-    tensor.
+    """Return tensors with the values of `array`: a contiguous tensor and, for a non-empty vector, a strided part of a
+    larger tensor.
     """
     import torch
 

@@ -19,7 +19,7 @@ from flockstep.testing.feedback import check_encode_residual
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 ALLOWANCE = 64
-"""Number of bytes per tensor by which an encoding may exceed the array."""
+"""Number of bytes per tensor by which an encoding may be larger than the array."""
 STEP = 7
 """Step of a run to which codecs are bound in the checks."""
 
@@ -59,7 +59,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def round_trip(codec: Codec, array: FlatArray, seed: int = 0) -> FlatArray:
-    """Return the array that a receiver decodes from the encoding of `array`."""
+    """Encode `array`, and return the array that a receiver decodes."""
     data = codec.encode(array, np.random.default_rng(seed))
     return codec.decode(data, array.size, array.dtype.name)
 
@@ -76,7 +76,8 @@ def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: in
         assert relation, f"{what}: wire_bytes promises {promised} bytes, but encode returns {data.size}"
         limit = array.nbytes + ALLOWANCE * tensor_count
         assert promised <= limit, (
-            f"{what}: takes {promised} bytes, but the array itself only {array.nbytes}; send the array unencoded"
+            f"{what}: the encoding takes {promised} bytes, but the array itself only {array.nbytes}; send the array "
+            "unencoded"
         )
         received = np.frombuffer(data.tobytes(), np.uint8)  # read-only, as it comes off a socket
         decoded = codec.decode(received, array.size, dtype)
@@ -107,8 +108,9 @@ def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that a wrong number of bytes raises `ProtocolError`, and that arbitrary bytes either raise it or decode to
-    an array of the right shape.
+    """Check that a wrong number of bytes raises `ProtocolError`.
+
+    Arbitrary bytes must raise `ProtocolError` or decode to an array of the right shape.
     """
     random = np.random.default_rng(0)
     for array in arrays:
@@ -127,8 +129,8 @@ def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that `add_decoded` equals decoding and adding, up to the last digit of the operands, and refuses the same
-    bytes.
+    """Check that `add_decoded` equals decoding and adding, up to the last digit, and refuses the same bytes as
+    `decode`.
     """
     for array in arrays:
         dtype = array.dtype.name
@@ -242,7 +244,7 @@ _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 
 
 def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
-    """Return whether `data` is accepted.
+    """Return whether the codec decodes `data`; False if it raises `ProtocolError`.
 
     Any result other than a `ProtocolError` or an array of the right shape fails the check.
     """

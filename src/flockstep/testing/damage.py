@@ -11,15 +11,15 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 
 FACTOR = 12
-"""Memory that decoding may use, including intermediate results, as a multiple of the announced bytes plus the received
-bytes.
+"""Largest memory of decoding, including intermediate results, as a multiple of the bytes of the decoded array plus the
+received bytes.
 """
 SLACK = 1 << 18
-"""Bytes that decoding may use in addition, for overhead of Python and numpy."""
+"""Number of bytes that decoding may use in addition, for overhead of Python and numpy."""
 
 
 def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: bool = True) -> bool:
-    """Decode `data` as `size` elements with every decoding method; return whether it was accepted.
+    """Decode `data` as `size` elements with every decoding method of the codec; return whether `data` was accepted.
 
     Raises:
         AssertionError: the result was neither a `ProtocolError` nor an array of `size` elements, or decoding used more
@@ -39,7 +39,7 @@ def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: 
             tracemalloc.stop()
         if peak <= limit:
             return taken
-    raise AssertionError(f"{what}: takes {peak} bytes of memory, which is more than {limit}")
+    raise AssertionError(f"{what}: decoding takes {peak} bytes of memory, which is more than {limit}")
 
 
 def _decode(

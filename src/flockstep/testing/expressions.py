@@ -1,4 +1,6 @@
-"""Checks of every component: it is a value, and is unchanged after conversion to text, JSON and TOML and back."""
+"""Checks of every component: it is an immutable value, and equals itself after conversion to text, JSON and TOML and
+back.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def check_value(component: Component) -> None:
 
 
 def check_registered(component: Component) -> None:
-    """Check that the registry has the component's class under one name, under its noun."""
+    """Check that the registry holds the component's class, with one name, among the components of its kind."""
     noun, kind = component.noun, type(component)
     name = registry.name_of(kind)
     assert name in registry.names(noun), f"{kind.__name__} is not registered as a {noun}; add a line to the registry"
@@ -63,27 +65,27 @@ def check_text(component: Component) -> None:
     base = base_of(component)
     again = expression.parse(text, base)
     assert again == component, f"{component!r} is written as {text!r}, which is parsed as {again!r}"
-    assert str(again) == text, f"{text!r} is written as {str(again)!r} after parsing"
+    assert str(again) == text, f"the component parsed from {text!r} is written as {str(again)!r}"
     assert base.parse(component) is component, (
-        f"{base.__name__}.parse returns a new object for an object that needs no parsing"
+        f"{base.__name__}.parse must return an object that is already a component unchanged, but returns a new object"
     )
 
 
 def check_json(component: Component) -> None:
-    """Check that an equal component is read back from strict JSON."""
+    """Check that the component, written as strict JSON, is read back as an equal component."""
     text = json.dumps(expression.to_data(component), allow_nan=False)
     again = expression.from_data(json.loads(text), base_of(component))
     assert again == component, f"{component!r} is written to JSON as {text}, which is read as {again!r}"
 
 
 def check_toml(component: Component) -> None:
-    """Check that an equal component is read back from TOML."""
+    """Check that the component, written as TOML, is read back as an equal component."""
     text = tomli_w.dumps({"component": expression.to_data(component)})
     again = expression.from_data(tomllib.loads(text)["component"], base_of(component))
     assert again == component, f"{component!r} is written to TOML as {text}, which is read as {again!r}"
 
 
 def base_of(component: Component) -> type[Component]:
-    """Return the base class of the component's noun: the outermost class that declares `noun`."""
+    """Return the base class of the component's kind: the outermost class that declares `noun`."""
     declare = [kind for kind in type(component).__mro__ if issubclass(kind, Component) and "noun" in vars(kind)]
     return declare[-1]

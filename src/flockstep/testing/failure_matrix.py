@@ -27,7 +27,7 @@ CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
     "lost": failures.lost_message,
     "slow": failures.slow_worker,
 }
-"""Field of a row that is observed in runs → function that observes it."""
+"""Field of `FailureRow` → function that observes the field's value in runs."""
 
 WORDS = {
     failures.EVERY_STEP: "All workers compute each gradient on parameters that are equal bit for bit.",
@@ -83,18 +83,18 @@ WORDS = {
     failures.GROUP: "Some workers slow down to the slow worker's pace, and the remaining workers keep their own pace.",
     failures.PARTLY: "The other workers slow down, but stay faster than the slow worker.",
 }
-"""Word of the matrix → observation for which the word stands. "…, up to b of n" is added if b workers may die, but not
-b + 1.
+"""Word in a cell of the failure matrix → explanation of the observation that it stands for. "…, up to b of n" is added
+if b workers may die, but not b + 1.
 """
 
 
 class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One strategy, and words for its behavior under each kind of fault."""
+    """A row of the failure matrix: one strategy, and words for its behavior under each kind of fault."""
 
     strategy: str
     """The strategy as an expression."""
     equal: str
-    """Words that say when all workers hold the same parameters."""
+    """Words for how often all workers hold the same parameters."""
     dead: str
     """Words for what the other workers do when a worker dies."""
     lost: str | dict[str, str]
@@ -104,11 +104,11 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: str = failures.NO_SERVER
     """Words for what the workers do when a server that has a backup dies (`replicas=1`)."""
     why: str = ""
-    """Explanation, especially of differences from the published method."""
+    """Explanation of the row, especially of differences from the published method."""
 
     @property
     def composed(self) -> Strategy:
-        """The strategy, parsed from its expression."""
+        """The strategy, parsed from the expression in `strategy`."""
         return Strategy.parse(self.strategy)
 
     @property
@@ -134,14 +134,14 @@ def rows() -> tuple[FailureRow, ...]:
 
 
 def observed(strategy: str) -> FailureRow:
-    """Return the row that describes the observed runs of a strategy."""
+    """Run a strategy with each kind of fault, and return the row that describes the observations."""
     composed = Strategy.parse(strategy)
     words = {cell: observe(composed) for cell, observe in CELLS.items()}
     return msgspec.convert({"strategy": strategy, **words}, FailureRow)
 
 
 def differences(row: FailureRow) -> list[str]:
-    """Sentences about the cells in which a row differs from observed runs; empty if the row is correct."""
+    """Return sentences about the cells in which a row differs from the observed runs; empty if all cells agree."""
     seen = observed(row.strategy)
     return [
         f"{row.strategy}, {cell}: the matrix says {getattr(row, cell)!r}, observed {getattr(seen, cell)!r}"

@@ -33,7 +33,9 @@ from flockstep.testing.strategies import (
 )
 
 WORKERS, STEPS, FACTOR = 4, 24, 4.0
-"""Number of workers, number of steps of each worker, and the factor by which a slow worker's gradients take longer."""
+"""WORKERS: number of workers. STEPS: number of steps of each worker. FACTOR: factor by which a slow worker's gradients
+take longer.
+"""
 VICTIM = 1
 COMPUTE, NETWORK = "constant(1)", "link(bandwidth='1gbit', latency=0.01)"
 """Compute model and network in which all workers are equally fast and a gradient takes one second, so that every
@@ -100,7 +102,7 @@ class Faulted(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Observed(SimulatedRun):
-    """A run, with the observations from which the outcome is classified."""
+    """A run on the small job, with the observations from which its outcome is classified."""
 
     simulation: Faulted
 
@@ -110,7 +112,7 @@ class Observed(SimulatedRun):
         return self.simulation.failure
 
     def ends(self, rank: int) -> list[float]:
-        """Return the end of each step of the given worker, in virtual seconds."""
+        """Return the virtual seconds at which the given worker ended each of its steps."""
         return [event.seconds for event in self.of(StepEvent) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
@@ -184,8 +186,8 @@ def _after_deaths(strategy: Strategy | str, whole: Observed, workers: int, count
         return ENDS
     if run.failure is not None:
         return STALLS
-    assert {event.node for event in run.of(LostEvent)} == set(ranks), "the deaths were never noticed"
-    assert all(len(run.ends(rank)) < len(whole.ends(rank)) for rank in ranks), "there was no work left to lose"
+    assert {event.node for event in run.of(LostEvent)} == set(ranks), "the deaths of the workers were never noticed"
+    assert all(len(run.ends(rank)) < len(whole.ends(rank)) for rank in ranks), "no work was left when the worker died"
     others = [rank for rank in range(workers) if rank not in ranks]
     if run.same_as(whole, exact=False, without=ranks):
         return EXACT
@@ -254,7 +256,7 @@ def _after_loss(strategy: Strategy | str, whole: Observed, place: tuple[Address,
     run = observe(strategy, faults=[f"drops({source}, {to}, {nth})"])
     log = [entry for entry in run.simulation.log if isinstance(entry, Sent)]
     on_link = [e for e in log if (e.message.source, e.to) == (source, to) and e.message.array is not None]
-    assert len(on_link) >= nth, "the message was never sent"
+    assert len(on_link) >= nth, "the message that should be lost was never sent"
     short = [rank for rank in range(WORKERS) if len(run.ends(rank)) < len(whole.ends(rank))]
     if isinstance(run.failure, PeerLost | ProtocolError):
         assert node_name(source) in str(run.failure), run.failure

@@ -1,4 +1,6 @@
-"""Checks of codecs with feedback: nothing is lost, inputs do not change, and the state can be copied."""
+"""Checks of codecs with feedback: no part of an array is lost, inputs do not change, and the stored error can be
+copied.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ WORKERS = 3
 
 
 def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that the decoded array and the kept error add up to error + array, up to the last digit of the operands.
+    """Check that the decoded array and the stored error add up to the previous error plus the array, up to the last
+    digit.
 
-    Two cases hold bit for bit: no error is kept for an exactly decoded value, and a value that was not sent is kept
-    whole.
+    Two cases hold bit for bit: no error is stored for an element that is decoded exactly, and an element that is not
+    sent is stored whole.
     """
     for array in arrays:
         dtype, what = array.dtype.name, f"{codec} on {array.size} {array.dtype.name}"
@@ -59,8 +62,8 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:
-    """Check over a few steps that the array is unchanged, that the codec produces the bytes, and that a copied state
-    gives the same results.
+    """Check over a few steps that the feedback leaves the array unchanged, sends the codec's bytes, and can be copied:
+    a copy of its state leads to the same results.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -75,9 +78,7 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
 
 
 def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
-    """Run the checks of `check_feedback` on one array, which is encoded several times in succession with the feedback
-    carried over.
-    """
+    """Check feedback on one array, which is encoded several times in succession with the stored error carried over."""
     dtype, what = array.dtype.name, f"{codec} with {feedback} on {array.size} {array.dtype.name}"
     memory: Any = None
     flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()
@@ -112,7 +113,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> None:
-    """Check for error feedback that all decoded arrays plus the final error equal the sum of the input arrays."""
+    """Check for error feedback that all decoded arrays plus the stored error at the end equal the sum of the input
+    arrays.
+    """
     random = np.random.default_rng(3)
     memory: Any = None
     sent, wanted = np.zeros(256), np.zeros(256)

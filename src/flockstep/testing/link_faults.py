@@ -1,4 +1,4 @@
-"""A proxy between the two ends of TCP links that injects faults into the forwarded bytes."""
+"""A proxy for TCP connections that injects faults into the forwarded bytes, for tests of transports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLL = 0.02
 
 
 class FaultProxy:
-    """Forwards the connections to one TCP address, with faults at random places of the streams.
+    """Forwards the connections to one TCP address, with faults at random places of the streams of bytes.
 
     Every kind of fault is injected once before any is repeated. The places are the same for the same seed and the same
     sizes of reads. `fired` counts the injected faults, each of which affected bytes in transit.

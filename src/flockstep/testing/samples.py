@@ -27,7 +27,7 @@ assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
 
 
 def samples(dtype: str) -> Iterator[FlatArray]:
-    """Yield finite arrays: of every size in `SIZES`, 0-d, strided, transposed, read-only.
+    """Yield finite arrays of every size in `SIZES`: 0-d, contiguous, strided, transposed and read-only arrays.
 
     They include one-hot, constant, zero and heavy-tailed arrays.
     """
@@ -71,7 +71,7 @@ def tensors(dtype: str) -> Iterator[FlatArray]:
 
 
 def exact(array: FlatArray) -> FlatArray:
-    """Return the numbers of an array as a flat float64 array."""
+    """Return the values of an array as a flat float64 array."""
     return array.reshape(-1).astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Checks of every strategy, in virtual time on a small problem in plain numpy."""
+"""Checks of every strategy, in virtual time on a small regression problem in plain numpy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from flockstep.workloads.sampler import Sampler
 
 STEPS = 20
 OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
-"""Optimizer of the checks, whose state must survive a restart and be kept by the right node."""
+"""Optimizer used by the checks. Its state must survive a restart, and must be kept by the node that applies the
+updates.
+"""
 RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
 """Times at which a run is stopped and restarted, as fractions of its duration."""
 COMPUTE = "exponential(0.05)"
@@ -82,7 +84,7 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 
 
 def check_traits(strategy: Strategy) -> None:
-    """Check that the traits are consistent: each result that they offer must be held by some node."""
+    """Check that the traits are consistent: each result policy in the traits needs a node that holds such a model."""
     traits = strategy.traits
     assert traits.results, f"the traits of {strategy} name no policy for the result"
     held = strategy.servers_for(2) > 0
@@ -92,7 +94,9 @@ def check_traits(strategy: Strategy) -> None:
 
 
 def check_ends(run: SimulatedRun) -> None:
-    """Check that every program ends, each worker has taken exactly its steps, and the parameters are finite."""
+    """Check that every program ends, that each worker takes exactly the requested steps, and that the parameters are
+    finite.
+    """
     strategy, workers, steps = run.setting
     taken = Counter(event.rank for event in run.of(StepEvent))
     fixed = strategy.traits.fixed_steps
@@ -141,10 +145,14 @@ def check_deliveries(run: SimulatedRun) -> None:
         return
     who = f"{strategy} on {workers} workers"
     for (node, source), count in run.deliveries().items():
-        where = f"of worker {source} take effect on {node_name(node)}"
-        assert count <= steps, f"{who}: {count} updates {where}, although it made only {steps}"
-        missing = steps - count if strategy.traits.delivery != "partial" else 0
-        assert not missing, f"{who} is declared complete, but {count} of {steps} updates {where}"
+        assert count <= steps, (
+            f"{who}: {count} updates of worker {source} take effect on {node_name(node)}, although the worker made "
+            f"only {steps}"
+        )
+        assert count == steps or strategy.traits.delivery == "partial", (
+            f"{who} is declared complete, but {count} of {steps} updates of worker {source} take effect on "
+            f"{node_name(node)}"
+        )
     if strategy.traits.delivery != "partial":
         unread = {node_name(a): tags for a, node in run.nodes.items() if (tags := _unread(node))}
         assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
@@ -246,17 +254,17 @@ class GradientSource:
         self._samplers = [Sampler(part, job.batch, seed, rank) for rank, part in enumerate(self.parts)]
 
     def start(self) -> FlatArray:
-        """Return the initial parameters of every replica, (K,)."""
+        """Return the initial parameters of every replica, of shape (K,)."""
         return self.engine.initial()
 
     def gradient(self, rank: int, params: FlatArray) -> FlatArray:
-        """Return the gradient (K,) of worker `rank`'s next batch at `params`, as the mean over the batch."""
+        """Return the mean gradient, of shape (K,), of worker `rank`'s next batch at `params`."""
         out = np.empty_like(params)
         self.engine.gradient(params, self._samplers[rank].next(), out, rank)
         return out
 
     def stepper(self, params: FlatArray) -> LocalOptimizer:
-        """Return the job's optimizer with a new state."""
+        """Return the job's optimizer, with its initial state."""
         return LocalOptimizer(self.engine.optimizer, params, self.engine.schema.slices)
 
 
@@ -269,18 +277,18 @@ class Sent(NamedTuple):
 
 
 class Watched(Simulation):
-    """A simulation that logs all events and all sent messages in one list."""
+    """A simulation that logs all events and all sent messages of a run in one list."""
 
     def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
         super().__init__(engine, plan, compute, network, self.note, None, *rest)
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
-        """Store an event of the node in the log of the run."""
+        """Add an event of a node to the log of the run."""
         self.log.append(event)
 
     def send(self, to: Address, message: Message) -> None:
-        """Log a message and send it to the virtual network."""
+        """Add a message to the log of the run, and send the message."""
         self.log.append(Sent(self.now, to, message))
         super().send(to, message)
 
@@ -304,14 +312,14 @@ class SimulatedRun:
 
     @property
     def result(self) -> FlatArray:
-        """The parameters (K,) that the result policy selected."""
+        """The parameters of the model that the run returns, of shape (K,)."""
         result = self.simulation.tracker.result
         assert result is not None, "the run was never evaluated"
         return result
 
     @property
     def evaluation(self) -> Evaluation:
-        """Return loss and metric of the result on the test set."""
+        """Return loss and metric of the run's resulting model on the test set."""
         evaluation = self.simulation.tracker.evaluation
         assert evaluation is not None, "the run was never evaluated"
         return evaluation
@@ -334,12 +342,12 @@ class SimulatedRun:
 
     @property
     def replicas(self) -> FlatArray:
-        """The final parameters of the workers, (n, K)."""
+        """The final parameters of the workers, of shape (n, K)."""
         return np.stack([params for address, params in self.params.items() if address >= 0])
 
     @property
     def server(self) -> FlatArray:
-        """The final parameters of the servers, joined to one array (K,)."""
+        """The final parameters of the servers, joined to one array of shape (K,)."""
         return np.concatenate([params for address, params in self.params.items() if address < 0])
 
     @property
@@ -348,7 +356,7 @@ class SimulatedRun:
         return max(event.seconds for event in self.of(NodeEvent))
 
     def of(self, kind: type[E]) -> list[E]:
-        """Return the events of one class, in order."""
+        """Return the run's events of one class, in order of virtual time."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property

@@ -42,7 +42,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
 
 
 def exists(topology: Topology, n: int) -> bool:
-    """Return whether the topology accepts n workers; only a `ConfigurationError` counts as a refusal."""
+    """Return whether the topology accepts n workers; it must refuse a number with a `ConfigurationError`."""
     refusal = None
     try:
         topology.graph(n)
@@ -66,7 +66,9 @@ def check_refuses_nobody(topology: Topology) -> None:
 
 
 def check_graph(topology: Topology, n: int) -> None:
-    """Check that the graph has nodes 0..n-1, is connected along the directions of its edges, and has no loops."""
+    """Check that the graph has nodes 0 to n-1, is connected along the directions of its edges, and has no edge from a
+    node to itself.
+    """
     graph = topology.graph(n)
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
     connected = nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)
@@ -89,7 +91,8 @@ def check_neighbors(topology: Topology, n: int) -> None:
 
 
 def check_weights(topology: Topology, n: int, both: bool = True) -> None:
-    """Check that each W is n × n, float64, nonnegative and zero off the edges, and that rows (or columns) sum to one.
+    """Check the shape, the dtype and the values of each mixing matrix W: n × n, float64, nonnegative, zero off the
+    edges, rows (or columns) that sum to one.
 
     Unless `both` is set, columns may sum to one instead of rows. The weights of a topology that changes are the mean
     over its period.
@@ -118,8 +121,8 @@ def check_weights(topology: Topology, n: int, both: bool = True) -> None:
 
 
 def check_doubly_stochastic(topology: Topology, n: int) -> None:
-    """Check that each W is symmetric if edges are undirected, and that columns sum to one, so that mixing keeps the
-    mean.
+    """Check that each mixing matrix W is symmetric if edges are undirected, and that its columns sum to one, so that
+    mixing keeps the mean.
     """
     one_way = facts(topology, n).directed
     for weights in topology.schedule(n):
@@ -138,7 +141,9 @@ def check_contracts(topology: Topology, n: int) -> None:
 
 
 def check_repeatable(topology: Topology, n: int) -> None:
-    """Check that repeated calls return equal results, unaffected by a caller's changes to an earlier result."""
+    """Check that repeated calls return equal results, and that a caller's changes to an earlier result have no
+    effect.
+    """
     first, edges = topology.weights(n), list(topology.graph(n).edges)
     kept = first.copy()
     if first.flags.writeable:
