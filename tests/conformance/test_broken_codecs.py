@@ -234,7 +234,7 @@ class Elsewhere(Identity):
         (Unseeded, "encodings with the same seed differ"),
         (AsItLies, "the encoding depends on how the array lies"),
         (TakesAnything, "decodes .* bytes"),
-        (Crashes, "damaged bytes of .* with ValueError"),
+        (Crashes, "damaged bytes for .* raises ValueError"),
         (AddsOnce, "add_decoded with scale 0.5"),
         (AddsAnything, "add_decoded accepts .* that decode refuses"),
         (Forgets, "encode_residual loses part of a value|the kept error"),

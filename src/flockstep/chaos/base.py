@@ -102,7 +102,7 @@ class DisruptedRun(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id of the command."""
+        """Process id of the command that carries out the run."""
 
     @property
     def signalled(self) -> int | None:

@@ -59,7 +59,7 @@ class ChaosRun:
 
     @property
     def pid(self) -> int:
-        """Process id of the command."""
+        """Process id of the command that carries out the run."""
         return self._command.pid
 
     @property

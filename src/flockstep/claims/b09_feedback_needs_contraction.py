@@ -16,7 +16,7 @@ from flockstep.feedback.sender import bound_codec
 BATCH, BUCKET = 16, 512
 LEVELS = (1, 4, 16)
 DIVERGE = (1, 4)
-"""Numbers of quantization levels with which QSGD with undamped error feedback diverged in the pilot run."""
+"""Numbers of quantization levels of QSGD for which undamped error feedback diverged in the pilot run."""
 
 
 @dataclass(frozen=True)

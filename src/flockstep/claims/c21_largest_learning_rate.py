@@ -109,11 +109,16 @@ class LargestLearningRate(Claim):
         curvature = {method: self._sweep(CURVATURE, method, say) for method in METHODS}
         late = tuple(n for n in WORKERS if n >= 4)
         rows = (
-            _row("noisy gradients, sync, 1 to 32 workers", 1.0, noise["sync"], WORKERS),
-            _row(f"noisy gradients, local SGD of {LOCAL_STEPS} steps, 1 to 32 workers", 0.0, noise["local"], WORKERS),
-            _row("exact gradients, async, 4 to 32 workers", -1.0, curvature["async"], late),
-            _row("exact gradients, async scaled by 1 / staleness, 4 to 32 workers", 0.0, curvature["scaled"], late),
-            _row("exact gradients, local SGD, 1 to 32 workers", 0.0, curvature["local"], WORKERS),
+            _row("synchronous SGD, noisy gradients, 1 to 32 workers", 1.0, noise["sync"], WORKERS),
+            _row(f"local SGD of {LOCAL_STEPS} steps, noisy gradients, 1 to 32 workers", 0.0, noise["local"], WORKERS),
+            _row("asynchronous SGD, exact gradients, 4 to 32 workers", -1.0, curvature["async"], late),
+            _row(
+                "asynchronous SGD scaled by 1 / staleness, exact gradients, 4 to 32 workers",
+                0.0,
+                curvature["scaled"],
+                late,
+            ),
+            _row("local SGD, exact gradients, 1 to 32 workers", 0.0, curvature["local"], WORKERS),
         )
         reason = (
             "Two problems are used, because no single problem shows both effects up to 32 workers: the learning "
@@ -152,7 +157,12 @@ def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
 def _row(what: str, expected: float, rates: dict[int, float], workers: tuple[int, ...]) -> ClaimRow:
     x, y = np.log(workers), np.log([rates[n] for n in workers])
     exponent = float(np.polyfit(x, y, 1)[0])
-    return ClaimRow(f"exponent, {what}", expected, exponent, abs(exponent - expected) <= 0.25)
+    return ClaimRow(
+        f"exponent of the largest stable rate over the workers: {what}",
+        expected,
+        exponent,
+        abs(exponent - expected) <= 0.25,
+    )
 
 
 def _closed_form(rates: dict[int, float]) -> ClaimRow:
@@ -161,5 +171,5 @@ def _closed_form(rates: dict[int, float]) -> ClaimRow:
     """
     ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
     worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
-    what = "exact gradients, async: largest stable rate / closed form; of 1 to 32 workers, the ratio farthest from 1"
+    what = "asynchronous SGD, exact gradients: largest stable rate / closed form, the ratio farthest from 1"
     return ClaimRow(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))

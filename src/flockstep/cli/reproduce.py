@@ -36,7 +36,7 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
     """
     if everything == bool(names):
         raise ConfigurationError(
-            f"no claim was named; name at least one, or give --all; known claims: {', '.join(known())}"
+            f"no claim was named; name at least one claim, or give --all; known claims: {', '.join(known())}"
         )
     claims = {name: Claim.parse(name) for name in (known() if everything else names)}
     if write:

@@ -26,7 +26,7 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
     only the numbers of bytes must be equal, and the decoded numbers must agree up to rounding.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
         ImportError: torch is not installed.
     """
     bound = codec.bind_shapes(SHAPES).bind_step(3)
@@ -68,8 +68,8 @@ def _encoded(what: str, codec: Any, array: FlatArray, tensor: Any) -> tuple[Flat
     wanted = codec.encode(array, np.random.default_rng(11))
     data = codec.encode(tensor, np.random.default_rng(11))
     assert torch.equal(tensor, before), f"{what}: changes the tensor"
-    assert isinstance(data, torch.Tensor), f"{what}: encoded as {type(data).__name__} instead of a tensor"
-    assert data.dtype == torch.uint8, f"{what}: encoded as {data.dtype} instead of bytes"
+    assert isinstance(data, torch.Tensor), f"{what}: encode returns {type(data).__name__} instead of a tensor"
+    assert data.dtype == torch.uint8, f"{what}: encode returns {data.dtype} instead of bytes"
     assert tuple(data.shape) == wanted.shape, (
         f"{what}: {len(data)} bytes from the tensor, but {wanted.size} bytes from the equal array"
     )

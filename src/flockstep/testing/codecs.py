@@ -28,7 +28,7 @@ def check_codec(codec: Codec) -> None:
     """Run every check on one codec, unbound, and bound to tensors and a step.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
     """
     bound = codec.bind_shapes(SHAPES).bind_step(STEP)
     for dtype in FLOATS:
@@ -69,8 +69,8 @@ def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: in
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(0))
-        assert data.dtype == np.uint8, f"{what}: encoded as {data.dtype} instead of bytes"
-        assert data.ndim == 1, f"{what}: encoded in {data.ndim} dimensions"
+        assert data.dtype == np.uint8, f"{what}: encode returns {data.dtype} instead of bytes"
+        assert data.ndim == 1, f"{what}: encode returns {data.ndim} dimensions instead of 1"
         promised = codec.wire_bytes(array.size, dtype)
         relation = data.size == promised if codec.exact_size else data.size <= promised
         assert relation, f"{what}: wire_bytes promises {promised} bytes, but encode returns {data.size}"
@@ -237,7 +237,9 @@ def check_overflow(codec: Codec, dtype: str) -> None:
             decoded = exact(round_trip(codec, largest))
     except Diverged:
         return
-    assert not np.isnan(decoded).any(), f"{codec} on the largest {dtype}: decoded to NaN; saturate or raise Diverged"
+    assert not np.isnan(decoded).any(), (
+        f"{codec} decodes the largest numbers of {dtype} to NaN; saturate, or raise Diverged"
+    )
 
 
 _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
@@ -248,16 +250,16 @@ def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
 
     Any result other than a `ProtocolError` or an array of the right shape fails the check.
     """
-    what = f"{codec} answers {data.size} damaged bytes of {size} elements of {dtype} with"
+    what = f"{codec}, given {data.size} damaged bytes for {size} elements of {dtype},"
     try:
         with np.errstate(all="ignore"):  # arbitrary bytes may decode to any number
             decoded = codec.decode(data, size, dtype)
     except ProtocolError:
         return False
     except Exception as error:
-        raise AssertionError(f"{what} {type(error).__name__}, not ProtocolError: {error}") from error
-    assert decoded.shape == (size,), f"{what} shape {decoded.shape} instead of ({size},)"
-    assert decoded.dtype == numpy_dtype(dtype), f"{what} {decoded.dtype}"
+        raise AssertionError(f"{what} raises {type(error).__name__} instead of ProtocolError: {error}") from error
+    assert decoded.shape == (size,), f"{what} decodes to shape {decoded.shape} instead of ({size},)"
+    assert decoded.dtype == numpy_dtype(dtype), f"{what} decodes to {decoded.dtype}"
     return True
 
 

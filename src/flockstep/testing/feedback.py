@@ -66,7 +66,7 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
     a copy of its state leads to the same results.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
         CompositionError: the codec and the feedback cannot be combined.
     """
     check_composition(codec, feedback)

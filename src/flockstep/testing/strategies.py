@@ -54,7 +54,7 @@ def check_strategy(
     elastic averaging and lossy codecs do.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
     """
     check_traits(strategy)
     accepted = [n for n in workers if accepts(strategy, n)]

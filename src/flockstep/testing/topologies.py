@@ -24,7 +24,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     one; D-PSGD then refuses the topology.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
     """
     check_refuses_nobody(topology)
     sizes = list(sizes)
