@@ -88,9 +88,10 @@ WITHIN = 0.2
 RANKED = 0.9
 """Smallest rank correlation of predicted and measured times with which predictions count as accurate."""
 GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
-"""Size of the calibration. GRADIENTS: gradients of each worker on the slow link, both alone and while all workers
-compute. LEAST_GRADIENTS: the same on the quick link, of which only messages count. ROUNDS: rounds of large messages
-between two workers. TURNS: iterations that fit the links' latency and their usable share of the bandwidth alternately.
+"""GRADIENTS: number of gradients of each worker in the calibration on the slow link, both alone and while all workers
+compute. LEAST_GRADIENTS: the same on the quick link, where only messages are of interest. ROUNDS: number of rounds of
+large messages between two workers. TURNS: number of iterations that fit the links' latency and their usable share of
+the bandwidth alternately.
 """
 SECONDS = 6.0
 """Seconds for which a measured run should last; slow runs last longer, because they take at least `FEW` steps."""

@@ -129,7 +129,7 @@ def one_round(workers: int, eta: float, alpha: float) -> FlatArray:
 
 
 def radius(matrix: FlatArray) -> float:
-    """Return the spectral radius of a matrix."""
+    """Return the spectral radius of a matrix, the largest absolute value of its eigenvalues."""
     return float(np.abs(np.linalg.eigvals(matrix)).max())
 
 

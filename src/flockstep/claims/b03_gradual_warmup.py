@@ -50,7 +50,7 @@ class GradualWarmup(Claim):
         small, mean = float(base.mean()), float(gradual.mean())
         table = {"none": "24.84 % (+1.24)", "constant": "25.88 % (+2.28)"}
         rows = (
-            ClaimRow("test error of the small batch, %", "23.60 %", round(small, 2), True),
+            ClaimRow("mean test error in %, small batch", "23.60 %", round(small, 2), True),
             ClaimRow("gradual warm-up, %", "23.74 % (+0.14)", round(mean, 2), bool(mean <= small + 2.5)),
             *(
                 ClaimRow(

@@ -95,11 +95,15 @@ class PushWithStragglers(Claim):
             what = f"seconds per step of all-reduce / gradient push, {name}, {spread}"
             rows.append(ClaimRow(what, ">= 2" if share else "1 to 1.3", ratio, holds))
             waiting = duration("all_reduce", share, 0) / duration("sgp", share, 0)
-            figures[f"neither method overlaps, {name}, one seed"] = waiting
-        say("each worker slow in one step in ten")
-        figures["each worker slow in one step in ten, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
+            figures[f"seconds per step of all-reduce / gradient push without overlap, {name}, one seed"] = waiting
+        say("one step in ten of each worker is slow")
+        figures["seconds per step of all-reduce / gradient push, one step in ten is slow, one seed"] = duration(
+            REDUCE, 0.1, 0
+        ) / duration(PUSH, 0.1, 0)
         rows.append(self._accuracy(say))
-        plain = figures["neither method overlaps, one straggler per step, one seed"]
+        plain = figures[
+            "seconds per step of all-reduce / gradient push without overlap, one straggler per step, one seed"
+        ]
         note = (
             "both methods overlap communication with computing; without overlap in either, the ratio of step times "
             f"is {plain:.3g} with one straggler per step (one seed): only tau > 0 hides the delay of a late peer"

@@ -32,7 +32,7 @@ class LayerWiseRates(Claim):
     tolerance = "mean test errors: SGD >= 50 %; LARS and LAMB at most 3 points above the small batch"
 
     def check(self, say: Say) -> Verdict:
-        """Train with each optimizer and every seed."""
+        """Train with LARS, LAMB and SGD, with each number of workers and each seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
         small = self._mean(sgd, 1, WARMUPS["none"], say)
         rows = [ClaimRow("test error of the small batch, %", "test error of the large batch", round(small, 2), True)]

@@ -253,7 +253,7 @@ FAMILIES = (
             Expectation(
                 "both halves of the averaging are lost, or neither",
                 (f.NO_EFFECT, f.CONTENT_LOST),
-                Short("the worker whose partner's half is lost waits forever", (f.ONE_STALLS,)),
+                Short("the worker that does not receive its partner's half waits forever", (f.ONE_STALLS,)),
             ),
         ),
         NONE,

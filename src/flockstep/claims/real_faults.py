@@ -79,7 +79,7 @@ class TrainProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the command has ended."""
+        """Whether the `flockstep train` command has ended."""
         return self.process.poll() is not None
 
     def pid(self, rank: int) -> int:

@@ -54,7 +54,7 @@ class Tried:
 
 
 def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
-    """Simulate the plan's most promising strategies, or all strategies in `named`.
+    """Simulate the plan's most promising strategies; if the user `named` strategies, all strategies of the plan.
 
     Raises:
         ConfigurationError: the job has no data or no target, or the folder holds trials with other settings.

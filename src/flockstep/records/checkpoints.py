@@ -98,7 +98,7 @@ class Checkpoint:
     manifest: Manifest
 
     def arrays(self, node: Address) -> dict[str, FlatArray]:
-        """Return the arrays of a node's state.
+        """Return the arrays of a node's saved state.
 
         Raises:
             ConfigurationError: the file is damaged.
@@ -114,7 +114,7 @@ class Checkpoint:
             raise ConfigurationError(str(error).rpartition(";")[0] + f"; {_way_out(self.folder)}") from None
 
     def check(self) -> None:
-        """Check that all files are undamaged.
+        """Check that all files of the checkpoint are undamaged.
 
         Raises:
             ConfigurationError: a file is damaged.

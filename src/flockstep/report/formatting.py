@@ -61,12 +61,12 @@ def share(value: float | None) -> str:
 
 
 def metric(value: float | None) -> str:
-    """Format a metric, such as an accuracy."""
+    """Format a metric, such as an accuracy: four decimals below 10, three significant digits above."""
     return NONE if value is None else f"{value:.4f}" if abs(value) < 10 else number(value)
 
 
 def times(value: float) -> str:
-    """Format a ratio, for example "3.2 times"."""
+    """Format a ratio with two significant digits, for example "3.2 times"."""
     return f"{number(value, 2)} times"
 
 

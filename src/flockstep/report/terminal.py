@@ -23,7 +23,7 @@ GAP = 2
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column of a `TextTable`."""
+    """A column of a terminal table: its heading, what it holds, and when it is left out."""
 
     heading: str
     text: bool = False

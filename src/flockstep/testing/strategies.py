@@ -337,7 +337,7 @@ class SimulatedRun:
 
     @property
     def params(self) -> dict[Address, FlatArray]:
-        """The final parameters of every node."""
+        """The final parameters of every node, by its address."""
         return {address: node.params for address, node in self.nodes.items()}
 
     @property

@@ -84,7 +84,7 @@ def check_neighbors(topology: Topology, n: int) -> None:
     heard = [topology.neighbors(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
         known = sorted(set(nx.all_neighbors(graph, rank)))
-        assert others == known, f"{topology} for n={n}: neighbors of {rank} are {others}"
+        assert others == known, f"{topology} for n={n}: neighbors({n}, {rank}) returns {others} instead of {known}"
         assert all(rank in heard[j] for j in others), (
             f"{topology} for n={n}: worker {rank} receives from a worker that does not receive from it"
         )
