@@ -45,7 +45,7 @@ class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fiel
 
 
 class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=True):
-    """One activity of a node from `start` to `end`: computing, waiting or communicating.
+    """One activity of a node from `start` to `end`; `kind` is compute, wait or comm.
 
     Spans are recorded for the first steps only.
     """
