@@ -155,7 +155,7 @@ def distribute(
 
 
 def rank() -> int:
-    """Return the rank of this process among the workers of `flockstep launch`, from 0; 0 in a script that runs alone.
+    """Return the rank, from 0, of this process among the workers of `flockstep launch`; 0 in a script that runs alone.
 
     The rank is known from a script's first line, for example to give each worker its own random numbers:
     `torch.manual_seed(1337 + flockstep.rank())`. A process that the script starts has the script's rank.

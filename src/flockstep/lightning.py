@@ -236,7 +236,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         open_group("Lightning")
 
     def setup(self, trainer: Any) -> None:
-        """Move the model to its device; before a fit, also let the strategy coordinate the optimizers."""
+        """Move the model to its device. Before a fit, also let flockstep's strategy coordinate the optimizers."""
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True needs sums during a forward pass, but strategies exchange data only between "

@@ -30,7 +30,9 @@ LEAVE = "leave"
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class of the data that a message carries in addition to its array."""
+    """Base class of the data that a message carries in addition to its array. A strategy defines a subclass for each
+    kind of message, and declares the subclasses in `notes`.
+    """
 
 
 AnyNote = Note | Fields

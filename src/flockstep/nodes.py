@@ -110,7 +110,9 @@ class View:
 
 @lru_cache(maxsize=8)
 def everyone(workers: int) -> View:
-    """Return the view at the start of a run, in which all workers take part."""
+    """Return the view at the start of a run, in which all workers take part. All nodes share one object, because n
+    objects would take n² memory.
+    """
     return View(0, tuple(range(workers)))
 
 
@@ -323,7 +325,8 @@ class Node:
 
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
-        """Wait for the next message with the given tag from the given node (None: any), and return the message.
+        """Wait for the next message with the given tag from the node `source` (None: from any node), and return the
+        message.
 
         Raises:
             PeerLost: the node has left or was lost, so no such message can arrive any more.
@@ -751,8 +754,8 @@ class Worker(Peer):
     def gradient_of(
         self, block: int, turn: int | None = None, last: bool = True, unless: str | None = None
     ) -> Awaitable[Array | Message]:
-        """Compute the gradient of a mini-batch of worker `block`'s part of the data; `last` says whether this gradient
-        ends the step.
+        """Compute the gradient of a mini-batch from the part of the data that belongs to worker `block`. `last` says
+        whether this gradient ends the step.
 
         `turn` is the number of a batch in the block, from 0, and selects the same batch on every worker; None selects
         the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. This method

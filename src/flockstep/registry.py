@@ -1,4 +1,5 @@
-"""The registry of components: a table of nouns, names and implementations, with one line for each component.
+"""The registry of components: a table of nouns, names and implementations, with one line for each component. A
+component is imported when it is first needed.
 
 Command-line choices, documentation tables and conformance tests are all generated from this table.
 """

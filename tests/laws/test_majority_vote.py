@@ -87,7 +87,7 @@ def test_conforms(text):
 def test_refuses_what_makes_no_sense():
     with pytest.raises(ConfigurationError, match=r"momentum must be in \[0, 1\), got 1"):
         MajorityVote(momentum=1.0)
-    with pytest.raises(ProtocolError, match="9 signs need 2 bytes, got 1 of uint8"):
+    with pytest.raises(ProtocolError, match="9 signs need 2 bytes of uint8, got 1 elements of uint8"):
         unpacked(np.zeros(1, np.uint8), 9)
 
 

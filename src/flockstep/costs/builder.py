@@ -38,7 +38,9 @@ class Net:
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, layer: Layer, after: tuple[str, ...], channels: int, size: int = 1) -> At:
-        """Append `layer` to the network."""
+        """Append `layer` to the network. If the layer reads the output of no other layer, its inputs are the data,
+        which need no gradient.
+        """
         wired = dataclasses.replace(layer, after=after)
         self.layers.append(wired if after else dataclasses.replace(wired, by_input=NOTHING))
         return At(channels, size, (layer.name,))

@@ -23,7 +23,7 @@ Backward pass: product, sum, difference.
 
 
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
-    """Return a fully connected layer: work W = N C_out C_in, depth D = ⌈log2 C_in⌉ in the forward pass.
+    """Return a fully connected layer with its costs: work W = N C_out C_in, depth D = ⌈log2 C_in⌉ in the forward pass.
 
     `rows` is the number of rows per sample, for example the tokens of a text.
     """
@@ -52,8 +52,8 @@ def convolution(
     data: bool = False,
     transposed: bool = False,
 ) -> Layer:
-    """Return a convolution, direct or im2col: work W = N C_out H' W' C_in K_y K_x, depth D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ +
-    ⌈log2 K_x⌉ in the forward pass.
+    """Return a convolution layer, direct or im2col, with its costs: work W = N C_out H' W' C_in K_y K_x, depth D =
+    ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ in the forward pass.
 
     `kernel`, `inputs` (H, W) and `outputs` (H', W') have any number of dimensions. A transposed convolution spreads
     each input over a window, so the inputs are counted instead of the outputs.
@@ -74,7 +74,8 @@ def convolution(
 
 
 def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], data: bool = False) -> Layer:
-    """Return a maximum or mean pooling: work W = N C H' W' K_y K_x, depth D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉.
+    """Return a layer of maximum or mean pooling with its costs: work W = N C H' W' K_y K_x, depth D = ⌈log2 K_y⌉ +
+    ⌈log2 K_x⌉.
 
     The backward pass has one operation per output.
     """
@@ -89,8 +90,8 @@ def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], dat
 
 
 def activation(name: str, elements: Number, data: bool = False, kind: str = "activation") -> Layer:
-    """Return an elementwise activation: work W = N C H W and depth D = 1, both in the forward and in the backward
-    pass.
+    """Return a layer of an elementwise activation with its costs: work W = N C H W and depth D = 1, both in the forward
+    and in the backward pass.
     """
     return Layer(
         name,
@@ -103,8 +104,8 @@ def activation(name: str, elements: Number, data: bool = False, kind: str = "act
 
 
 def total(name: str, elements: Number, terms: int = 2) -> Layer:
-    """Return a layer that adds the outputs of `terms` branches: work W = N C H W (terms - 1), depth D = ⌈log2 terms⌉.
-    The gradient is passed on unchanged.
+    """Return a layer that adds the outputs of `terms` branches, with its costs: work W = N C H W (terms - 1), depth D =
+    ⌈log2 terms⌉. The gradient is passed on unchanged.
     """
     return Layer(
         name,
@@ -116,7 +117,9 @@ def total(name: str, elements: Number, terms: int = 2) -> Layer:
 
 
 def softmax(name: str, elements: Number, classes: int, data: bool = False) -> Layer:
-    """Return a softmax over `classes` classes: a maximum and a sum, each of depth ⌈log2 classes⌉."""
+    """Return a softmax layer over `classes` classes with its costs: a maximum and a sum, each of depth ⌈log2
+    classes⌉.
+    """
     depth = log2_ceil(classes)
     return Layer(
         name,
@@ -129,8 +132,8 @@ def softmax(name: str, elements: Number, classes: int, data: bool = False) -> La
 
 
 def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
-    """Return a batch normalization: work W of the order N C H W, depth D = ⌈log2 N H W⌉ for the mean, and again for the
-    variance.
+    """Return a layer of batch normalization with its costs: work W of the order N C H W, depth D = ⌈log2 N H W⌉ for the
+    mean, and again for the variance.
 
     `places` is H·W, the number of places per sample.
     """
@@ -148,8 +151,8 @@ def batch_norm(name: str, channels: int, places: Number, affine: bool = True, da
 
 
 def group_norm(name: str, elements: Number, over: int, weights: int, biases: int = 0, data: bool = False) -> Layer:
-    """Return a normalization over `over` elements of one sample (layer, group or instance norm): depth D = 2 ⌈log2
-    over⌉ in the forward pass.
+    """Return a layer of normalization over `over` elements of one sample (layer, group or instance norm) with its
+    costs: depth D = 2 ⌈log2 over⌉ in the forward pass.
     """
     depth = log2_ceil(over)
     each = elements / weights if weights else elements
@@ -166,7 +169,9 @@ def group_norm(name: str, elements: Number, over: int, weights: int, biases: int
 
 
 def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
-    """Return an embedding: a lookup without arithmetic, whose backward pass adds the gradients of equal symbols."""
+    """Return an embedding layer with its costs: a lookup without arithmetic, whose backward pass adds the gradients of
+    equal symbols.
+    """
     return Layer(
         name,
         "embedding",
@@ -178,8 +183,8 @@ def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
 
 
 def attention(name: str, heads: int, queries: int, keys: int, head: int) -> Layer:
-    """Return an attention without its weights, softmax(q kᵀ) v (Vaswani et al. 2017). `head` is the number of elements
-    per head.
+    """Return a layer of attention without its weights, softmax(q kᵀ) v (Vaswani et al. 2017), with its costs. `head` is
+    the number of elements per head.
     """
     scores = heads * queries * keys
     over_keys = log2_ceil(keys)
@@ -204,8 +209,8 @@ def recurrent(
     biases: int = 2,
     data: bool = False,
 ) -> Layer:
-    """Return a recurrent cell of `gates` gates (4 for LSTM, 3 for GRU, 1 for a plain cell) over a sequence of `steps`
-    steps.
+    """Return a recurrent layer of `gates` gates (4 for LSTM, 3 for GRU, 1 for a plain cell) over a sequence of `steps`
+    steps, with its costs.
 
     The depth D grows with `steps`, because the steps are sequential.
 

@@ -132,12 +132,12 @@ class ClusterLink:
 
     @property
     def cost(self) -> costs.LinkModel:
-        """Return the link as a link model of the closed-form costs."""
+        """Return the link in the form in which closed-form costs are computed."""
         return costs.LinkModel(self.latency, 1 / self.bandwidth)
 
     @property
     def network(self) -> Link:
-        """Return the link as a link of the network model for virtual time. Messages pass the link one after the
+        """Return the link as a link of the network model for virtual time, on which messages pass one after the
         other.
         """
         return Link(self.bandwidth, self.latency)

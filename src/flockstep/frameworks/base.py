@@ -46,7 +46,8 @@ class Data:
             x, y = getattr(self, f"{name}_x"), getattr(self, f"{name}_y")
             if len(x) != len(y) or len(x) == 0:
                 raise ConfigurationError(
-                    f"{name}_x and {name}_y must hold equally many samples and at least one, got {len(x)} and {len(y)}"
+                    f"{name}_x and {name}_y must hold equally many samples and at least one, got {len(x)} and {len(y)}; "
+                    "give one target for each sample"
                 )
 
     @classmethod
@@ -123,7 +124,7 @@ def metric_of(
         return job.metric
     if job.metric != "accuracy":
         raise ConfigurationError(
-            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
+            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}; pass one of these"
         )
     if data.test_y.dtype != whole:
         raise ConfigurationError(

@@ -59,7 +59,8 @@ class _LayerTensors:
 
 
 def shape_of(model: JaxModel, samples: Any, name: str) -> ModelShape:
-    """Return the layers of `model`, called with a numpy array of samples, first axis over samples.
+    """Return the layers of `model`, found by tracing the model with a numpy array of samples, whose first axis counts
+    the samples.
 
     Tensors whose names have the same beginning, such as `hidden.w` and `hidden.b`, are one layer. A layer without a
     product, such as an embedding, is marked as unknown.

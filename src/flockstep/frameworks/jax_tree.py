@@ -52,7 +52,8 @@ class FlatTree:
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:
             raise ConfigurationError(
-                f"{what} must be a tree with the structure of the parameters, {self.structure}, got {structure}"
+                f"{what} must be a tree with the structure of the parameters, {self.structure}, got {structure}; "
+                "pass the tree that belongs to these parameters"
             )
         for entry, leaf, view in zip(self.schema.entries, leaves, self.schema.views(flat).values(), strict=True):
             if isinstance(leaf, jax.core.Tracer):
@@ -62,7 +63,10 @@ class FlatTree:
                 )
             values = np.asarray(leaf)
             if values.shape != entry.shape:
-                raise ConfigurationError(f"{what} must have {entry.name} of shape {entry.shape}, got {values.shape}")
+                raise ConfigurationError(
+                    f"{what} must have {entry.name} of shape {entry.shape}, got {values.shape}; pass the tree "
+                    "that belongs to these parameters"
+                )
             view[...] = values
 
     def read(self, flat: FlatArray) -> Tree:

@@ -147,7 +147,10 @@ def load_job_file(path: str | Path) -> Job:
     except (Exception, SystemExit) as error:
         raise failure(error, where, file, "job()") from error
     if not isinstance(job, Job):
-        raise ConfigurationError(f"job() of {where} must return a flockstep.Job, got {type(job).__name__}")
+        raise ConfigurationError(
+            f"job() of {where} must return a flockstep.Job, got {type(job).__name__}; end it with "
+            "return flockstep.Job(…)"
+        )
     return job
 
 

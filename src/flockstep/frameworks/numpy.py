@@ -89,7 +89,10 @@ class QuadraticModel(Model):
             raise ConfigurationError("hessian must be symmetric, got an asymmetric matrix; use (H + H.T) / 2")
         self.start = None if start is None else np.array(start, dtype)
         if self.start is not None and self.start.shape != (size,):
-            raise ConfigurationError(f"start must have shape ({size},) to match the hessian, got {self.start.shape}")
+            raise ConfigurationError(
+                f"start must have shape ({size},) to match the hessian, got {self.start.shape}; give one "
+                "value per dimension"
+            )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -129,7 +132,8 @@ class SoftmaxRegression(Model):
     def __init__(self, features: int, classes: int, l2: float = 0.0, dtype: str = "float32"):
         if features < 1 or classes < 2:
             raise ConfigurationError(
-                f"softmax regression needs features >= 1 and classes >= 2, got {features} and {classes}"
+                f"softmax regression needs features >= 1 and classes >= 2, got {features} and {classes}; count "
+                "both in the data"
             )
         if not l2 >= 0:
             raise ConfigurationError(f"l2 must be >= 0, got {l2}; use 0 for no penalty")

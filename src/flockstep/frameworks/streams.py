@@ -152,7 +152,7 @@ class SampleColumn:
         return self.reader.labels
 
     def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
-        """Return a column whose batches are those of this column with a function applied."""
+        """Return a column like this column, whose batches are transformed by `convert`."""
         return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
 
 

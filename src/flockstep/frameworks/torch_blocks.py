@@ -57,7 +57,7 @@ class Replicated(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Whole(Replicated):
-    """A layer that is not split, so that every way computes all of it."""
+    """A layer that is not split, so that every way (every worker of a stage) computes all of it."""
 
     layer: ChainLayer
 

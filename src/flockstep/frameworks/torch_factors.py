@@ -50,8 +50,8 @@ class FactoringEngine(Engine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient in which the matrices of `layers` are packed as factors. Autograd computes the matrices,
-        too, but they are not packed.
+        """Compute a gradient in which the matrices of `layers` are packed as factors. Autograd also computes these
+        matrices, but they are not packed.
         """
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())

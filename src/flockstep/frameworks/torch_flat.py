@@ -49,8 +49,8 @@ class Narrow:
 
 
 class FlatModule:
-    """The trainable parameters of a torch module in one flat array, and their gradients in another. The parameters of
-    `module` become views of the one, and their `.grad` of the other, in place.
+    """The trainable parameters of a torch module in one flat array, and their gradients in another flat array. The
+    parameters of `module` become views of the first array, and their `.grad` views of the second, in place.
 
     `params` and `grads` are these arrays of `schema.size` elements, which share the module's memory: numpy arrays on
     the CPU, tensors elsewhere. Values and existing gradients are kept, and the parameters remain the same objects, so
@@ -192,7 +192,7 @@ class FlatModule:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gather))  # type: ignore[no-untyped-call]
 
     def drop_gradients(self) -> None:
-        """Set every parameter's `.grad` to None."""
+        """Remove the gradients: set every parameter's `.grad` to None."""
         for parameter in self.parameters:
             parameter.grad = None
 

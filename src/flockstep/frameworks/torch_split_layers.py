@@ -71,7 +71,7 @@ class SplitLayers(ABC):
 
     @abstractmethod
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
-        """Return the term that one way adds to the output.
+        """Return the term that one way (one worker of a stage) adds to the output.
 
         Args:
             way: index of the way.

@@ -115,7 +115,7 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
             with hidden(changing), _without_effects(one, changing):
                 graph, again = _Tracer(opaque).trace(one), _Tracer(opaque).trace(one)
                 if str(graph) != str(again):
-                    raise ConfigurationError(f"forward of {type(one).__name__} computes something else in every call")
+                    raise ConfigurationError(f"forward of {type(one).__name__} has different operations in every call")
         except Exception as error:
             if one is module:
                 lines = str(error).strip().splitlines() or [type(error).__name__]

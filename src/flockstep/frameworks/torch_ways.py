@@ -207,8 +207,8 @@ def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], way
 
 
 class WaysEngine(PartsEngine):
-    """An engine of a model whose layers are split over ways. Its flat array consists of the parameters of all parts,
-    one part after the other.
+    """An engine of a model whose layers are split over ways (tensor parallelism). Its flat array consists of the
+    parameters of all parts, one part after the other.
     """
 
     def __init__(self, whole: TorchEngine | SkeletonEngine, held: Sequence[WayTensors], buffers: Sequence[str]):
@@ -255,7 +255,7 @@ class WayChunk:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter, or a slice of a parameter, that one way holds."""
+    """A parameter, or a slice of a parameter, that one way (one worker of a stage) holds."""
 
     name: str
     """Name of the parameter in the model."""
@@ -284,8 +284,8 @@ class Held:
 
 @dataclass
 class WayTensors:
-    """The tensors that one way holds: first its parts of split layers, then the parameters of layers that all ways
-    compute.
+    """The tensors that one way (one worker of a stage) holds: first its parts of split layers, then the parameters of
+    layers that all ways compute.
     """
 
     split: list[Held] = field(default_factory=list)

@@ -20,7 +20,9 @@ from flockstep.partitions.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class BlockShares:
-    """The work of the passes over one block on one way, as shares of the work of a gradient of the whole model."""
+    """The work of the passes over one block on one way (one worker of a stage), as shares of the work of a gradient of
+    the whole model.
+    """
 
     forward: float
     backward: float
@@ -42,7 +44,7 @@ class BlockOutputs:
 
 @dataclass(frozen=True, eq=False)
 class WayWeights:
-    """The parameters with which one way computes the passes of a step."""
+    """The parameters with which one way (one worker of a stage) computes the passes of a step."""
 
     own: FlatArray
     """The parameters (K,) that the way itself trains."""

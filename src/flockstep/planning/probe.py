@@ -1,5 +1,5 @@
-"""A strategy that trains no model, but measures the durations of gradients and messages. The durations are in the run's
-record.
+"""A strategy that trains no model, but measures the durations of gradients and messages, which are in the run's record.
+`flockstep calibrate` runs the strategy.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ LEFT_OUT = (
     "in trials, adding received arrays and the computations of servers take no time",
     "in trials, a sender encodes the whole model at every gradient",
     "if workers have different models, a trial ends with averaging the models once, over the slowest link",
-    "no node fails in a trial, and each trial has one set of random times",
+    "no node fails in a trial, and each trial draws its random times only once",
 )
 """Sentences about effects that are not part of the virtual seconds of a trial."""
 

@@ -70,7 +70,7 @@ class Bucketed(Strategy):
             me.optimizer_step(mean)
 
     async def finish(self, me: Worker) -> None:
-        """Average and apply the accumulated gradients of an incomplete last step, then leave."""
+        """Average and apply the accumulated gradients of an incomplete last step, then leave the run."""
         held: GradientAccumulator = me.state
         if held.total is not None:
             mean = held.total / held.count

@@ -1,4 +1,6 @@
-"""Asynchronous elastic averaging: replicas train independently, and an elastic force ties them to a center."""
+"""Asynchronous elastic averaging: replicas train independently, and an elastic force pulls each replica toward a
+center.
+"""
 
 from __future__ import annotations
 

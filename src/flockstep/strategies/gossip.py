@@ -16,8 +16,8 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import FormerWorker, Resizing
 
 COLLECTOR = 0
-"""Rank of the worker that tells each worker, at the end of a run, which peers may still send messages. For this
-purpose, it collects the sets of receivers from all workers.
+"""Rank of the worker that collects the sets of receivers from all workers at the end of a run, and tells each worker
+which peers may still send messages.
 """
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, counted in indivisible units, because integers are conserved exactly and floats are

@@ -107,6 +107,8 @@ def unpacked(data: Bytes, size: int) -> FlatArray:
         ProtocolError: `data` does not have the number of bytes that `size` signs take.
     """
     if name_of(data) != "uint8" or len(data) != (size + 7) // 8:
-        raise ProtocolError(f"{size} signs need {(size + 7) // 8} bytes, got {len(data)} of {name_of(data)}")
+        raise ProtocolError(
+            f"{size} signs need {(size + 7) // 8} bytes of uint8, got {len(data)} elements of {name_of(data)}"
+        )
     signs: FlatArray = kernels.of(data).unpack(data, size, 1) > 0
     return signs

@@ -1,4 +1,4 @@
-"""Partial broadcast: every update is sent to some of the peers, and dropped or deferred for the others."""
+"""Partial broadcast: every update is sent to some of the peers, and dropped or deferred for the other peers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ class PowerSgd(Strategy):
         return PowerSgdCodec(self.rank)
 
     def decodes(self, workers: int) -> int:
-        """Return 2: a worker multiplies out its own factors, to find its error, and the mean factors."""
+        """Return 2, because a worker multiplies out two products per step: that of its own factors, to find its error,
+        and that of the mean factors.
+        """
         return 2
 
     resizing = Resizing(own=("error",), common=("right",))

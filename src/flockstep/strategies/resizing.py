@@ -34,8 +34,8 @@ class Resizing:
     server: tuple[str, ...] = ()
     """Names of the fields of a server's state that the server keeps."""
     also: str = ""
-    """Clause for the documentation that says what else the strategy does when the number of workers changes; empty if
-    nothing.
+    """Clause for the documentation about further changes of the state when the number of workers changes; empty if
+    there are none.
     """
     refused: str = ""
     """Reason why the number of workers cannot change, as the end of a sentence; empty if the number can change."""

@@ -95,7 +95,7 @@ class Bridges:
                 del self.heard[j]
 
     async def close(self, me: Worker) -> None:
-        """Complete the exchanges that both ends of an edge have started."""
+        """Complete the exchanges that the nodes at both ends of an edge have started."""
         self.cross(me)
         for j in sorted(self.sent):
             try:

@@ -1,4 +1,4 @@
-"""Sandblaster: L-BFGS with a coordinator, which divides the data into many small portions."""
+"""Sandblaster: L-BFGS with a coordinator that divides the data into many small portions, which workers process."""
 
 from __future__ import annotations
 

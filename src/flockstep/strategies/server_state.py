@@ -80,7 +80,7 @@ class ServerState:
     inboxes: dict[int, Inbox] = field(default_factory=dict)
     """Rank → key lists received from a worker whose pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
-    """Version → old parameters (K,), if the consistency rule keeps them."""
+    """Version → old parameters (K,), if the consistency rule depends on old parameters."""
     newest_sent: dict[int, int] = field(default_factory=dict)
     """Rank → newest version sent to the worker; used only if servers send new versions to workers that compute with an
     older version.

@@ -113,7 +113,7 @@ class Traits:
 
     @property
     def in_step(self) -> bool:
-        """Whether the run ends when one worker leaves before the others."""
+        """Whether the run ends when one worker leaves before the other workers."""
         return self.equal_steps or not self.survives
 
     @property

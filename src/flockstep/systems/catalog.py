@@ -53,7 +53,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     citation: str
     algorithm: str
-    """The system's algorithm in one or two sentences."""
+    """Description of the system's algorithm in one or two sentences."""
     modes: tuple[Mode, ...]
     """The system's modes, with the default mode first."""
     differs: str = ""

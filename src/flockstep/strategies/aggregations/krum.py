@@ -27,7 +27,7 @@ class Krum(Combination):
             raise ConfigurationError(f"f must be >= 0 attackers, got {self.f}; use 0 for none")
 
     def check(self, n: int) -> None:
-        """Check that n >= 2f + 3."""
+        """Check that n >= 2f + 3, so that Krum withstands f attackers among `n` workers."""
         if n < 2 * self.f + 3:
             fewer = f"use f <= {(n - 3) // 2}, " if n >= 3 else "use "
             raise ConfigurationError(

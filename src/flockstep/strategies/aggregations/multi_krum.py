@@ -26,7 +26,7 @@ class MultiKrum(Krum):
             raise ConfigurationError(f"m must be >= 1 vectors, got {self.m}; 1 is krum")
 
     def check(self, n: int) -> None:
-        """Check that n >= 2f + 3 and m <= n - f - 2."""
+        """Check that n >= 2f + 3 and m <= n - f - 2, so that Multi-Krum withstands f attackers among `n` workers."""
         super().check(n)
         if self.m is not None and self.m > n - self.f - 2:
             raise ConfigurationError(

@@ -30,7 +30,7 @@ class TrimmedMean(Aggregation):
             raise ConfigurationError(f"b of trimmed_mean must be >= 0 workers, got {self.b}; 0 is the mean")
 
     def check(self, n: int) -> None:
-        """Check that 2b < n."""
+        """Check that 2b < n, so that trimming leaves at least one of `n` values."""
         if 2 * self.b >= n:
             raise ConfigurationError(
                 f"trimmed_mean drops the b smallest and the b largest of n elements, so 2b must be < n, got b={self.b} "

@@ -35,7 +35,7 @@ FAR = 1 << 60
 
 @dataclass
 class Outbox:
-    """The sender's state of a connection to one receiver with filtered updates."""
+    """The sender's state for the filtered updates to one receiver."""
 
     pending: FlatArray | None = None
     """The withheld part of earlier updates, of shape (K,); None if there is none."""
@@ -44,7 +44,7 @@ class Outbox:
 
 @dataclass
 class Inbox:
-    """The receiver's state of a connection to one sender with filtered updates."""
+    """The receiver's state for the filtered updates of one sender."""
 
     lists: Lists = field(default_factory=dict)
 

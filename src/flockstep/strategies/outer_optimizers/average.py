@@ -11,8 +11,8 @@ from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 @dataclass(frozen=True)
 class Average(OuterOptimizer):
-    """Plain averaging (McDonald, Hall & Mann 2010); with weighting=samples, federated averaging, FedAvg (McMahan et al.
-    2017).
+    """Plain averaging (McDonald, Hall & Mann 2010): the mean of the replicas is the next model. With weighting=samples,
+    this is federated averaging, FedAvg (McMahan et al. 2017).
     """
 
     moves: ClassVar[bool] = False

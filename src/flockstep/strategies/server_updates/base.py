@@ -36,7 +36,7 @@ class ServerUpdate(Component):
     """State of past steps that the server keeps under this update, a value of `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
-        """Return the update's state before the first gradient. The server keeps this state as part of its own."""
+        """Return the update's state before the first gradient. The server stores this state in its own state."""
         return None
 
     @abstractmethod
