@@ -144,7 +144,8 @@ def digest_of(file: Path) -> str:
 def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, ...]:
     """Synchronize the files of snapshots in the folder of a checkpoint with the disk, and return their hashes.
 
-    Raises: OSError: a file cannot be written to the disk.
+    Raises:
+        OSError: a file cannot be written to the disk.
     """
     found = []
     for item in snapshots:
@@ -204,8 +205,8 @@ class ArrivingShard:
         """Complete the file after its last part has arrived.
 
         Raises:
-            ProtocolError: the bytes differ from those that the node has written. OSError: the file cannot be written to
-                the disk.
+            ProtocolError: the bytes differ from those that the node has written.
+            OSError: the file cannot be written to the disk.
         """
         if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
             raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} has written it")

@@ -95,7 +95,8 @@ def flight_file(record: Path, node: Address | None) -> Path:
 def append(record: Path, node: Address | None, events: list[FlightEvent]) -> None:
     """Append events to the flight recorder of a node.
 
-    Raises: OSError: the events cannot be written to the disk.
+    Raises:
+        OSError: the events cannot be written to the disk.
     """
     if events:
         file = flight_file(record, node)

@@ -342,8 +342,8 @@ class RunFolder:
         """Read the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
-            ConfigurationError: the run left no result, or a file of the result is damaged. SchemaMismatch: the
-                parameters and the schema do not belong together.
+            ConfigurationError: the run left no result, or a file of the result is damaged.
+            SchemaMismatch: the parameters and the schema do not belong together.
         """
         for file in (self.result_file, self.path / "schema.json"):
             if _gone(file):
@@ -487,7 +487,8 @@ def read_event_file(path: Path) -> list[Event]:
 def decode_events(lines: bytes, path: Path) -> list[Event]:
     """Return the events in complete lines of the file `path`.
 
-    Raises: ConfigurationError: a line is not a valid event.
+    Raises:
+        ConfigurationError: a line is not a valid event.
     """
     try:
         return _decoder.decode_lines(lines)

@@ -80,10 +80,11 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
     if len(hits) > 1:
         second = hits[1]
         if "=" in places([hits[0].summary, second.summary])[0]:
-            why = "the evaluations are too far apart" if seeds == 1 else "the ranges of their seeds overlap too much"
-            text += (
-                f" {second.label} followed after {_clock(second)}, which is a tie: {why} to tell which run was first."
-            )
+            tie = f" {second.label} followed after {_clock(second)}, which is a tie"
+            if seeds == 1:
+                text += f"{tie}: the evaluations are too far apart to tell which run was first."
+            else:
+                text += f"{tie}: the ranges of their seeds overlap too much to tell which run was first."
         else:
             ratio = formatting.times(_ratio(second.time, hits[0].time))
             text += f" {second.label} followed after {_clock(second)}, {ratio} as long."

@@ -84,12 +84,11 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
     """
     said = []
     if any("=" in place for place in places(ranked)):
-        why = (
-            "the ranges of their seeds overlap"
+        said.append(
+            "=: a tie, the ranges of their seeds overlap."
             if seeds > 1
-            else "the evaluations are too far apart to tell which run was first"
+            else "=: a tie, the evaluations are too far apart to tell which run was first."
         )
-        said.append(f"=: a tie, {why}.")
     if seeds == 1 and len(ranked) > 1 and ranked[0].clock == "real":
         said.append(
             "Each strategy has only one run, so the variation of the seconds is not known; --seeds 5 ranks "

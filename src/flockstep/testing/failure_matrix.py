@@ -67,9 +67,9 @@ WORDS = {
     ),
     failures.SERVER_FREE: "The backup continues, and no worker has waited for it; workers end with other parameters.",
     failures.NO_EFFECT: "Every node ends with the same parameters, bit for bit.",
-    failures.UPDATE_LOST: "All workers take all steps; one recorded update takes effect on one node fewer.",
+    failures.UPDATE_LOST: "All workers take all steps; one recorded update does not take effect on one of the nodes.",
     failures.UPDATES_LOST: (
-        "All workers take all steps; the updates that were added up in the lost message take effect on one node fewer."
+        "All workers take all steps; the updates that were summed in the lost message do not take effect on one of the nodes."
     ),
     failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
