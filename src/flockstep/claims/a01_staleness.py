@@ -1,4 +1,6 @@
-"""The mean staleness of n-softsync is (workers - 1) / c, for every distribution of compute times."""
+"""Claim: the mean staleness of n-softsync is (workers - 1) / c, for every distribution of compute times; c is the
+number of gradients per update.
+"""
 
 from __future__ import annotations
 

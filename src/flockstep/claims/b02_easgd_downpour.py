@@ -1,4 +1,4 @@
-"""Claim: elastic averaging (EASGD) learns with long periods between exchanges with which Downpour does not learn."""
+"""Claim: elastic averaging (EASGD) still learns if workers exchange rarely, while Downpour does not."""
 
 from __future__ import annotations
 

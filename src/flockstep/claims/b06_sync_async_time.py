@@ -67,8 +67,8 @@ class SyncAsyncTime(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Time synchronous, 4-sync and asynchronous SGD with exponential compute times, then two of them with constant
-        times.
+        """Time synchronous, 4-sync and asynchronous SGD with exponential compute times, then synchronous and
+        asynchronous SGD with constant compute times.
         """
         times = {rule: self._times(rule, RANDOM, say) for rule in METHODS}
         least, half, most = (median(taken) for taken in times.values())

@@ -44,8 +44,8 @@ ORDERS = (("sync", "local_sgd(10)", "local_sgd(50)", NONE), ("gossip(0.5)", "gos
 
 @dataclass(frozen=True)
 class DataThatDiffer(Claim):
-    """Claim: with one or two digits per worker, decentralized methods have larger errors the less workers
-    communicate.
+    """Claim: with one or two digits per worker, the errors of decentralized methods grow as workers communicate
+    less.
     """
 
     seeds: int = 5

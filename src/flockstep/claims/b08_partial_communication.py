@@ -18,8 +18,8 @@ LEARNS = 7.0
 
 @dataclass(frozen=True)
 class PartialCommunication(Claim):
-    """Claim: if each update is sent to each peer with probability q, the others must be deferred to reach full
-    accuracy.
+    """Claim: if each update is sent to each peer with probability q, the other updates must be deferred instead of
+    dropped.
     """
 
     seeds: int = 5

@@ -26,8 +26,8 @@ RATES = (0.02, 0.01, 0.005)
 
 @dataclass(frozen=True)
 class PowerSgdAccuracy(Claim):
-    """Claim: PowerSGD of rank 2 is as accurate as SGD; without feedback PowerSGD is less accurate, as is an unbiased
-    compressor.
+    """Claim: PowerSGD of rank 2 is as accurate as SGD; PowerSGD without feedback and an unbiased compressor are less
+    accurate.
     """
 
     statement = (

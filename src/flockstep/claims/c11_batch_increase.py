@@ -44,7 +44,7 @@ class LargerBatches(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with both schedules, and without a schedule, on every seed."""
+        """Train with growing batches, with decaying learning rates, and with neither, for every seed."""
         updates, samples, errors = {}, {}, {}
         for name, schedule in SCHEDULES.items():
             steps = round(STEPS * FEWER) if name == "batch x 5" else STEPS

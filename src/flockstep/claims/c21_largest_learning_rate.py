@@ -141,8 +141,8 @@ class LargestLearningRate(Claim):
 
 
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
-    """Return the largest stable learning rate on the grid: the next larger rate ends farther from the optimum than it
-    started.
+    """Return the largest stable learning rate on the grid: at the next larger rate, the model ends farther from the
+    optimum than it started.
     """
     x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
     job = unjudged_job(lambda: LeastSquaresModels(regime), x, regime.batch)

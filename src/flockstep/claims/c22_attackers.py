@@ -1,6 +1,4 @@
-"""Claim: one attacker ruins the mean of the gradients; robust aggregations withstand two attackers, except small
-attacks.
-"""
+"""Claim: one attacker ruins the mean of the gradients, while robust aggregations withstand two such attackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unbiased low-rank compressor that PowerSGD is compared with."""
+"""The unbiased low-rank compressor with which PowerSGD is compared in claim C7."""
 
 from __future__ import annotations
 

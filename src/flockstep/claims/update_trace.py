@@ -60,9 +60,7 @@ def still_job() -> Job:
 
 
 class Updates(Watched):
-    """A simulation that stores only update events, because message events of hundreds of thousands of gradients take
-    too much memory.
-    """
+    """A simulation that stores only update events, for runs with hundreds of thousands of messages."""
 
     def note(self, event: Event) -> None:
         if isinstance(event, UpdateEvent):

@@ -69,7 +69,8 @@ WORDS = {
     failures.NO_EFFECT: "Every node ends with the same parameters, bit for bit.",
     failures.UPDATE_LOST: "All workers take all steps; one recorded update does not take effect on one of the nodes.",
     failures.UPDATES_LOST: (
-        "All workers take all steps; the updates that were summed in the lost message do not take effect on one of the nodes."
+        "All workers take all steps; the updates that were summed in the lost message do not take effect on one of the "
+        "nodes."
     ),
     failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
