@@ -491,7 +491,7 @@ def systems(
     name: Annotated[str | None, typer.Argument(help="Name of one system, to show all its details.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """List the systems of the literature, each with its place in the taxonomy, derived from its composition here."""
+    """List the systems of the literature, each with its place in the taxonomy, derived from its composition."""
     from flockstep.cli.systems import show_systems
 
     show_systems(name, as_json)

@@ -29,7 +29,7 @@ def coordinate(
     secret_file: o.SecretFile = None,
     timeout: o.MeetTimeout = 600.0,
 ) -> None:
-    """Coordinate a run whose workers other hosts start with --separate-coordinator; keep its record here."""
+    """Coordinate a run whose workers other hosts start with --separate-coordinator; the record is kept on this host."""
     from flockstep.launchers.gathering import Coordinating
     from flockstep.launchers.kubernetes import require_trains
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret

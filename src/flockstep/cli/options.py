@@ -482,7 +482,7 @@ Resumes = Annotated[
     ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--overwrite", help="Replace the run in the folder of --out.", rich_help_panel=OUTPUT)
 ]
 Json = Annotated[
     bool,

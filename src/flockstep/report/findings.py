@@ -105,12 +105,12 @@ def _why(fast: _Hit, slow: _Hit) -> str:
         f"The slowest run that reached the target, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of "
         "that time: "
     )
-    pace = f"it processed {formatting.times(speed)} as many samples a second"
+    pace = f"{formatting.times(speed)} as many samples a second"
     if samples > 1.03:
-        return f"{head}it needed {formatting.times(samples)} the samples, but {pace}."
+        return f"{head}it needed {formatting.times(samples)} the samples, but it processed {pace}."
     if samples < 0.97:
-        return f"{head}it needed only {formatting.times(samples)} the samples, and {pace}."
-    return f"{head}both needed about as many samples, and {pace}."
+        return f"{head}it needed only {formatting.times(samples)} the samples, and it processed {pace}."
+    return f"{head}both needed about as many samples, and it processed {pace}."
 
 
 def _costs(fast: _Hit, slow: _Hit) -> str:

@@ -177,10 +177,10 @@ def check_restart(whole: SimulatedRun) -> None:
         return
     times = [whole.seconds * share for share in RESTARTS]
     resumed = run_or_fail(strategy, workers, steps, restarts=times)
-    who = f"{strategy} on {workers} workers, restarted at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
+    who = f"{strategy} on {workers} workers, restarted at {', '.join(f'{t:.3g}' for t in times)} virtual seconds"
     differ = _differences(whole, resumed)
-    assert not differ, f"{who} ends differently on {differ}; keep all state between steps in me.state"
-    assert whole.events == resumed.events, f"{who} has other events"
+    assert not differ, f"{who}: the run ends differently on {differ}; keep all state between steps in me.state"
+    assert whole.events == resumed.events, f"{who}: the run has other events"
 
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
