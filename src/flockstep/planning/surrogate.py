@@ -76,7 +76,7 @@ class SurrogateEngine(NumpyEngine):
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return gradients of a quadratic function of the parameters, for which no samples are needed."""
+        """Write gradients of a quadratic function of the parameters to `out`; the function needs no samples."""
         self._asked += len(indices)
         self._counted += indices.size
         np.multiply(self.slopes, params, out=out)
@@ -106,7 +106,7 @@ class SurrogateEngine(NumpyEngine):
         replica: int,
         step: int,
     ) -> float:
-        """Return a gradient packed together with factors that are zero."""
+        """Write a gradient to `out`, packed together with factors that are zero."""
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)
         empty = [
@@ -119,7 +119,7 @@ class SurrogateEngine(NumpyEngine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Return a gradient, as without teachers; the teachers' predictions take no virtual time."""
+        """Write a gradient to `out`, as without teachers. The predictions of teachers take no virtual time."""
         return self.gradient(params, indices, out, replica, step)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:

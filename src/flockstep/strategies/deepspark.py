@@ -28,12 +28,12 @@ class DeepSparkState:
 class AdaptiveElasticAveraging(ElasticAveraging):
     """DeepSpark (Kim, Park, Jang & Yoon 2016): asynchronous elastic averaging that adapts alpha to convergence.
 
-    This is a reconstruction: the paper says that alpha adapts; its formula was not available. At each exchange a worker
-    compares the mean loss of its steps since the last exchange with the mean loss of the previous window, r = (before -
-    now) / before. If r > `improvement`, the worker converges, and explores more: alpha ← alpha / factor. Otherwise the
-    worker moves closer to the other workers: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest,
-    largest] (by default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also
-    stays stable for the learning rate. With factor = 1 the strategy equals easgd.
+    The strategy is a reconstruction: the paper says that alpha adapts, but the paper's formula was not available. At
+    each exchange a worker compares the mean loss of its steps since the last exchange with the mean loss of the
+    previous window, r = (before - now) / before. If r > `improvement`, the worker converges, and explores more: alpha ←
+    alpha / factor. Otherwise the worker moves closer to the other workers: alpha ← alpha · factor. alpha starts at
+    `alpha` and stays in [smallest, largest] (by default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`);
+    with order `paper` alpha also stays stable for the learning rate. With factor = 1 the strategy equals easgd.
     """
 
     alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))

@@ -23,9 +23,9 @@ class ElasticAveraging(Strategy):
     Every `period` (tau) steps worker i pulls the center, moves by -delta and pushes delta = alpha (w_i - center), which
     the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the parameters at
     which the gradient is computed. Order `survey` (Langer et al. 2020, figure 10) takes the gradient after the elastic
-    move; on the quadratic w²/2 with round-robin exchanges it is stable for every alpha in (0, 1/2] and eta < 2. Order
-    `paper`, which the authors' code has, takes the gradient before the elastic move and moves after the gradient step;
-    it is stable up to alpha = (4 - 2 eta) / (4 - eta).
+    move; on the quadratic w²/2 with round-robin exchanges this order is stable for every alpha in (0, 1/2] and eta < 2.
+    Order `paper`, which the authors' code has, takes the gradient before the elastic move and moves after the gradient
+    step; this order is stable up to alpha = (4 - 2 eta) / (4 - eta).
 
     With `beta` the center moves by beta (w_i - center) instead (the general form of Langer et al. 2020, equations 1 and
     2, with alpha >= beta): an exchange then conserves beta w_i + alpha center. `replicas` is the number of backups of

@@ -39,10 +39,10 @@ class LocalSGD(Strategy):
     """Local SGD, parameter averaging (McDonald, Hall & Mann 2010; Stich 2019): local steps, then an average.
 
     Every worker takes `period` (H) steps independently, then w_i ← mean_j w_j; in T steps there are floor(T/H)
-    averages. Momentum and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to
-    rounding. The period may be a number or a synchronization schedule, as in post-local SGD; an `outer_optimizer`
-    applies an additional step to the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016),
-    with a collective in place of SparkNet's driver.
+    averages. Momentum and other optimizer state stay local. With H = 1 and plain SGD the strategy equals synchronous
+    SGD up to rounding. The period may be a number or a synchronization schedule, as in post-local SGD; an
+    `outer_optimizer` applies an additional step to the mean, as in DiLoCo and BMUF. With H = 50 the strategy is
+    SparkNet (Moritz et al. 2016), with a collective in place of SparkNet's driver.
 
     `weighting` is the weight of a replica in the mean. "equal" is 1/n, because every worker computes the same number of
     samples between two averages. "samples" is n_i/N for a worker with n_i of the N training samples, as in FedAvg

@@ -46,13 +46,13 @@ class MpcaState:
 class PenalizedAveraging(Strategy):
     """MPCA-SGD (Langer, Hall, He & Rahayu 2018): sharing is decoupled from updating, and staleness is extrapolated.
 
-    This is a reconstruction from the abstract and from the survey by Langer et al. (2020); the formulas were not
-    available. Snapshots of all replicas are averaged up a binomial tree to worker 0 and down again, round after round,
-    as fast as the network allows, while all workers continue training: no worker waits for a round before its last
-    step. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the optimizer
-    like that of the loss. ŵ at step t is the last average, of snapshots taken at step s, extrapolated by gamma (t - s)
-    times its change per step. Steps are the worker's own; the snapshots of a round differ in time by as much as the
-    average takes to travel down the tree.
+    The strategy is a reconstruction from the abstract and from the survey by Langer et al. (2020); the formulas were
+    not available. Snapshots of all replicas are averaged up a binomial tree to worker 0 and down again, round after
+    round, as fast as the network allows, while all workers continue training: no worker waits for a round before its
+    last step. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the
+    optimizer like that of the loss. ŵ at step t is the last average, of snapshots taken at step s, extrapolated by
+    gamma (t - s) times its change per step. Steps are the worker's own; the snapshots of a round differ in time by as
+    much as the average takes to travel down the tree.
 
     After their last steps the workers continue with rounds until a round contains final replicas only. A single worker
     has no rounds.

@@ -32,8 +32,8 @@ class NeighborAveraging(Strategy):
     computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes as long
     as the longer of computing and communicating. The mean of the replicas moves as in synchronous SGD; the replicas
     agree only in the limit. The graph may change from step to step. The neighbors of a dead worker take back the
-    weights that they gave to this worker, and on a graph that does not change they are connected to each other; the
-    paper does not treat failures.
+    weights that they gave to this worker, and on a graph that does not change these neighbors are connected to each
+    other; the paper does not treat failures.
 
     An `aggregation` takes the place of Σ_j W_ij w_j: centered_clipping weights the neighbors by W (self-centered
     clipping: He, Karimireddy & Jaggi 2022); other aggregations combine the models of a worker and its neighbors without

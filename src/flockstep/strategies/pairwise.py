@@ -23,10 +23,10 @@ class PairwiseAveraging(Strategy):
 
     While it computes g_i(w_i), a worker on the active side of the graph averages with a random neighbor j, w_i and w_j
     ← (w_i + w_j) / 2, and then steps with the gradient of the model before the average. Workers on the passive side
-    also compute and step, but only answer requests. They answer at once, even while they compute, and never wait. So no
-    cycle of workers that wait for each other can arise, which is why the graph must be bipartite. In separate
-    processes, passive workers answer between gradients, so a slow passive worker delays the workers that send it
-    requests. The larger side is active; of two equal sides, the side of worker 0.
+    also compute and step, but only answer requests. Passive workers answer at once, even while they compute, and never
+    wait. So no cycle of workers that wait for each other can arise, which is why the graph must be bipartite. In
+    separate processes, passive workers answer between gradients, so a slow passive worker delays the workers that send
+    it requests. The larger side is active; of two equal sides, the side of worker 0.
     """
 
     topology: Topology = field(default_factory=RingGraph)

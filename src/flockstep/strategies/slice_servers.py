@@ -35,7 +35,8 @@ class SliceServers(Strategy):
     Worker j owns slice j of w. When slice j of a gradient arrives, from any worker including itself, worker j steps its
     slice with the job's optimizer, and answers with the new slice. A worker serves its slice while it waits for answers
     and, in virtual time, while it computes; in a separate process, it serves between gradients, so a push waits for the
-    gradient in progress. The staleness of a gradient's slice is the number of updates of that slice since it was read.
+    gradient in progress. The staleness of a gradient's slice is the number of updates of the slice since the worker
+    read it.
     """
 
     notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": ParameterVersion}

@@ -22,8 +22,8 @@ class WithOptimizer(ServerUpdate):
     Adagrad).
 
     The learning rate is that of `optimizer`, not of the workers, even in the recorded weights. If a strategy lets
-    workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that each shard
-    keeps the state of its own slice.
+    workers step locally, the workers' steps use the job's optimizer. The optimizer must be elementwise, so that each
+    shard keeps the state of its own slice.
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)
