@@ -44,7 +44,7 @@ model.
 ELEMENTS = {"counts": "elements"}
 """Metadata of a dataclass field that counts elements, rather than steps."""
 WORKERS = math.inf
-"""Upper end of a search range that stands for the number of workers."""
+"""Value for the upper end of a search range that makes the number of workers the upper end."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,11 +215,11 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             self._kept = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Put the common model into the model for a validation within `fit`."""
+        """Set the model to the common model of all ranks for a validation within `fit`."""
         self._show()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Put the common model into the model at the end of an epoch, for other callbacks."""
+        """Set the model to the common model of all ranks at the end of an epoch, for other callbacks."""
         self._show()
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -291,7 +291,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self._send_loaded()
 
     def on_validation_start(self) -> None:
-        """Put the common model into the module for the validation, and for checkpoints at its end."""
+        """Set the module to the common model of all ranks for the validation, and for checkpoints at its end."""
         self._validating.enter_context(self._consensus())
 
     def on_validation_end(self) -> None:

@@ -47,9 +47,9 @@ def on_ray(
 ) -> RunResult:
     """Train on the nodes of a Ray cluster, as `flockstep train --on ray` does.
 
-    This process coordinates and writes the record. It must be a driver on a node of the cluster. A placement group
-    reserves a bundle of cores and GPUs on each node for the workers of that node; if a node is lost, its workers are
-    lost. A script must guard the call with `if __name__ == "__main__":`.
+    This process coordinates and writes the record. The process must be a driver on a node of the cluster. A placement
+    group reserves a bundle of cores and GPUs on each node for the workers of that node; if a node is lost, its workers
+    are lost. A script must guard the call with `if __name__ == "__main__":`.
 
     Arguments not listed here are as in `flockstep.run`.
 

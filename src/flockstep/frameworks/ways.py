@@ -37,9 +37,9 @@ class BlockOutputs:
     """Numbers of elements, for one sample, of the arrays that the ways add or pass on; 0 if there is no array."""
 
     forward: float
-    """Elements of the block's outputs."""
+    """Number of elements of the block's outputs, for one sample."""
     backward: float
-    """Elements of the gradient of the block's inputs."""
+    """Number of elements of the gradient of the block's inputs, for one sample."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,8 @@ class Access:
         raise NotImplementedError
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send parameters to the workers whose reads are admitted, and to other workers if the access mode says so.
+        """Send parameters to the workers whose reads are admitted. In some access modes, servers also send parameters
+        to other workers.
 
         Args:
             me: the server.

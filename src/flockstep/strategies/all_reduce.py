@@ -23,7 +23,7 @@ from flockstep.strategies.overlap_trial import OverlapTrial
 from flockstep.strategies.resizing import Resizing
 
 SIZES = Bucketed(cap=8.0, first=1.0)
-"""Sizes of the buckets in which gradients are sent."""
+"""Sizes, in megabytes, of the buckets in which gradients are sent."""
 AHEAD = 16
 """Number of elements in front of the mean, of which the last one is sent with the mean. With 16, the mean begins at a
 cache line.

@@ -74,7 +74,7 @@ class Report(Note, frozen=True):
     budget: int | None = None
     """Number of portions that the worker may compute; None in all requests but the first."""
     size: int = 0
-    """Number of training samples in the portion."""
+    """Number of training samples of the job; 0 in all requests but the first."""
 
 
 class PortionAssignment(Note, frozen=True):
@@ -96,7 +96,7 @@ class Coordinator:
     history: int
     evaluation: int = 0
     granted: dict[int, int] = field(default_factory=dict)
-    """Number of portions that each live worker may compute."""
+    """Rank of each live worker → number of portions that the worker may compute."""
     size: int = 0
     """Number of training samples of the job."""
     spent: int = 0

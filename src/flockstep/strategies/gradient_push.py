@@ -26,7 +26,9 @@ UNIT = 1 << 48
 
 
 class Mass(Note, frozen=True):
-    """Note sent with a fraction of x: the fraction of the sender's mass omega that goes with it, times 2^48."""
+    """Note sent with a fraction of the sender's numerator x: the same fraction of the sender's mass omega, times
+    2^48.
+    """
 
     mass: int
 

@@ -26,7 +26,7 @@ class WriterStopped(Note, frozen=True):
 
 
 class SegmentAddress(Note, frozen=True):
-    """Note with the address of the shared memory."""
+    """Note with the address of the memory that the workers share."""
 
     address: str
 

@@ -11,7 +11,7 @@ from flockstep.expression import Component
 
 
 class Combined(NamedTuple):
-    """The result of an aggregation."""
+    """The result of an aggregation: the combined vector, and the weights of the vectors in it."""
 
     vector: FlatArray
     """The combined vector (K,)."""

@@ -68,5 +68,7 @@ class CenteredClipping(Combination):
 
 
 def clip_factors(distances: Weights, tau: float) -> Weights:
-    """Return the factor min(1, tau / distance) for each distance."""
+    """Return, for each distance, the factor min(1, tau / distance) that clips a difference of this length to the length
+    tau.
+    """
     return np.minimum(1.0, tau / np.maximum(distances, np.finfo(np.float64).tiny))

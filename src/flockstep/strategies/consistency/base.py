@@ -38,7 +38,7 @@ class ConsistencyView(msgspec.Struct, eq=False):
     reading: Mapping[int, int]
     """Rank of each live worker that is computing → version of the parameters with which the worker computes."""
     params: FlatArray
-    """The current parameters, of shape (K,)."""
+    """The server's current parameters, of shape (K,)."""
     kept: dict[int, FlatArray]
     """Version → parameters (K,), for the old versions of which the consistency rule keeps copies."""
     moved: bool
