@@ -101,10 +101,10 @@ class EasgdStability(Claim):
             ),
         ]
         reason = (
-            "The bound holds for the order of the paper, which computes the gradient at the point before the elastic "
-            "move; in the order of the survey, the default here, every alpha up to 1/2 is stable for eta < 2. With 8 "
-            "workers slightly larger values than the bound are stable: the bound is sufficient for any number of "
-            "workers, and exact for 1 and 3"
+            "The bound holds for the order of the paper, which computes the gradient at the point before the "
+            "elastic move; in the order of the survey, which flockstep uses by default, every alpha up to 1/2 is "
+            "stable for eta < 2. With 8 workers slightly larger values than the bound are stable: the bound is "
+            "sufficient for any number of workers, and exact for 1 and 3"
         )
         return Verdict(tuple(rows), reason)
 

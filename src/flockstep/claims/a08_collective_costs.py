@@ -52,7 +52,7 @@ class CollectiveCosts(Claim):
         "mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, and none takes less than L lg P + 2mG(P-1)/P; the "
         "butterfly is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 and 64"
     )
-    source = "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from them"
+    source = "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from the formulas"
     setting = (
         "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; the messages have headers of "
         "64 B, which are included in the formulas"

@@ -49,7 +49,7 @@ class LayerWiseRates(Claim):
                         error <= small + 3,
                     )
                 )
-        return Verdict(tuple(rows), f"40 epochs of {WORKERS[-1]} workers are only 57 updates")
+        return Verdict(tuple(rows), f"40 epochs on {WORKERS[-1]} workers are only 57 updates")
 
     def _mean(self, optimizer: str, workers: int, schedule: str, say: Say) -> float:
         return float(np.mean(errors_of(STRATEGY, warmed_up(optimizer, workers, schedule), self.seeds, say)))

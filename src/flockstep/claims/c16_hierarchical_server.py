@@ -52,7 +52,7 @@ class HierarchicalServer(Claim):
                 run = self._run(strategy)
                 rows += self._traffic(f"{name}, group {group}", group, flat, run)
                 late = staleness(run) * group
-                figures[f"staleness, {name}, group {group}"] = late
+                figures[f"mean staleness in gradients, {name}, groups of {group}"] = late
                 if "leaf" in strategy:
                     rows.append(
                         ClaimRow(
@@ -62,7 +62,7 @@ class HierarchicalServer(Claim):
                             late > alone,
                         )
                     )
-        late = figures["staleness, waiting leaves, group 4"]
+        late = figures["mean staleness in gradients, waiting leaves, groups of 4"]
         note = (
             f"if workers wait for their leaf's answer from the root, {WORKERS // 4} leaves exchange in turn with the "
             f"root as single workers would, and a sum of 4 gradients has a staleness of {late:.3g} gradients; only "

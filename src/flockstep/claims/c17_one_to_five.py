@@ -59,7 +59,7 @@ class OneToFive(Claim):
                 what = f"utilization at tau = {worst}, farthest from the formula, {where}"
                 rows.append(near(what, formula(worst, waits), busy(worst), 0.01))
                 solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
-                what = f"utilization at tau = {solved}, the tau computed for 5/6, {where}"
+                what = f"utilization at tau = {solved}, where 5/6 is expected, {where}"
                 rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
         note = (
             "workers exchange by a collective; SparkNet's central driver would only change T_comm in the same formula"

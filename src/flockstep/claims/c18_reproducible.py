@@ -46,9 +46,16 @@ class Reproducible(Claim):
             alike = strategy in SYNCHRONOUS
             wanted = "1" if alike else "> 1"
             rows.append(
-                ClaimRow(f"{strategy}, real processes: different results", wanted, len(real), (len(real) == 1) == alike)
+                ClaimRow(
+                    f"{strategy}, real processes: number of different results",
+                    wanted,
+                    len(real),
+                    (len(real) == 1) == alike,
+                )
             )
-            rows.append(ClaimRow(f"{strategy}, virtual time: different results", "1", len(virtual), len(virtual) == 1))
+            rows.append(
+                ClaimRow(f"{strategy}, virtual time: number of different results", "1", len(virtual), len(virtual) == 1)
+            )
         return Verdict(tuple(rows))
 
     def _hashes(self, strategy: str, kind: str) -> set[str]:
