@@ -30,7 +30,7 @@ from flockstep.records.events import (
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
-"""Statuses of runs whose final model is not reliable: diverged and failed runs, for example."""
+"""Statuses of runs whose final model is not reliable."""
 _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "metric",
     "higher_is_better", "target", "lr",

@@ -37,7 +37,7 @@ class RepeatedRuns:
         return [run for run in self.runs if run.useful]
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
-        """Return minimum, median and maximum over the runs of a field of `Summary`; runs without a value are left out.
+        """Return minimum, median and maximum of a field of `Summary` over the useful runs that have a value.
 
         None if no run has a value.
         """

@@ -24,7 +24,7 @@ SIGMAS = 4.0
 def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
     """Return the array, as flat float64, that a receiver decodes from the encoding of `array`.
 
-    `seed` determines the random numbers, and is also the step to which the codec is bound.
+    `seed` determines the random numbers. A codec whose workers share random numbers is bound to step `seed`.
     """
     one = codec.bind_step(seed) if codec.shares_seed else codec
     data = one.encode(array, np.random.default_rng((seed, 1)))
