@@ -135,7 +135,7 @@ def _described(
     if cores == workers:  # no worker waited for a core: there may be more cores
         cores = max(cores, machine.cores)
     fit = fit_law(times)
-    notes.append(f"compute is {fit.why}")
+    notes.append(fit.why)
     wires, message, copy = [], 0.0, 0.0
     if workers > 1:
         message = _message(events)

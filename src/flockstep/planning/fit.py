@@ -187,7 +187,7 @@ def fit_records(
     notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
     notes += [f"{one.config.title}: {one.seconds:.4g} s per step" for one in runs]
     groups, law, why = _machines(runs)
-    notes.append(f"compute is {why}")
+    notes.append(why)
     wires: tuple[ClusterLink, ...] = ()
     if first.config.workers > 1:
         found = _link(runs, latency, bandwidth, notes)
@@ -202,9 +202,7 @@ def fit_records(
             f"{', '.join(f'{e:+.1%}' for e in errors)}"
         )
         if max(map(abs, errors)) > POOR:
-            notes.append(
-                "this is a poor fit: something other than latency and bandwidth distinguishes these strategies"
-            )
+            notes.append("the fit is poor: something other than latency and bandwidth distinguishes these strategies")
     notes.append(
         "records contain no cores, memory, failures or rates of codecs; gradients are assumed to take as long as in "
         "the run"
@@ -351,8 +349,8 @@ def _link(
     notes.append(f"share of the step time spent on messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
     if max(shares) < NOTHING:
         notes.append(
-            "messages take too small a share of the step time to determine latency or bandwidth: links are "
-            "assumed to cost nothing"
+            "the share of messages in the step time is too small to determine latency or bandwidth: links are assumed "
+            "to cost nothing"
         )
         return latency or 0.0, bandwidth or FAST
     if latency is None and bandwidth is None:

@@ -47,21 +47,20 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     if times.std() < STEADY * times.mean():
         return Fit(
             ConstantTime(mean),
-            f"constant, because the standard deviation of {len(times)} durations is below {STEADY:.1%} of their mean",
+            f"gradient times count as constant: the standard deviation of {len(times)} durations is below {STEADY:.1%} "
+            "of their mean",
         )
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
     limit = NEAR / math.sqrt(len(times)) + SLACK
-    apart = (
-        f"{len(times)} durations, whose distribution is at a distance of {distance:.2f} from a lognormal distribution"
-    )
+    apart = f"{len(times)} durations are at a distance of {distance:.2f} from a lognormal distribution"
     if distance <= limit:
-        return Fit(law, f"lognormal, which fits {apart}: chance explains a distance of up to {limit:.2f}")
+        return Fit(law, f"gradient times count as lognormal: {apart}, and chance explains up to {limit:.2f}")
     return Fit(
         Empirical(_quantiles(times)),
-        f"given by quantiles, because no named distribution fits {apart}: chance explains only a distance of up to "
-        f"{limit:.2f}",
+        f"gradient times are described by quantiles, because no named distribution fits: {apart}, and chance explains "
+        f"only up to {limit:.2f}",
     )
 
 

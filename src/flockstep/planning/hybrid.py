@@ -370,7 +370,9 @@ def advise_hybrid(
             if not tried and failed:
                 refused.append(("splitting", failed[0][1]))
             if not any(partitions(site, workers)):
-                raise ConfigurationError(f"{site.task.name} cannot be cut into stages that {workers} workers fill")
+                raise ConfigurationError(
+                    f"no pipeline of {site.task.name} has stages for {workers} workers; use another number of workers"
+                )
             refused += failed
         found = list(_crossed(wanted, tried, site, workers, refused, say))
         planner = _planner(wanted, site, workers, refused) if wanted else None
@@ -406,7 +408,7 @@ def _unsplittable(strategy: Strategy) -> str | None:
     """Reason why a strategy cannot train a split model, as its traits say; None if they do not rule it out."""
     if strategy.traits.fixed_steps and strategy.traits.plain_gradients:
         return None
-    return "its workers request more than the gradient of their next batch, but stages compute only that"
+    return "the workers request more than the gradient of their next batch, which stages cannot compute"
 
 
 def _crossed(
