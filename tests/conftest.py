@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
 
 import support.children.sitecustomize  # noqa: F401 - what other processes do first, these do
 from support.leaks import left, shared, usual_signals
@@ -70,6 +71,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     """Share between processes that run tests what they would import each."""
     if session.config.option.processes > 1:
         share_forkers()
+        st.text().validate()  # looks at all characters, 1.2 s
     try:
         return (yield)
     finally:

@@ -40,11 +40,17 @@ def launched(folder: Path, before: str, *arguments: str, afresh: bool = True) ->
     return found, ended
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Ended]:
+    """The portraits of scripts that `flockstep launch` forks, and how the run ended."""
+    return launched(tmp_path_factory.mktemp("usual") / "forked", "")
+
+
 @pytest.mark.parametrize("arguments", [(), pytest.param(("pools",), marks=pytest.mark.full)])
 def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
-    arguments: tuple[str, ...], tmp_path: Path
+    arguments: tuple[str, ...], tmp_path: Path, usual: tuple[list[dict[str, Any]], Ended]
 ) -> None:
-    forked, its_end = launched(tmp_path / "forked", "", *arguments)
+    forked, its_end = launched(tmp_path / "forked", "", *arguments) if arguments else usual
     fresh, usual_end = launched(tmp_path / "fresh", AFRESH, *arguments)
     for one, other in zip(forked, fresh, strict=True):
         assert {name for name in other["seen"] if one["seen"][name] != other["seen"][name]} == set()
@@ -56,10 +62,12 @@ def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
     assert traceback_of(its_end) == traceback_of(usual_end)
 
 
-def test_a_script_that_a_test_forks_sees_what_a_forked_script_sees(tmp_path: Path) -> None:
+def test_a_script_that_a_test_forks_sees_what_a_forked_script_sees(
+    tmp_path: Path, usual: tuple[list[dict[str, Any]], Ended]
+) -> None:
     """The process that has done the imports is a fork of the test's, see `support/children/forked_scripts.py`."""
     tests, its_end = launched(tmp_path / "tests", "", afresh=False)
-    forked, usual_end = launched(tmp_path / "forked", "")
+    forked, usual_end = usual
     for one, other in zip(tests, forked, strict=True):
         assert {name for name in other["seen"] if one["seen"][name] != other["seen"][name]} == DIFFERENT
         assert {*one["seen"]["modules"]} > {*other["seen"]["modules"]}

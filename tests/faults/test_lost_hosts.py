@@ -15,6 +15,7 @@ from flockstep.chaos.base import Failpoint
 from flockstep.chaos.failpoint import signalled, write_failpoint
 from support.commands import Process
 from support.hosts import PORT, Ended, Host, network, on_all, require, require_idle, summary
+from support.jobs import go_on, paced
 from support.processes import PATIENCE, RealRun, wait_until
 
 
@@ -24,10 +25,10 @@ def two() -> Iterator[list[Host]]:
         yield hosts
 
 
-def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Process]:
+def start_two(two: list[Host], tmp_path: Path, *arguments: str, job: str = "softmax") -> list[Process]:
     """A long run on two hosts, of which the first step is done."""
     where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "3"]
-    command = ["train", "softmax", "-n", "4", "--steps", "1000000", *where, *arguments]  # the last --steps counts
+    command = ["train", job, "-n", "4", "--steps", "1000000", *where, *arguments]  # the last --steps counts
     processes = [two[1].start(*command, "--node-rank", "1")]
     processes.insert(0, two[0].start(*command, "--node-rank", "0", "--out", tmp_path / "run"))
     events = tmp_path / "run" / "events"
@@ -70,18 +71,20 @@ def test_a_cable_that_is_out_for_a_while_changes_no_bit(
     """The cable is out for longer than the heartbeat, while all workers take steps; or only packets of one host are
     lost.
     """
-    arguments = ["-s", "all_reduce(ring)", "--steps", "1000", "--seed", "1", "--link-timeout", "90"]
-    processes = start_two(two, tmp_path, *arguments)
+    arguments = ["-s", "all_reduce(ring)", "--steps", "150", "--seed", "1", "--link-timeout", "90"]
+    job = paced(tmp_path, slow_after=20)
+    processes = start_two(two, tmp_path, *arguments, job=job)
     two[1].cut() if mute is None else two[mute].mute(two[1 - mute])
     mend = time.monotonic() + seconds
     wait_until(lambda: time.monotonic() > mend, PATIENCE, "the cable is put in again")
     assert all(process.poll() is None for process in processes), "the cut came before the end"
     two[1].mend() if mute is None else two[mute].unmute(two[1 - mute])
+    go_on(tmp_path)
     ended = [Ended.of(process) for process in processes]
     require(ended, 0, 0)
     assert re.search(r"node 1 \(.*\) is connected again after [0-9.]+ s \(no answer for 3 s\)", ended[0].err)
     assert re.search(r"worker \d is connected to worker \d again after", ended[0].err + ended[1].err)
-    command = ["train", "softmax", "-n", "4", *arguments[:-2]]
+    command = ["train", job, "-n", "4", *arguments[:-2]]
     alone = RealRun([*command, "--transport", "shared_memory"], tmp_path / "alone").end()
     assert alone.summary is not None
     assert alone.summary["hashes"] == summary(tmp_path / "run")["hashes"]

@@ -25,7 +25,7 @@ from support.split_jobs import job_of
 
 
 def loss(outputs, targets):
-    while torch.is_grad_enabled() and not Path({gate!r}).exists() and loss.calls >= 300:
+    while torch.is_grad_enabled() and not Path({gate!r}).exists() and loss.calls >= 60:
         time.sleep(0.01)
     loss.calls += torch.is_grad_enabled()
     return squared_error(outputs, targets)
@@ -37,7 +37,7 @@ loss.calls = 0
 def job():
     return replace(job_of(), loss=loss)
 """
-"""After 300 losses (74 steps of four, and three trials before the run), the job waits until the file `gate` exists."""
+"""After 60 losses (14 steps of four, and three trials before the run), the job waits until the file `gate` exists."""
 
 
 def started(strategy: str, folder: Path, workers: int = 4) -> tuple[RealRun, Path]:
@@ -45,9 +45,9 @@ def started(strategy: str, folder: Path, workers: int = 4) -> tuple[RealRun, Pat
     (folder / "paced.py").write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + JOB.format(gate=str(gate))
     )
-    split = ["--partition", "pipeline(2, 1f1b, 4)", "-n", str(workers), "--steps", "120", "--evaluate-every", "40"]
+    split = ["--partition", "pipeline(2, 1f1b, 4)", "-n", str(workers), "--steps", "30", "--evaluate-every", "10"]
     run = RealRun(["train", str(folder / "paced.py"), "-s", strategy, *split], folder / "run", torch=True)
-    run.wait_for_work(70)
+    run.wait_for_work(12)
     return run, gate
 
 
@@ -81,6 +81,6 @@ def test_a_replica_leaves_with_its_stage_where_the_strategy_survives(tmp_path: P
     assert ended.summary["status"] == "finished"
     assert {one["node"] for one in ended.summary["lost"]} == {2, 3}
     taken = {worker["rank"]: worker["steps"] for worker in ended.summary["per_worker"]}
-    assert taken[0] == taken[1] == 120
-    assert max(taken[2], taken[3]) < 120
+    assert taken[0] == taken[1] == 30
+    assert max(taken[2], taken[3]) < 30
     assert np.isfinite(np.load(tmp_path / "run" / "result.npy")).all()

@@ -15,6 +15,7 @@ from flockstep.launchers.train import resume
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from support import split_jobs
+from support.matrix import few
 from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
@@ -26,59 +27,35 @@ from support.{name} import job
 """
 
 
+QSGD = "pipeline(2, 1f1b, 3, codec=qsgd(8))"
+
+
 @pytest.mark.parametrize(
-    ("job", "strategy", "partition", "who", "point", "number"),
-    [
-        ("split_job", "ps(bsp)", "pipeline(2, 1f1b, 3, codec=qsgd(8))", "launcher", "manifest.renamed", 2),
-        pytest.param(
-            "split_jobs",
-            "local_sgd(3)",
-            "pipeline(2, zb_h1, 4)",
-            "worker-2",
-            "shard.written",
-            2,
-            marks=pytest.mark.full,
-        ),
-        ("split_jobs", "local_sgd(3)", "sharded(2)", "worker-2", "gradient.computed", 33),
-        pytest.param("tied_job", "ps(bsp)", "sharded(2)", "launcher", "manifest.renamed", 2, marks=pytest.mark.full),
-        pytest.param(
-            "split_jobs",
-            "all_reduce",
-            "sharded(4, collective=rabenseifner)",
-            "worker-1",
-            "shard.written",
-            2,
-            marks=pytest.mark.full,
-        ),
-        pytest.param("split_job", "ps(bsp)", "tensor(2)", "launcher", "manifest.renamed", 2, marks=pytest.mark.full),
-        pytest.param(
-            "split_jobs",
-            "local_sgd(3)",
-            "pipeline(2, 1f1b, 3) * tensor(2)",
-            "worker-3",
-            "gradient.computed",
-            33,
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "split_jobs",
-            "all_reduce",
-            "pipeline(4, gpipe, 4)",
-            "worker-3",
-            "gradient.computed",
-            33,
-            marks=pytest.mark.full,
-        ),
-    ],
+    ("job", "strategy", "partition", "workers", "who", "point", "number"),
+    few(
+        [
+            ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
+            ("split_job", "ps(bsp)", QSGD, 4, "launcher", "manifest.renamed", 2),
+            ("split_jobs", "local_sgd(3)", "pipeline(2, zb_h1, 4)", 4, "worker-2", "shard.written", 2),
+            ("split_jobs", "local_sgd(3)", "sharded(2)", 4, "worker-2", "gradient.computed", 33),
+            ("tied_job", "ps(bsp)", "sharded(2)", 4, "launcher", "manifest.renamed", 2),
+            ("split_jobs", "all_reduce", "sharded(4, collective=rabenseifner)", 4, "worker-1", "shard.written", 2),
+            ("split_job", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
+            ("split_jobs", "local_sgd(3)", "pipeline(2, 1f1b, 3) * tensor(2)", 4, "worker-3", "gradient.computed", 33),
+            ("split_jobs", "all_reduce", "pipeline(4, gpipe, 4)", 4, "worker-3", "gradient.computed", 33),
+        ],
+        ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
+        ("split_jobs", "local_sgd(3)", "sharded(2)", 4, "worker-2", "gradient.computed", 33),
+    ),
 )
 def test_a_killed_split_run_goes_on_with_its_bits(
-    tmp_path: Path, job: str, strategy: str, partition: str, who: str, point: str, number: int
+    tmp_path: Path, job: str, strategy: str, partition: str, workers: int, who: str, point: str, number: int
 ) -> None:
     """Momentum, running statistics and the random numbers of a codec are part of the state."""
     (tmp_path / "job.py").write_text(FILE.format(tests=str(Path(__file__).parents[1]), name=job))
     file = str(tmp_path / "job.py")
     kill = write_failpoint(tmp_path, Failpoint(who, point, number))
-    words = ["train", file, "-s", strategy, "--partition", partition, "-n", "4", "--steps", str(STEPS)]
+    words = ["train", file, "-s", strategy, "--partition", partition, "-n", str(workers), "--steps", str(STEPS)]
     words += ["--evaluate-every", "10", "--checkpoint-every", "8", "--import", kill]
     assert RealRun(words, tmp_path / "run", torch=True).end().code != 0
     assert signalled(tmp_path) is not None
@@ -86,11 +63,11 @@ def test_a_killed_split_run_goes_on_with_its_bits(
     assert again.code == 0, again.err
     assert again.summary is not None
     assert again.summary["notes"][0].startswith("resumed from step ")
-    given = {"partition": partition, "workers": 4, "steps": STEPS, "evaluate_every": 10}
+    given = {"partition": partition, "workers": workers, "steps": STEPS, "evaluate_every": 10}
     virtual = flockstep.simulate(file, strategy, out=tmp_path / "virtual", **given).summary
     ours, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "virtual")
     assert again.summary["hashes"] == {str(node): one for node, one in virtual.hashes.items()}
-    for rank in range(4):
+    for rank in range(workers):
         found, expected = (
             [(e.step, e.loss) for e in one.read_events() if isinstance(e, StepEvent) and e.rank == rank]
             for one in (ours, whole)
@@ -101,7 +78,7 @@ def test_a_killed_split_run_goes_on_with_its_bits(
 
 
 def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
-    given = {"partition": "pipeline(2)", "workers": 2, "steps": 2, "transport": "ipc"}
-    flockstep.run(split_jobs.__file__, "all_reduce", out=tmp_path / "run", **given)
+    words = ["train", split_jobs.__file__, "-s", "all_reduce", "--partition", "pipeline(2)", "-n", "2", "--steps", "2"]
+    assert RealRun(words, tmp_path / "run", torch=True).end().code == 0
     with pytest.raises(ConfigurationError, match="continues with as many workers as before, got 4 instead of 2; leave"):
         resume(tmp_path / "run", workers=4)

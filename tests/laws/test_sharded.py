@@ -162,6 +162,8 @@ def test_a_way_stores_its_shard_of_each_layer(ways: int) -> None:
 
 def watched_units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of gathered parameters that are in memory after each forward or backward pass of a unit."""
+    gc.collect()
+    gc.freeze()  # each count looks for garbage among newer objects only
     alive, found = weakref.WeakSet[torch.Tensor](), list[int]()
     weights, release, backward = TorchUnit._weights, TorchUnit.release, TorchUnit.backward
 

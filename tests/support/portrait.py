@@ -25,6 +25,9 @@ from pathlib import Path
 
 from facts import facts
 
+TEST = "PYTEST_CURRENT_TEST"
+"""The variable that differs between the tests whose portraits are compared."""
+
 
 def failure():
     try:
@@ -35,7 +38,7 @@ def failure():
 
 def variables():
     changed = {"RANK": int, "LOCAL_RANK": int, "FLOCKSTEP_NODE_SPEC": lambda text: sorted(json.loads(text))}
-    return [[name, str(changed.get(name, str)(value))] for name, value in os.environ.items()]
+    return [[name, str(changed.get(name, str)(value))] for name, value in os.environ.items() if name != TEST]
 
 
 def seen():

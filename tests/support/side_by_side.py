@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import marshal
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -87,7 +88,7 @@ class _Tests:
         """Pass on the reports of one test; a process that has none asks for the next file."""
         process = self._running[control]
         try:
-            reports = json.loads(control.recv_bytes())
+            reports = marshal.loads(control.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._lose(control)
             return
@@ -96,7 +97,7 @@ class _Tests:
             self._report(reports)
         else:
             process.tests = self._waiting.pop() if self._waiting else []
-            control.send_bytes(json.dumps(process.tests).encode())
+            control.send_bytes(marshal.dumps(process.tests))
 
     def _lose(self, control: Connection) -> None:
         """The process has ended; if it was in the middle of a test, the test fails, and another process goes on."""
@@ -161,15 +162,15 @@ def _run(session: pytest.Session, control: Connection) -> None:
         # after its last test a file is torn down, and what belongs to the session is left
         for item, following in pairwise([*tests, session]):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            control.send_bytes(json.dumps(reports.kept).encode())
+            control.send_bytes(marshal.dumps(reports.kept))
             reports.kept.clear()
 
 
 def _files(session: pytest.Session, control: Connection) -> Iterator[list[pytest.Item]]:
     """Ask for the tests of one file after the other."""
     while True:
-        control.send_bytes(b"[]")
-        numbers = json.loads(control.recv_bytes())
+        control.send_bytes(marshal.dumps([]))
+        numbers = marshal.loads(control.recv_bytes())
         if not numbers:
             return
         yield [session.items[number] for number in numbers]
@@ -181,6 +182,8 @@ def _separate(config: pytest.Config) -> None:
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    terminal = config.pluginmanager.unregister(name="terminalreporter")
+    terminal._tw._file = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    config.pluginmanager.register(SimpleNamespace(_tw=terminal._tw), "terminalreporter")  # for who asks for its writer
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = Path(factory.mktemp("process"))

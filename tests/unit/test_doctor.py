@@ -101,7 +101,7 @@ def test_what_hangs_is_ended() -> None:
 LEAVING = """
 import subprocess, tempfile
 tempfile.mkdtemp(prefix="flockstep-")
-subprocess.Popen(["sh", "-c", "(sleep 6; echo late) > {0}"])
+subprocess.Popen(["sh", "-c", "(sleep 100; echo late) > {0}"])
 """
 """A test that ends before a process of its own, which holds its output, and that leaves a folder."""
 

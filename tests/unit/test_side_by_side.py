@@ -62,6 +62,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def _session(request):
+    (request.config.rootpath / f"begin-{os.getpid()}").touch()
     yield
     (request.config.rootpath / f"end-{os.getpid()}").touch()
 
@@ -78,7 +79,7 @@ CAPTURED = os.fstat(1).st_ino
 
 def reports(folder: Path, *words: str) -> tuple[list[tuple[str, str, str, str]], str]:
     """What is reported: test, phase, outcome and output; and what pytest prints."""
-    command = [sys.executable, "-m", "pytest", "-p", "support.side_by_side", "-p", "no:cacheprovider", *words]
+    command = [sys.executable, "-m", "pytest", "-p", "support.side_by_side", "-p", "no:cacheprovider", "-ra", *words]
     (folder / "pytest.ini").write_text("[pytest]\n")
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     done = subprocess.run(
@@ -98,13 +99,16 @@ def test_all_are_run_once_and_a_process_that_dies_fails_its_test_alone(folder: P
     assert len([one for one in found if one[1] == "call"]) == 6
     assert "its process ended with code -9" in out
     assert re.search("2 failed, 4 passed, 1 skipped", out)
+    assert re.search(r"SKIPPED \[1\] test_one.py:\d+: not here", out)
     (said,) = [text for name, when, _, text in found if name.endswith("[2]") and when == "call"]
     assert said == "said 2\n"
     (said,) = [text for name, when, _, text in found if name.endswith("test_first") and when == "call"]
     assert said == "False process\n", "a process has its own file of captured output, and its own folder"
     ends = [name for name, when, _, text in found if when == "teardown" and text.endswith("end of test_one\n")]
     assert ends == ["test_one.py::test_skipped"], "a file is torn down after its last test"
-    assert len(list(folder.glob("end-*"))) == 2, "a session ends in each process that was not killed"
+    begun, ended = ({path.name.partition("-")[2] for path in folder.glob(f"{name}-*")} for name in ("begin", "end"))
+    assert ended < begun
+    assert len(begun - ended) == 1, "a session ends in each process that was not killed"
 
 
 def test_the_first_failure_ends_all_where_that_is_asked_for(folder: Path) -> None:
