@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STAGES, STEPS, LR, BATCH = 4, 40, 0.2, 16
 WIDTHS = (64, 32, 32, 32, 10)
 CUTS = (2, 4, 6)
-"""Index of the first layer of the second, third and fourth stage."""
+"""Indices of the first layers of the second, third and fourth stage."""
 CLOSE, FAR = 1e-12, 1e-3
 """CLOSE: largest relative distance that rounding explains. FAR: smallest relative distance between runs with different
 delays.

@@ -114,9 +114,9 @@ FAMILIES = (
             f"backup workers, b = {b}",
             (f"ps(consistency=backup(b={b}))",),
             AT_EVERY_STEP,
-            Expectation(f"no effect up to {b} dead workers", (f"{f.GOES_ON}, up to {b} of 4",)),
+            Expectation(f"no effect of up to {b} dead workers", (f"{f.GOES_ON}, up to {b} of 4",)),
             (Expectation("the sender counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
-            Expectation(f"no effect up to {b} slow workers", (f"no effect up to {b} of 4",)),
+            Expectation(f"no effect of up to {b} slow workers", (f"no effect of up to {b} of 4 slow workers",)),
         )
         for b in (1, 2)
     ),
@@ -136,7 +136,7 @@ FAMILIES = (
                 ),
             ),
         ),
-        Expectation("no effect up to 1 slow worker", ("no effect up to 1 of 4",)),
+        Expectation("no effect of up to 1 slow worker", ("no effect of up to 1 of 4 slow workers",)),
     ),
     Family(
         "bounded staleness (SSP)",

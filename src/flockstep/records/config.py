@@ -133,7 +133,7 @@ class RunConfig:
     faults: tuple[str, ...] = ()
     """Faults that are injected into the run; in a real run, only wrong gradients."""
     on_bad_gradient: BadGradientAction = "stop"
-    """What happens to a gradient that is not finite or too large."""
+    """What happens to a gradient that is not finite or too large: `stop`, `skip` or `quarantine`."""
     max_gradient_norm: float | None = None
     """Largest Euclidean norm of a gradient; None for no limit."""
     strikes: int = 3

@@ -75,7 +75,9 @@ WORDS = {
     failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
     failures.FREE: "All workers but one may be slow, and the remaining worker keeps its pace.",
-    "no effect up to b of n": "With b slow workers the other workers keep their pace; with b + 1 they do not.",
+    "no effect of up to b of n slow workers": (
+        "With b slow workers the other workers keep their pace; with b + 1 they do not."
+    ),
     failures.EVERYONE: "After at most two steps, every worker is as slow as the slow one.",
     "no effect for k steps, then all workers slow down": (
         "The other workers take k steps at their own pace, then slow down to the pace of the slow worker."

@@ -280,7 +280,7 @@ def slow_worker(strategy: Strategy | str) -> str:
     while hidden + 1 < WORKERS and max(_delay(strategy, whole, hidden + 1)[0]) <= SLACK:
         hidden += 1
     if hidden:
-        return FREE if hidden == WORKERS - 1 else f"no effect up to {hidden} of {WORKERS}"
+        return FREE if hidden == WORKERS - 1 else f"no effect of up to {hidden} of {WORKERS} slow workers"
     paces, free = _delay(strategy, whole, 1)
     if max(paces) < FACTOR / SLACK:
         return PARTLY
