@@ -45,7 +45,6 @@ QSGD = "pipeline(2, 1f1b, 3, codec=qsgd(8))"
             ("split_jobs", "all_reduce", "pipeline(4, gpipe, 4)", 4, "worker-3", "gradient.computed", 33),
         ],
         ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
-        ("split_jobs", "local_sgd(3)", "sharded(2)", 4, "worker-2", "gradient.computed", 33),
     ),
 )
 def test_a_killed_split_run_goes_on_with_its_bits(

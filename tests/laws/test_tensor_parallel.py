@@ -68,7 +68,24 @@ def normed() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.BatchNorm1d(7), nn.Tanh(), third).double()
 
 
+class Traced(nn.Module):
+    """A model that is traced: a pair of layers with a function between them, a residual connection, another pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second, self.inner = nn.Linear(6, 9), nn.Linear(9, 7), nn.Linear(7, 7)
+        self.head = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.head(x + torch.tanh(self.inner(x)))
+        return out
+
+
 JOBS = {
+    "traced": lambda: job_of(Traced, optimizer="sgd(lr=0.2, momentum=0.9)"),
     "chain": lambda: job_of(chain, optimizer="sgd(lr=0.2, momentum=0.9)"),
     "batch normalization": lambda: job_of(normed),
     "norms first": lambda: words_of(language_model()),
@@ -83,6 +100,7 @@ PRODUCTS = ("pipeline(2, 1f1b, 3) * tensor(2)", "tensor(2) * pipeline(2, interle
     ("job", "strategy", "partition"),
     [
         ("chain", "ps(bsp, shards=2)", "tensor(3)"),
+        ("traced", "all_reduce", "tensor(2)"),
         ("batch normalization", "all_reduce", "tensor(2)"),
         ("norms first", "local_sgd(period=2)", "tensor(3)"),
         ("chain", "local_sgd(period=2)", PRODUCTS[0]),
@@ -97,6 +115,20 @@ PRODUCTS = ("pipeline(2, 1f1b, 3) * tensor(2)", "tensor(2) * pipeline(2, interle
 def test_split_layers_compute_the_unsplit_model(job: str, strategy: str, partition: str) -> None:
     """The oracle is the unsplit model in float64: parameters, losses and evaluations, with its running statistics."""
     check_trains_as_whole(JOBS[job](), strategy, partition)
+
+
+def test_pairs_of_a_traced_model_are_split() -> None:
+    """Both pairs, with a function and with a module between them; the residual connection is computed by every way."""
+    split = split_layers(job_of(Traced), 0, TensorParallel(2))
+    names = [entry.name for part in split.parts for entry in part.schema.entries]
+    halves = {
+        name.removesuffix(f" (part {part})") for part in (0, 1) for name in names if name.endswith(f"(part {part})")
+    }
+    assert halves == {f"{one}.weight" for one in ("first", "second", "head.0", "head.2")} | {
+        "first.bias",
+        "head.0.bias",
+    }
+    assert sum(split.sizes) == sum(one.numel() for one in Traced().parameters())
 
 
 @pytest.mark.parametrize("left_out", ["forward", "backward"])
@@ -327,7 +359,10 @@ def test_a_way_that_dies_takes_its_replica_with_it() -> None:
         ({"partition": "tensor(2) * tensor(2)"}, r"tensor\(ways=2\) \* tensor.*; only a pipeline and a tensor can be"),
         ({"partition": "tensor(2) * none"}, "only a pipeline and a tensor can be multiplied, as in"),
         ({"workers": 3}, "must be a multiple of 2 for tensor"),
-        ({"job": "charlm"}, "must be an nn.Sequential .*, got Transformer"),
+        (
+            {"job": "charlm"},
+            "no layer of the model of job 'charlm' can be split over 2 ways, got traced operations, Lay",
+        ),
         ({"job": "mnist1d", "partition": "tensor(30)", "workers": 30}, "no layer of .* can be split over 30 ways, got"),
     ],
 )

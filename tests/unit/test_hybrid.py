@@ -278,25 +278,26 @@ def test_all_partitions_are_searched() -> None:
 
 
 def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
-    """A model that is not a Sequential has stages and shards, but no layers split over ways."""
+    """A model whose only pair of layers is around a residual connection has stages and shards, but no ways."""
     site = site_of(dataclasses.replace(wide_job(), model=Wrapped), "100gbit")
     outlook = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
     found = advise_hybrid(outlook, advise(outlook))
     refused = [(name, why) for name, why in found.refused if "tensor" in name]
-    assert [name for name, _ in refused] == [str(TensorParallel(2))], "once for each reason"
-    assert "must be an nn.Sequential for its layers to be split, got Wrapped" in refused[0][1]
+    assert [name for name, _ in refused] == [str(TensorParallel(2)), str(TensorParallel(4))], "once for each reason"
+    assert "no layer of the model of job 'wide' can be split over 2 ways, got" in refused[0][1]
     assert found.splits
 
 
 class Wrapped(nn.Module):
-    """A perceptron that is traced to be cut."""
+    """A model that is traced to be cut."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = wide()
+        self.first, self.inner, self.last = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.layers(x)) + 0
+        x = self.first(x)
+        return torch.cumsum(self.last(x + self.inner(x)), 1)
 
 
 def test_what_fits_nowhere_is_said() -> None:

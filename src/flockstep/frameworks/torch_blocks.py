@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flockstep.costs.layers import Layer, ModelShape
 from flockstep.frameworks.torch_call import called
-from flockstep.frameworks.torch_chain import ChainLayer
+from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_split_layers import (
     ELEMENTWISE,
     ColumnAndRow,
@@ -22,6 +23,7 @@ from flockstep.frameworks.torch_split_layers import (
     VocabularyOfInputs,
     VocabularyOfOutputs,
 )
+from flockstep.frameworks.torch_trace import is_elementwise
 
 Tensors = Mapping[int, torch.Tensor]
 """Identity of a parameter or buffer of the module → tensor to use in its place."""
@@ -40,10 +42,9 @@ class Passing:
 class Replicated(ABC):
     """The interface of a computation that every way (every worker of a stage) performs identically."""
 
-    @property
-    def name(self) -> str:
-        """Name of the computation's layer in the model; empty if the computation is not a layer."""
-        return ""
+    def layers(self, shape: ModelShape) -> list[Layer]:
+        """Return the counted layers of the model that are computed."""
+        return []
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -61,9 +62,8 @@ class Whole(Replicated):
 
     layer: ChainLayer
 
-    @property
-    def name(self) -> str:
-        return self.layer.name
+    def layers(self, shape: ModelShape) -> list[Layer]:
+        return layers_within(shape, self.layer)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -196,7 +196,7 @@ class BlocksOfChain:
         """
         layer, end = chain[at], at + 1
         assert isinstance(layer.module, nn.Linear)
-        while end < len(chain) and type(chain[end].module) in ELEMENTWISE and not _hooked(chain[end].module):
+        while end < len(chain) and _elementwise(chain[end].module):
             end += 1
         wide = layer.module.out_features >= self.ways
         second = chain[end].module if end < len(chain) and wide else None
@@ -232,6 +232,10 @@ class BlocksOfChain:
 def _inside(name: str, module: nn.Module) -> Whole:
     """A layer inside another one, with its name in the model."""
     return Whole(ChainLayer(name, module, name, (name,)))
+
+
+def _elementwise(module: nn.Module) -> bool:
+    return (type(module) in ELEMENTWISE or is_elementwise(module)) and not _hooked(module)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -13,11 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_chain import ChainLayer
 from flockstep.frameworks.torch_effects import StateSnapshot, Variable, hidden
 from flockstep.frameworks.torch_layers import WHOLE
+
+ELEMENTWISE_FUNCTIONS = frozenset(
+    [
+        torch.relu,
+        torch.tanh,
+        torch.sigmoid,
+        functional.relu,
+        functional.tanh,
+        functional.sigmoid,
+        functional.gelu,
+        functional.silu,
+        functional.elu,
+        functional.leaky_relu,
+        functional.softplus,
+    ]
+)
+ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid"])
+"""Names of methods of tensors that treat every element in the same way."""
 
 
 def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
@@ -217,6 +236,34 @@ def _unit(module: nn.Module, part: Sequence[fx.Node], source: fx.Node, target: A
             copied(node)
     graph.output(fx.map_arg(target, copied))
     return fx.GraphModule(module, graph)
+
+
+def opened(unit: ChainLayer) -> ChainLayer:
+    """Return the module of the model that a unit calls, if the unit does nothing else; otherwise the unit."""
+    node = _only_operation(unit.module)
+    if node is None or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return unit
+    name = str(node.target)
+    return ChainLayer(unit.name, unit.module.get_submodule(name), name, unit.whole, unit.own)
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    """Return whether a unit only calls a function that treats every element of its input in the same way."""
+    node = _only_operation(module)
+    if node is None or len(node.all_input_nodes) != 1:
+        return False
+    return node.target in ELEMENTWISE_METHODS if node.op == "call_method" else node.target in ELEMENTWISE_FUNCTIONS
+
+
+def _only_operation(module: nn.Module) -> fx.Node | None:
+    """The operation that computes a unit's output from its input; None if there are several, or it is no unit."""
+    if not isinstance(module, fx.GraphModule):
+        return None
+    inputs, *between, output = module.graph.nodes
+    if len(between) != 1 or between[0].args[:1] != (inputs,) or output.args != (between[0],):
+        return None
+    operation: fx.Node = between[0]
+    return operation
 
 
 def _require_used(module: nn.Module, units: Sequence[ChainLayer], who: str) -> None:

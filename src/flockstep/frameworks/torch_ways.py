@@ -14,7 +14,7 @@ from itertools import accumulate, islice, pairwise
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flockstep.arrays.namespace import as_tensor
@@ -25,7 +25,7 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, uses_of
-from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain
+from flockstep.frameworks.torch_chain import ChainLayer, chunks_of
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
@@ -39,7 +39,9 @@ from flockstep.frameworks.torch_stages import (
     difference,
     fill,
     joined,
+    model_chain,
 )
+from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
@@ -60,18 +62,13 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     dropout draws the same random numbers on every way.
 
     Raises:
-        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut, no layer can be split, or the parts
-            together do not compute what the model computes.
+        ConfigurationError: the model is neither an `nn.Sequential` nor can be traced, cannot be cut, no layer can be
+            split, or the parts together do not compute what the model computes.
     """
     pipeline, tensor = _pipeline_of(partition)
     whole = TorchEngine(job, seed)
     who = f"job {job.name!r}"
-    if not is_chain(whole.module):
-        raise ConfigurationError(
-            f"the model of {who} must be an nn.Sequential for its layers to be split, got "
-            f"{type(whole.module).__name__}; build the model as an nn.Sequential, or use a pipeline or partition=none"
-        )
-    layers = chain_of(whole.module, who)
+    layers = _chain(whole.module, who)
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(layers, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
@@ -134,6 +131,11 @@ def _pipeline_of(partition: TensorParallel | Product) -> tuple[Pipeline, TensorP
     return Pipeline(1, GPipe()), partition
 
 
+def _chain(module: nn.Module, who: str) -> list[ChainLayer]:
+    """The layers of a model, with those modules of a traced model that a unit consists of."""
+    return [opened(one) for one in model_chain(module, who)]
+
+
 def _chains(layers: Sequence[ChainLayer], starts: Sequence[int]) -> list[Sequence[ChainLayer]]:
     return [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
 
@@ -148,7 +150,7 @@ def _assembled(
 ) -> TensorModel:
     """Divide the layers among stages and ways; `shape`: work of the layers, None if nobody asks for it."""
     pipeline, tensor = _pipeline_of(partition)
-    layers = chain_of(whole.module, who)
+    layers = _chain(whole.module, who)
     chains, uses, last = _chains(layers, facts.starts), uses_of(layers), len(facts.starts) - 1
     chunks = [
         WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and facts.cross_entropy).of(chain), last)
@@ -200,10 +202,15 @@ def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], way
     if all(len(chunk.blocks) == 1 for chunk in chunks):
         raise ConfigurationError(
             f"no layer of the model of {who} can be split over {ways} ways, got "
-            f"{', '.join(dict.fromkeys(type(one.module).__name__ for one in layers))}; two nn.Linear with activations "
+            f"{', '.join(dict.fromkeys(_kind(one.module) for one in layers))}; two nn.Linear with activations "
             "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
-            "cross entropy can; use fewer ways, or partition=none"
+            "cross entropy can; use fewer ways, a pipeline, sharded, or partition=none"
         )
+
+
+def _kind(module: nn.Module) -> str:
+    """What a layer is, in words."""
+    return "traced operations" if isinstance(module, fx.GraphModule) else type(module).__name__
 
 
 class WaysEngine(PartsEngine):
@@ -688,7 +695,7 @@ def _shares(
     forward, backward, holds = [0.0] * len(blocks), [0.0] * (len(blocks) + 1), [0.0] * len(blocks)
     for number, block in enumerate(blocks):
         for one in block.whole:
-            layers = _layers_of(shape, [one.name] if one.name else [])
+            layers = one.layers(shape)
             forward[number] += sum(layer.work_forward(batch) for layer in layers)
             backward[number] += sum(layer.by_input.work(batch) for layer in layers)
             holds[number] += sum(layer.writes for layer in layers)
