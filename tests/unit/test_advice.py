@@ -130,7 +130,7 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
     advice = advise(plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False), ("private", "elastic"))
     assert advice.choice is None
     assert "one worker: the data are on other machines" in advice.sentences[0]
-    assert "1 strategy: stops when a worker is lost" in advice.sentences[0]
+    assert "1 strategy: a run stops when a worker is lost" in advice.sentences[0]
     assert "--require" in advice.sentences[1]
     assert advise(only, ("private",)).choice is not only.alone
 

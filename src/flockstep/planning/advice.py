@@ -29,13 +29,13 @@ REQUIREMENTS = {
     "slow-links": "links are sometimes slower than the cluster's description says",
 }
 """Name of a requirement that a user can state → meaning of the requirement."""
-DROPS = "drops part of each gradient without error feedback, which reduces the accuracy (use feedback=residual)"
+DROPS = "part of each gradient is dropped without error feedback, which reduces the accuracy (use feedback=residual)"
 """Reason, as text, for which a strategy is never recommended, whatever the requirements."""
-UNCOUNTED = "records no updates, so the number of samples that the strategy needs is not known"
+UNCOUNTED = "no updates are recorded, so the number of samples that the strategy needs is not known"
 """Reason, as text, for which a strategy without trials is not recommended for its speed."""
 LEAVING = {
-    "others": "its workers compute on samples of other workers",
-    "sent": "its messages contain training samples (the inputs of the first layer)",
+    "others": "workers compute on samples of other workers",
+    "sent": "messages contain training samples (the inputs of the first layer)",
 }
 """Value of `Traits.samples` → text that says how samples leave the machines that store them."""
 SLOWER = 4.0
@@ -240,24 +240,24 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
-        return f"needs more memory than the {formatting.size(memory)} of a worker"
+        return f"the {formatting.size(memory)} of memory of a worker are not enough"
     if found.strategy is None:
         return "the data are on other machines" if "private" in requirements else None
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
-        return "trains a separate model on every worker"
+        return "every worker trains a separate model"
     if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
     if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
-        return "needs similar data on all workers"
+        return "the data of all workers must be similar"
     if "unbalanced" in requirements and traits.delivery == "partial":
-        return "drops the gradients of slow workers, so the data of these workers count less"
+        return "gradients of slow workers are dropped, so the data of these workers count less"
     if "reproducible" in requirements and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run"
     if "reproducible" in requirements and not is_repeatable(cell, traits):
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
-        return "uses curvature, so the number of steps to a target is not known"
+        return "steps follow the curvature, so the number of steps to a target is not known"
     if "elastic" in requirements and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

@@ -60,7 +60,7 @@ def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None
     suitable.
     """
     survived = _survived(found)
-    ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
+    ends = f"a run survives the loss of {many(survived, 'worker')}" if survived else "a run stops when a worker is lost"
     if not outlook.site.cluster.failures:
         if survived == found.workers - 1:
             return None
