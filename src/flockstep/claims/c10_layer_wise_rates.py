@@ -35,7 +35,7 @@ class LayerWiseRates(Claim):
         """Train with LARS, LAMB and SGD, with each number of workers and each seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
         small = self._mean(sgd, 1, WARMUPS["none"], say)
-        rows = [ClaimRow("test error of the small batch, %", "test error of the large batch", round(small, 2), True)]
+        rows = [ClaimRow("test error in %, small batch", "test error of the large batch", round(small, 2), True)]
         for k in WORKERS:
             error = self._mean(sgd, k, GRADUAL, say)
             rows.append(ClaimRow(f"sgd, {k} workers, test error in %", ">= 50", round(error, 2), error >= 50))

@@ -55,16 +55,17 @@ class LargerBatches(Claim):
         means = {name: float(np.mean(values)) for name, values in errors.items()}
         (falls, grows, stays), ratio = means.values(), updates["batch x 5"] / updates["lr / 5"]
         rows = (
-            ClaimRow("test error with lr / 5, %", "the same", round(falls, 2), True),
-            ClaimRow("test error with batch x 5, %", "the same", round(grows, 2), abs(grows - falls) <= 1),
+            ClaimRow("test error in %, learning rate divided by 5", "the same", round(falls, 2), True),
+            ClaimRow("test error in %, batch multiplied by 5", "the same", round(grows, 2), abs(grows - falls) <= 1),
+            ClaimRow("control: test error in % with neither schedule", "more", round(stays, 2), stays >= grows + 5),
             ClaimRow(
-                "test error with neither schedule, % (negative control)", "more", round(stays, 2), stays >= grows + 5
+                "updates with growing batches ÷ updates with decaying learning rates",
+                round(FEWER, 6),
+                ratio,
+                abs(ratio - FEWER) < 1e-12,
             ),
             ClaimRow(
-                "updates with batch x 5 ÷ updates with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12
-            ),
-            ClaimRow(
-                "samples with batch x 5 ÷ samples with lr / 5",
+                "samples with growing batches ÷ samples with decaying learning rates",
                 1.0,
                 samples["batch x 5"] / samples["lr / 5"],
                 len(set(samples.values())) == 1,

@@ -66,7 +66,10 @@ def calibrate(
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
         if keep:
             show.console.print(
-                f"saved as the cluster named here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
+                f"saved as the cluster 'here', the default of flockstep plan: {_kept(found)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
