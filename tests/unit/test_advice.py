@@ -22,11 +22,20 @@ from flockstep.errors import UnknownName
 from flockstep.optimizers.sgd import SGD
 from flockstep.planning.advice import DROPS, REQUIREMENTS, Advice, advise, value
 from flockstep.planning.advice_text import Case, recommendation
-from flockstep.planning.criteria import DOUBT, approximates, is_central, is_synchronous, lost, relative_samples
+from flockstep.planning.criteria import (
+    DOUBT,
+    DROPPING,
+    approximates,
+    is_central,
+    is_synchronous,
+    lost,
+    relative_samples,
+)
 from flockstep.planning.job_profile import NOISE, JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE, predict_step
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.encoding import codecs_of
 from support.matrix import few
 
 TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
@@ -245,6 +254,15 @@ def test_doubts_are_paid_for() -> None:
     assert predicted.relative_samples(predicted.alone) == 1
 
 
+def test_only_what_was_measured_to_cost_samples_is_paid_for() -> None:
+    """Half precision, and one model whose slices or replicas lie on the workers, needed no more samples."""
+    exact, free = needed("all_reduce", "1gbit"), needed("ps(consistency=asynchronous)", "1gbit")
+    assert needed("all_reduce(codec=half)", "1gbit") == pytest.approx(exact, rel=1e-6)
+    assert needed("all_reduce(codec=topk, feedback=residual)", "1gbit") > 1.1 * exact
+    assert 0.8 * free < needed("slice_servers", "1gbit") < 0.95 * free  # slices are read a little later than a model
+    assert needed("local_sgd(period=1)", "100gbit") == pytest.approx(exact, rel=0.01)
+
+
 def needed(text: str, bandwidth: str, task: JobProfile = TASK, workers: int = 8) -> float:
     site = Site(task, cluster(bandwidth, "constant(0.1)"))
     return relative_samples(predict_step(Strategy.parse(text), site, workers), site)
@@ -325,7 +343,10 @@ def one_worker(advice: Advice) -> bool:
 
 
 def not_compressed(advice: Advice) -> bool:
-    return advice.choice.strategy is not None and not approximates(advice.choice)
+    """Half precision is the best of equals where messages cost little."""
+    strategy = advice.choice.strategy
+    exact = all(one.lossless or lost(one) < DROPPING for one in codecs_of(strategy))
+    return strategy is not None and strategy.traits.approximation == "none" and exact
 
 
 def asynchronous(advice: Advice) -> bool:

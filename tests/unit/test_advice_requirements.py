@@ -8,7 +8,7 @@ import pytest
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
-from flockstep.planning.advice import advise
+from flockstep.planning.advice import advise, value
 from flockstep.planning.criteria import criteria
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
@@ -57,7 +57,7 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
         "other machines. With this requirement, use gossip on 16 workers: it processes 11 times as many samples per "
     )
     assert advice.sentences[0].startswith(told)
-    assert advice.sentences[0].endswith("but needs 13 times as many samples for the same accuracy.")
+    assert advice.sentences[0].endswith("but needs 14 times as many samples for the same accuracy.")
     quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
     for requirements in ((), ("private",)):
         fast = advise(quick, requirements)
@@ -78,6 +78,22 @@ def test_unbalanced_data_rule_out_what_drops_slow_workers() -> None:
     out = dict(advise(predicted, ("unbalanced",)).excluded)
     assert "slow workers" in out["ps(consistency=backup(b=1))"]
     assert "ps(consistency=bsp)" not in out
+
+
+def test_unbalanced_data_allow_one_model_without_waiting_whose_fast_workers_count_less() -> None:
+    """Workers at speeds 1 and 1/4 take 1.6 and 0.4 of their shares of the steps: with importance weights the variance
+    is (1/1.6 + 1/0.4) / 2 times as large."""
+    names = "ps(consistency=asynchronous)", "slice_servers", "ps", "local_sgd"
+    more = "speed = 1.0\n[nodes.slow]\ncount = 4\nspeed = 0.25"
+    text = f'compute = "constant(0.02)"\n[nodes.fast]\ncount = 4\n{more}\n[[links]]\ninside = ["fast", "slow"]\n'
+    uneven = read_cluster(text + 'bandwidth = "100gbit"\nlatency = "1us"\n', name="uneven")
+    predicted = plan(JobProfile("small", 100), uneven, strategies=names, further=False)
+    out = dict(advise(predicted, ("unbalanced",)).excluded)
+    assert set(out) == {"local_sgd"}
+    for one in predicted.predictions:
+        waits = one.name not in names[:2]
+        factor = value(one, predicted, ()) / value(one, predicted, ("unbalanced",))
+        assert factor == pytest.approx(1 if waits else (1 / 1.6 + 1 / 0.4) / 2, rel=0.03)
 
 
 FAILING = ("gradient_coding", "ps(consistency=backup(b=1))", "ps(consistency=asynchronous)", "ps")

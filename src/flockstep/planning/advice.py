@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import UnknownName
 from flockstep.planning import advice_text as say
-from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
+from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous, repeated
 from flockstep.planning.plan import BEST_SHOWN, Outlook, combines
 from flockstep.planning.plan_text import short
 from flockstep.planning.scaling import Crossover, crossovers, waiting
@@ -215,11 +215,14 @@ def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     """Return the effective samples per second of a strategy: samples per second divided by the relative number of
     samples needed.
 
-    Under the requirement slow-links, waiting counts as if the links were slower.
+    Under the requirement slow-links, waiting counts as if the links were slower. Under unbalanced, the samples of fast
+    workers count less (see `criteria.repeated`).
     """
     rate = found.samples_per_second
     if found.strategy is not None:
         rate /= waiting(found.utilization, slower(requirements))
+    if "unbalanced" in requirements:
+        rate /= repeated(found, outlook.site)
     return rate / outlook.relative_samples(found)
 
 
@@ -248,7 +251,7 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
         return "every worker trains a separate model"
     if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
-    if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
+    if "unbalanced" in requirements and not is_central(cell):
         return "the data of all workers must be similar"
     if "unbalanced" in requirements and traits.delivery == "partial":
         return "gradients of slow workers are dropped, so the data of these workers count less"

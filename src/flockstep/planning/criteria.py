@@ -45,7 +45,7 @@ DOUBT = 1.1
 model.
 """
 DROPPING = 0.01
-"""Share of an array's energy from which the part that a codec leaves out counts as dropped."""
+"""Share of an array's energy above which what a codec leaves out or adds counts."""
 TRIED = 4096
 """Number of elements of the random array on which the error of codecs is measured."""
 
@@ -182,7 +182,7 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
       the
       share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
-    Approximation, asynchrony, and replicas that differ (the result may be that of a slow worker) each add a tenth.
+    Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, each add a tenth.
     """
     if found.strategy is None:
         return 1.0
@@ -198,11 +198,22 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
         met = min(horizon(found, site), NEVER) - 1
         apart = APART * met / (met + HALF / (1 - momentum(site)))
         depth, last = n * late, 2 * site.transit * n / usual_step(found, site) / DEPTH
-    waits = is_synchronous(cell, traits)
-    replicas = not is_central(cell) or (not waits and not found.strategy.servers_for(n))
-    doubts = approximates(found) + (not waits) + replicas
+    doubts = coarse(found, site) + (not is_synchronous(cell, traits))
     r = site.task.noise
     return (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
+
+
+def repeated(found: StepPrediction, site: Site) -> float:
+    """Return the factor by which a strategy whose workers do not wait for each other needs more samples if every worker
+    has different data; 1 for other strategies.
+
+    Worker i of n takes the share p_i of all steps, but its data are 1/n of all data. Weighting a sample by 1 / (n p_i)
+    corrects this, and multiplies the variance by the mean over i of 1 / (n p_i) (importance sampling). This is the mean
+    time of a worker's step, multiplied by the gradients of all workers per second, and divided by n.
+    """
+    if found.strategy is None or is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits):
+        return 1.0
+    return max(1.0, found.seconds / usual_step(found, site))
 
 
 def lateness(found: StepPrediction, site: Site) -> float:
@@ -260,6 +271,13 @@ def horizon(found: StepPrediction, site: Site) -> float:
 def approximates(found: StepPrediction) -> bool:
     """Return whether a strategy's messages contain approximations of the exact values."""
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
+
+
+def coarse(found: StepPrediction, site: Site) -> bool:
+    """Return whether the approximations of a strategy leave out or add so much that they count; half precision does
+    not.
+    """
+    return sum(compression(found, site)) > DROPPING
 
 
 def drops(found: StepPrediction) -> bool:

@@ -21,8 +21,9 @@ def gradient_noise(engine: Engine, batch: int) -> float:
     training diverges.
 
     For the gradients a and b of two batches at equal parameters, E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
-    scale changes while a job trains, and the number of steps to a target depends on the mean noise scale over those
-    steps. The result is the mean of two measurements: before training, and between steps `STEPS` and 2 `STEPS`.
+    scale r changes while a job trains. A step advances training by 1 / (1 + r) of a step without noise, so the number
+    of steps to a target depends on the harmonic mean of 1 + r over those steps. The result is that of two
+    measurements: before training, and between steps `STEPS` and 2 `STEPS`.
     """
     params, first, second = engine.initial(), engine.initial(), engine.initial()
     optimizer = LocalOptimizer(engine.optimizer, params, engine.schema.slices)
@@ -42,4 +43,5 @@ def gradient_noise(engine: Engine, batch: int) -> float:
     with np.errstate(all="ignore"):
         start = measured(train=False)
         measured(train=True)
-        return (start + measured(train=True)) / 2
+        end = measured(train=True)
+        return 2 * (1 + start) * (1 + end) / (2 + start + end) - 1
