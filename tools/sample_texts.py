@@ -3,7 +3,8 @@
     python tools/sample_texts.py --docstrings 60 --messages 60 --seed 1
 
 A docstring belongs to a public module, class, function, method, constant or field. A message is any other string of at
-least four words: an error, a warning, a help text, a sentence of a report. Fields of f-strings are printed as {…}.
+least four words: an error, a warning, a help text, a sentence of a report; a program in Python is not. Fields of
+f-strings are printed as {…}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ast
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 WORDS = 4
 """Number of words from which a string counts as a message."""
+PROGRAM = re.compile(r"\s*(import|from [\w.]+ import) \w")
+"""Beginning of a program in Python, which is not a message."""
 
 
 class Text(NamedTuple):
@@ -65,7 +69,7 @@ def messages(file: Path) -> Iterator[Text]:
         text = _written(node)
         if text is None:
             found += [(part, owner) for part in ast.iter_child_nodes(node)]
-        elif sum(any(map(str.isalpha, word)) for word in text.split()) >= WORDS:
+        elif sum(any(map(str.isalpha, word)) for word in text.split()) >= WORDS and not PROGRAM.match(text):
             yield Text(file, getattr(node, "lineno", 0), owner, text)
 
 

@@ -25,6 +25,7 @@ class Door:
         if degrees > 90:
             raise ValueError(f"degrees must be <= 90, got {degrees}; the wall is there")
         print("two words")
+        exec("import math; print(math.pi, math.e, math.tau)")
 
     def _creak(self) -> None:
         """A private method."""
