@@ -757,9 +757,9 @@ class Worker(Peer):
         """Compute the gradient of a mini-batch from the part of the data that belongs to worker `block`. `last` says
         whether this gradient ends the step.
 
-        `turn` is the number of a batch in the block, from 0, and selects the same batch on every worker; None selects
-        the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. This method
-        requires a declared job.
+        `turn` is the index of a batch in this part of the data, from 0, and selects the same batch on every worker;
+        None selects the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. This
+        method requires a declared job.
         """
         tag = None if unless is None else unless + self._channel
         return self._gradient(NeedGradient(unless=tag, block=block, turn=turn, closes=last))

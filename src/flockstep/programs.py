@@ -181,7 +181,7 @@ class Rendezvous:
     messages.
     """
     moved: Callable[[int, int, int], None]
-    """Function that counts bytes sent and received outside of messages, which are computed by a formula, and the
+    """Function that counts bytes that are sent and received without messages, as a formula gives them, and an
     equivalent number of messages in each direction.
     """
     held: dict[str, Closing] = field(default_factory=dict)

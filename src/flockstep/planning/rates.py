@@ -15,7 +15,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
 
 ELEMENTS = 1 << 20
-"""Number of elements of the arrays on which rates are measured: those of a model of 4 MB."""
+"""Number of elements of the arrays on which rates are measured, equal to that of a model of 4 MB."""
 ROUNDS = 5
 PRODUCT = 512
 """Number of rows and columns of the square matrices whose product measures floating-point operations per second."""

@@ -67,8 +67,8 @@ class SplitShape(ABC):
         return sum(map(math.prod, self.tensors))
 
     def elements(self, least: int) -> int:
-        """Return the number of parameters of a surrogate: at least `least`, more if activations would otherwise have
-        only a few elements.
+        """Return the number of parameters of the surrogate that stands for this model in rehearsals: at least `least`,
+        and more if activations would otherwise have only a few elements.
         """
         sizes = [one for one in self.passed() if one]
         smallest = min((one for one in sizes if SLIGHT * one >= max(sizes)), default=0.0)
