@@ -3,8 +3,9 @@
 Ways: alone (a plain loop without any exchange), ddp, fabric (DDP as Lightning's Fabric sets it up) and flockstep. They
 take turns in the same processes, round after round, so that whatever else the machine does hits all of them alike. Each
 process uses one thread and its own model. "cpu ms" is the processor time of rank 0, waits in a loop included, which
-other programs disturb less. With `--memory` each way runs by itself, and the peak of the workers' memory is measured,
-where memory that processes share counts once.
+other programs disturb less. Each process holds the models of all ways at once: gpt2 with alone, ddp and flockstep takes
+4 GB per process. With `--memory` each way runs by itself, and the peak of the workers' memory is measured, where memory
+that processes share counts once.
 
     python benchmarks/step_time.py [--models digits,resnet18,gpt2] [--processes 1,2,4] [--rounds 5] [--steps 2]
         [--ways alone,ddp,fabric,flockstep] [--optimizer sgd] [--memory] [--json]
