@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 WORDS = 4
 """Number of words from which a string counts as a message."""
-PROGRAM = re.compile(r"\s*(import|from [\w.]+ import) \w")
+PROGRAM = re.compile(r"\s*(import|from [\w.]+ import) [\w{]")
 """Beginning of a program in Python, which is not a message."""
 
 

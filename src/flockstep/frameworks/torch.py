@@ -145,8 +145,8 @@ class TorchEngine(FactoringEngine):
 
     @contextlib.contextmanager
     def displaced(self) -> Iterator[None]:
-        """Return a context in which the module's own parameters have other values, so that the results of a pass that
-        wrongly reads the module's parameters, instead of the values passed to it, differ.
+        """Return a context in which the module's own parameters have other values. A pass that wrongly reads the
+        module's parameters, instead of the values passed to it, then has other results.
         """
         self._keep_start()
         before = self.flat.params.copy()

@@ -18,7 +18,7 @@ class GeometricMedian(Combination):
 
     The result is the point z with the smallest sum of distances ||z - v_i||. From the mean, repeat beta_i = 1 / max(nu,
     ||z - v_i||), z ← sum_i beta_i v_i / sum_i beta_i. The paper takes 3 iterations, because each of them is a round of
-    messages; here `iterations` may be larger, because no iteration reads the vectors.
+    messages. In flockstep, `iterations` may be larger, because no iteration reads the vectors.
     """
 
     nu: float = 1e-6
