@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
 from collections import defaultdict
@@ -71,6 +73,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     """Share between processes that run tests what they would import each."""
     if session.config.option.processes > 1:
         share_forkers()
+        importlib.import_module("support.children.numpy_scripts")  # numba's first kernel takes 0.6 s
+        with contextlib.suppress(ImportError):
+            importlib.import_module("sklearn.datasets")  # 0.8 s
         st.text().validate()  # looks at all characters, 1.2 s
     try:
         return (yield)

@@ -119,7 +119,8 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategies = ["-s", "gossip", "-s", "all_reduce"]
-    job, options = paced(tmp_path, after="c/gossip/summary.json"), ["-n", "2", "--epochs", "20", *IPC]
+    job = paced(tmp_path, after="c/gossip/summary.json", slow_after=40)
+    options = ["-n", "2", "--epochs", "5", *IPC]
     run = RealRun(["compare", job, *strategies, *options], tmp_path / "c")
     wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), PATIENCE, "the first run finished")
     run.record = tmp_path / "c/all-reduce"

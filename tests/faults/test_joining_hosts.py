@@ -72,7 +72,6 @@ def wait_for_workers(folder: Path, run: subprocess.Popen[str], workers: int) -> 
     few(
         [("all_reduce", 1), ("gossip(0.5)", 2), ("easgd(4)", 1), ("asgd", 1), ("ps(bsp, shards=2)", 2)],
         ("all_reduce", 1),
-        ("easgd(4)", 1),
     ),
 )
 def test_workers_of_another_host_join_a_run_that_is_going_on(
