@@ -128,7 +128,8 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         )
     if config.kind != "simulate" and cluster is None:
         raise ConfigurationError(
-            f"{folder} is the record of a run on real processes, which does not describe the machines; name a cluster"
+            f"{folder} is the record of a run on real processes, which does not describe the machines; name a cluster "
+            "with --cluster, such as the file that flockstep calibrate --from writes"
         )
     events = record.read_events()
     measured, hosts = measure(events, config.workers, str(folder)), hosts_in(events)
