@@ -212,6 +212,18 @@ def test_crossovers_are_by_the_value_that_advice_goes_by(outlook: Outlook) -> No
             assert there == pytest.approx(value(one.found, outlook, requirements), rel=0.03)
 
 
+def test_crossovers_with_unbalanced_data_are_by_the_value_that_advice_goes_by() -> None:
+    uneven = read_cluster(
+        'compute = "constant(0.02)"\n[nodes.fast]\ncount = 2\n[nodes.slow]\ncount = 2\nspeed = 0.25\n'
+        '[[links]]\ninside = ["fast", "slow"]\nbandwidth = "1gbit"\nlatency = "50us"\n',
+        name="uneven",
+    )
+    found = plan(TASK, uneven, strategies=("ps", "ps(consistency=asynchronous)"), further=False)
+    for one in found.scalable:
+        there = one.effective_rate(found.site, found.workers, unbalanced=True)
+        assert there == pytest.approx(value(one.found, found, ("unbalanced",)), rel=0.03)
+
+
 def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -> None:
     site = Site(TASK, cluster("1mbit"))
     found = predict_step(Strategy.parse("broadcast"), site, 4)

@@ -177,7 +177,9 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
         key=lambda one: -case.speedup(one.found),
     )
     among = [one for place, one in enumerate(ranked) if place < BEST_SHOWN or one.pace is None]
-    return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(requirements))
+    return crossovers(
+        among, outlook.site, outlook.workers, case.left[0].name, slower(requirements), "unbalanced" in requirements
+    )
 
 
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:

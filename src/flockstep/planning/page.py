@@ -243,7 +243,8 @@ def best_map(outlook: Outlook, advice: Advice) -> Map | None:
 
     def there(size: float, quick: float) -> str:
         moved = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
-        return best(others, moved, outlook.workers, slower=slower(advice.requirements))
+        asked = advice.requirements
+        return best(others, moved, outlook.workers, slower=slower(asked), unbalanced="unbalanced" in asked)
 
     return Map(
         tuple(site.link[1] * one for one in factors),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import effective_rate, relative_samples
+from flockstep.planning.criteria import effective_rate, relative_samples, repeated
 from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import Moved, Pace, StepPrediction, faster
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
@@ -75,9 +75,17 @@ class ScalablePrediction:
         except ConfigurationError:
             return None
 
-    def effective_rate(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
+    def effective_rate(
+        self,
+        site: Site,
+        workers: int,
+        law: ComputeModel | None = None,
+        slower: float = 1.0,
+        unbalanced: bool = False,
+    ) -> float:
         """Return the effective samples per second of `workers` workers on `site` (samples per second divided by the
-        relative number of samples needed), if every part of a step except computing takes `slower` times as long.
+        relative number of samples needed), if every part of a step except computing takes `slower` times as long, and
+        if the workers have different data (`unbalanced`).
         """
         if self.pace is None:
             return effective_rate(self.found.samples_per_second, self.relative_samples)
@@ -87,7 +95,10 @@ class ScalablePrediction:
         rate = cost.samples_per_second
         if slower != 1:
             rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
-        return effective_rate(rate, relative_samples(self._moved(cost, site, workers), site))
+        moved = self._moved(cost, site, workers)
+        if unbalanced:
+            rate /= repeated(moved, site)
+        return effective_rate(rate, relative_samples(moved, site))
 
     def _moved(self, cost: Moved, site: Site, workers: int) -> StepPrediction:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
@@ -170,32 +181,38 @@ def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[in
 
 
 def crossovers(
-    predictions: Sequence[ScalablePrediction], site: Site, workers: int, choice: str, slower: float = 1.0
+    predictions: Sequence[ScalablePrediction],
+    site: Site,
+    workers: int,
+    choice: str,
+    slower: float = 1.0,
+    unbalanced: bool = False,
 ) -> tuple[Crossover, ...]:
     """Return the nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
     One quantity is varied at a time, up and down from its current value. Every part of a step except computing is
-    assumed to take `slower` times as long. The result is empty if there is no prediction for `choice`.
+    assumed to take `slower` times as long, and workers to have different data if `unbalanced`. The result is empty if
+    there is no prediction for `choice`.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in predictions if one.name == choice), None)
     if workers < 2 or chosen is None or not math.isfinite(bandwidth):
         return ()
-    here = chosen.effective_rate(site, workers, slower=slower)
-    others = [
-        one for one in predictions if one is not chosen and one.effective_rate(site, workers, slower=slower) <= here
-    ]
+
+    def rate(one: ScalablePrediction, there: Site, law: ComputeModel | None = None) -> float:
+        return one.effective_rate(there, workers, law, slower, unbalanced)
+
+    here = rate(chosen, site)
+    others = [one for one in predictions if one is not chosen and rate(one, site) <= here]
 
     def by_bandwidth(value: float, one: ScalablePrediction) -> float:
-        return one.effective_rate(
-            replace(site, cluster=faster(site.cluster, value / bandwidth)), workers, slower=slower
-        )
+        return rate(one, replace(site, cluster=faster(site.cluster, value / bandwidth)))
 
     def by_size(value: float, one: ScalablePrediction) -> float:
-        return one.effective_rate(replace(site, task=site.task.scaled(value / size)), workers, slower=slower)
+        return rate(one, replace(site, task=site.task.scaled(value / size)))
 
     def by_straggling(value: float, one: ScalablePrediction) -> float:
-        return one.effective_rate(site, workers, _straggling(law, value), slower)
+        return rate(one, site, _straggling(law, value))
 
     rare = [math.exp(math.log(RARE) + i * math.log(USUAL / RARE) / SCAN) for i in range(SCAN + 1)]
     found = [
@@ -219,11 +236,12 @@ def best(
     workers: int,
     law: ComputeModel | None = None,
     slower: float = 1.0,
+    unbalanced: bool = False,
 ) -> str:
     """Return the name of the strategy that processes the most effective samples per second on `site` with `workers`
     workers.
     """
-    return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower)).name
+    return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower, unbalanced)).name
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
