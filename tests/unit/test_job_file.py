@@ -75,7 +75,10 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     [
         ("x = 1", r"job file '.*example\.py' has no function job\(\); add one that returns a flockstep\.Job$"),
         ("job = 3", r"has no function job\(\)"),
-        ("def job(): return 3", r"job\(\) of job file '.*' must return a flockstep\.Job, got int$"),
+        (
+            "def job(): return 3",
+            r"job\(\) of job file '.*' must return a flockstep\.Job, got int; end it with return flockstep\.Job",
+        ),
         ("def job(): pass", "got NoneType"),
         (
             "\ndef job():\n    return 1 / 0",
