@@ -52,17 +52,21 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def imports_of(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Every import, wherever in the file."""
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_layers(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
     """Line and layer of every import from flockstep, wherever in the file; "" is the package itself."""
-    for node in ast.walk(parsed(source)):
+    for node in imports_of(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             parent = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
             origin = ".".join([*parent, *([node.module] if node.module else [])])
             names = [f"{origin}.{alias.name}" for alias in node.names]
-        else:
-            continue
         for name in names:
             top, _, rest = name.partition(".")
             if top == "flockstep":
@@ -149,7 +153,7 @@ def test_relative_imports_of_a_package_start_at_the_package():
 def imported_modules(source: str, module: str, known: set[str]) -> set[str]:
     """The modules of `known` that an import names, wherever it stands; a name of a module stands for the module."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in imports_of(source):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names} - {"flockstep.__version__"}
             found |= {name if name in known else node.module for name in names}
@@ -188,7 +192,7 @@ def test_a_circle_is_found():
 
 def private_imports(source: str) -> list[str]:
     """Names of another module of ours that begin with an underscore."""
-    nodes = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
+    nodes = (node for node in imports_of(source) if isinstance(node, ast.ImportFrom))
     ours = [node for node in nodes if (node.module or "").startswith("flockstep")]
     return [alias.name for node in ours for alias in node.names if alias.name[0] == "_" and alias.name[:2] != "__"]
 
@@ -309,7 +313,7 @@ def test_reading_expressions_loads_nothing_heavy():
 
 def roots_of_imports(source: str) -> set[str]:
     """First names of all that is imported, wherever in the file."""
-    nodes = list(ast.walk(parsed(source)))
+    nodes = imports_of(source)
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
