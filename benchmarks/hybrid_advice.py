@@ -4,9 +4,9 @@ For each pair `flockstep plan --hybrid` chooses a partition and one of five stra
 partition of a grid runs with every strategy in virtual time: whole replicas, for each number of stages four
 schedules with two numbers of micro-batches, layers split over each number of ways, also within the stages of a
 pipeline, and parameters in shards. Models have their full size there, and so have all messages, but gradients are those
-of a quadratic function, because only the time counts. The value of a run is its samples per second divided by the
-factor by which it needs more samples (the planner's model, evaluated at the run's own figures). The advice is right if
-its own run is worth at least 90 % of the best run.
+of a quadratic function, because only the time counts. The value of a run is its samples per second, the sum of the
+workers' own rates while all of them train, divided by the factor by which it needs more samples (the planner's model,
+evaluated at the run's own figures). The advice is right if its own run is worth at least 90 % of the best run.
 
     python benchmarks/hybrid_advice.py --pairs 10 --seed 99 --out hybrid_advice.json
 """
@@ -170,11 +170,16 @@ def value(site: Site, strategy: Strategy, partition: Partition | None) -> float:
         run = SplitSimulation(shape.model(engine), todo, compute, network, events.append)
     run.run()
     run.close()
-    steps = [one for one in events if isinstance(one, StepEvent) and one.step > LEFT_OUT]
-    took = [one.compute_seconds + one.wait_seconds + one.comm_seconds for one in steps]
+    steps = [one for one in events if isinstance(one, StepEvent)]
+    all_train = min(one.seconds for one in steps if one.step == STEPS)
+    took: dict[int, list[float]] = {}
+    for one in steps:
+        if one.step == LEFT_OUT + 1 or (one.step > LEFT_OUT and one.seconds <= all_train):
+            took.setdefault(one.rank, []).append(one.compute_seconds + one.wait_seconds + one.comm_seconds)
+    means = [statistics.fmean(each) for each in took.values()]
     late = [one.staleness for one in events if isinstance(one, UpdateEvent) and one.staleness is not None]
-    seconds, sent = statistics.fmean(took), statistics.fmean(one.sent_bytes for one in steps)
-    rate = replicas * task.batch / seconds
+    seconds, sent = statistics.fmean(means), statistics.fmean(one.sent_bytes for one in steps)
+    rate = sum(task.batch / each for each in means) * replicas / workers
     staleness = statistics.fmean(late) if late and has_versions(strategy) else None
     if shape is not None:
         return rate / samples_needed(strategy, shape, site, replicas, seconds, sent, rate, staleness)
