@@ -101,7 +101,7 @@ def test_misses_are_told() -> None:
     assert miss == "strategy 1 at 1gbit: -30%, more than 20%"
     said = truth(9.0, 0.0, -0.9).misses
     assert len(said) == 4
-    assert said[-1].startswith("rank correlation for all: -")
+    assert said[-1].startswith("the rank correlation for all is -")
 
 
 def test_what_is_printed_and_drawn(tmp_path: Path) -> None:
