@@ -280,17 +280,17 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
     SIGTERM, SIGHUP or Ctrl-C ends the run; between checkpoints the call costs nothing. The checkpoint holds the model
     and its buffers, the optimizer, the strategy's state on every node, messages that no program has read, the random
     streams of torch, numpy and `random`, and `extra`. The first call in a resumed run restores the random streams. In a
-    script that `flockstep launch` has not started, nothing happens.
+    script that was not started by `flockstep launch`, the call does nothing.
 
     Args:
-        extra: name → value of everything else that the script restores from `resumed()`: the numbers of epoch and
-            batch, `scheduler.state_dict()`, `scaler.state_dict()`, or a function that returns this dict and is called
+        extra: name → value of everything else that the script restores from `resumed()`: the epoch and batch
+            numbers, `scheduler.state_dict()`, `scaler.state_dict()`, or a function that returns this dict and is called
             only if a checkpoint is taken. Values are numbers, text, arrays, tensors, generators, and lists, tuples,
             dicts and data classes of these.
 
     Raises:
         ConfigurationError: the script has not called `resumed()`, or has not restored a value of `extra`; a value
-            cannot be stored; two steps were taken without a call of `checkpoint` between them; or the script calls
+            cannot be stored; two steps were taken without a call to `checkpoint` between them; or the script calls
             `distribute` several times, evaluates closures, uses `join()`, or does not use PyTorch.
     """
     from flockstep.drivers.script_calls import script_checkpoints

@@ -99,7 +99,7 @@ class UnknownName(ConfigurationError):
         alike = {one.lower(): one for one in names if quantity is None or one.lower().startswith(quantity[0])}
         near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
         if (present := RENAMED.get(name)) in names:
-            hint = f"it is called {present!r} now"
+            hint = f"it is now called {present!r}"
         elif near:
             hint = f"did you mean {alike[near[0]]!r}?"
         elif command is not None and len(names) > SHOWN:

@@ -114,7 +114,7 @@ def parse(text: str, base: type[C]) -> C:
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
         open_ended = text.count("(") != text.count(")")
         why = ", because a parenthesis has no counterpart" if open_ended else ""
-        raise ConfigurationError(f"cannot read {shown} as a {base.noun}{why}; write it like {_example(base)}") from None
+        raise ConfigurationError(f"cannot read {shown} as {_noun(base)}{why}; write it like {_example(base)}") from None
     return typing.cast(C, component)
 
 
@@ -143,7 +143,7 @@ def from_data(data: Mapping[str, Any], base: type[C]) -> C:
     """Return the component that a mapping made by `to_data` describes."""
     arguments = dict(data)
     if "name" not in arguments:
-        raise ConfigurationError(f"a {base.noun} needs a name, got {dict(data)!r}; add name = …")
+        raise ConfigurationError(f"{_noun(base)} needs a name, got {dict(data)!r}; add name = …")
     kind = _class(str(arguments.pop("name")), base)
     return typing.cast(C, _build(kind, arguments, _from_plain))
 
@@ -178,7 +178,7 @@ def _class(name: str, base: type[Component]) -> type[Component]:
     legal = isinstance(kind, type) and issubclass(kind, base) and dataclasses.is_dataclass(kind)
     if not legal:
         raise ConfigurationError(
-            f"{name!r} is registered as a {base.noun} but is not of that kind; make it a dataclass that inherits from "
+            f"{name!r} is registered as {_noun(base)} but is not of that kind; make it a dataclass that inherits from "
             f"{base.__name__}"
         )
     return typing.cast(type[Component], kind)

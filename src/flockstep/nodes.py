@@ -599,7 +599,7 @@ class Peer(Node):
         return self.host_sum.reduce_on_host(to_host(array), shares)
 
     def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
-        """Write the shares of all workers of the host in `summed`, the result of `reduce_on_host`, to `array`."""
+        """Copy all workers' shares of `summed`, the result of `reduce_on_host`, to `array`."""
         assert self.host_sum is not None
         self.host_sum.gather_on_host(summed, shares)
         if summed is not array:

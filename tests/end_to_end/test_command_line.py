@@ -81,7 +81,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             ["plan", "softmax", "--need", "elastic"],
             "no option of flockstep plan is called '--need'; it is called '--require'",
         ),
-        (["bench", "collectives", "--way", "ring"], "'--way'; it is called '--implementation' now"),
+        (["bench", "collectives", "--way", "ring"], "'--way'; it is now called '--implementation'"),
         (
             ["train", "softmax", "-s", "gossip", "--stps", "3"],
             "no option of flockstep train is called '--stps'; did you mean '--steps'",

@@ -82,7 +82,7 @@ def test_a_cable_that_is_out_for_a_while_changes_no_bit(
     go_on(tmp_path)
     ended = [Ended.of(process) for process in processes]
     require(ended, 0, 0)
-    assert re.search(r"node 1 \(.*\) is connected again after [0-9.]+ s \(no answer for 3 s\)", ended[0].err)
+    assert re.search(r"node 1 \(.*\) reconnected after [0-9.]+ s \(no answer for 3 s\)", ended[0].err)
     assert re.search(r"worker \d is connected to worker \d again after", ended[0].err + ended[1].err)
     command = ["train", job, "-n", "4", *arguments[:-2]]
     alone = RealRun([*command, "--transport", "shared_memory"], tmp_path / "alone").end()

@@ -173,12 +173,17 @@ def test_the_law_of_durations_is_found(text: str, kind: type[ComputeModel]) -> N
 
 
 def test_why_a_law_was_taken_is_said_in_words() -> None:
-    assert "no named distribution fits: 400 durations" in fit_law([0.01] * 200 + [0.05] * 200).why
+    assert (
+        "no named distribution fits: the Kolmogorov-Smirnov distance of 400 durations"
+        in fit_law([0.01] * 200 + [0.05] * 200).why
+    )
     assert fit_law([0.01] * 5).why.startswith(
-        "gradient times count as constant: the standard deviation of 5 durations is below"
+        "gradient times are treated as constant: the standard deviation of 5 durations is below"
     )
     logs = np.random.default_rng(0).normal(size=400)
-    assert fit_law(np.exp(logs)).why.startswith("gradient times count as lognormal: 400 durations")
+    assert fit_law(np.exp(logs)).why.startswith(
+        "gradient times are treated as lognormal: the Kolmogorov-Smirnov distance of 400 durations"
+    )
 
 
 def test_a_law_needs_durations() -> None:

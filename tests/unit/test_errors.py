@@ -76,7 +76,7 @@ def test_a_long_list_of_known_names_can_be_cut_to_the_kinds():
 
 
 def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
-    assert str(UnknownName.among("noun", "rule", ["outer", "server_update"])).endswith("called 'server_update' now")
+    assert str(UnknownName.among("noun", "rule", ["outer", "server_update"])).endswith("now called 'server_update'")
     assert "now" not in str(UnknownName.among("noun", "rule", ["ruler"]))
 
 
@@ -109,7 +109,7 @@ def test_every_present_name_in_the_table_of_former_names_exists():
     ],
 )
 def test_former_names_in_expressions_are_refused(text, present):
-    with pytest.raises(UnknownName, match=f"it is called '{present}' now"):
+    with pytest.raises(UnknownName, match=f"it is now called '{present}'"):
         Strategy.parse(text)
 
 
@@ -117,7 +117,9 @@ def test_former_names_in_expressions_are_refused(text, present):
     ("base", "former", "present"), [(Codec, "at", "bind_step"), (Strategy, "cell", "taxonomy_entry")]
 )
 def test_a_component_with_a_method_of_a_former_name_is_refused(base, former, present):
-    with pytest.raises(UnknownName, match=f"no method of a {base.noun} is called '{former}'; it is called '{present}'"):
+    with pytest.raises(
+        UnknownName, match=f"no method of a {base.noun} is called '{former}'; it is now called '{present}'"
+    ):
         type("Own", (base,), {former: lambda self: None})
 
 

@@ -112,7 +112,7 @@ def test_messages_of_a_host_arrive_once_and_in_order(fault: str) -> None:
         assert told() == ["waiting for " + f"{number}" * 2_000 for number in range(COUNT)]
         assert proxy.fired[fault] > 0, "the fault did not fire"
         if fault != "delay":
-            assert any("node 1 (there) is connected again after" in text for text in said)
+            assert any("node 1 (there) reconnected after" in text for text in said)
             assert any(" again after " in text for text in agent.said)
 
 

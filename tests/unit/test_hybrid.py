@@ -365,7 +365,7 @@ def test_shapes_that_cannot_be_split_are_refused() -> None:
     for text in ("tensor(2)", "sharded(2)"):
         with pytest.raises(ConfigurationError, match="are known only for a job; plan for a job, or use a pipeline"):
             split_shape(two_layers(), Partition.parse(text))
-    with pytest.raises(ConfigurationError, match="layers of x are not known"):
+    with pytest.raises(ConfigurationError, match="layers of x are unknown"):
         split_shape(JobProfile("x", 10), Pipeline.parse("pipeline(2, gpipe, 1)"))
     with pytest.raises(ConfigurationError, match="microbatches must be at most the 8 samples"):
         split_shape(two_layers(), Pipeline.parse("pipeline(2, gpipe, 9)"))

@@ -368,7 +368,7 @@ def test_an_event_of_another_version_is_refused_with_the_present_name(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(line + b"\n")
-    with pytest.raises(UnknownName, match=rf"line 1 of .* it is called '{present}' now; read the record with"):
+    with pytest.raises(UnknownName, match=rf"line 1 of .* it is now called '{present}'; read the record with"):
         read_event_file(path)
 
 
@@ -379,5 +379,5 @@ def test_a_summary_of_another_version_is_refused_with_the_present_name(tmp_path:
     text = folder.summary_file.read_text()
     assert '"seconds_to_target"' in text
     folder.summary_file.write_text(text.replace('"seconds_to_target"', '"time_to_target"'))
-    with pytest.raises(UnknownName, match="it is called 'seconds_to_target' now"):
+    with pytest.raises(UnknownName, match="it is now called 'seconds_to_target'"):
         folder.read_summary()

@@ -1,5 +1,5 @@
-"""Benchmark of sending an array to another process of this host, which adds it to its own array: over transports, raw
-sockets, and a memory copy.
+"""Benchmark of sending an array to another process on this host, which adds it to its own array: over flockstep's
+transports and over raw sockets, compared with a memory copy.
 """
 
 from __future__ import annotations

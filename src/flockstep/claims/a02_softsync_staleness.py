@@ -37,7 +37,7 @@ class SoftsyncStaleness(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Measure for every n which share of gradients has a staleness above 2 n, under both distributions of compute
+        """Measure, for every n, the share of gradients whose staleness exceeds 2 n, under both distributions of compute
         times.
         """
         alike = {n: _settled(n, self.steps, ALIKE) for n in SPLITS}

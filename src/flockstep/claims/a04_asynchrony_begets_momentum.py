@@ -66,8 +66,8 @@ class Responses(Updates):
         self.version = 0
 
     def send(self, to: Address, message: Message) -> None:
-        """From a gradient, note which quadratic was pushed; from a reply, read the current values of the quadratics
-        pushed before.
+        """Send a message. Note which quadratic a worker's gradient belongs to; for a reply of the server, add up the
+        current values of the quadratics whose gradients came earlier.
         """
         if message.tag == "push" and message.source >= 0:
             self.version += 1

@@ -18,8 +18,8 @@ class Collective(Component):
     """An exchange in which every worker takes part, written over point-to-point messages.
 
     All workers must call the same operations in the same order, with arrays of the same size and dtype. All workers get
-    results that are identical in every bit. Every operation raises `PeerLost` if a worker that it waits for has died,
-    and `ProtocolError` if a message was lost, because a later message would be mistaken for the lost message.
+    bitwise identical results. Every operation raises `PeerLost` if a worker that it waits for has died, and
+    `ProtocolError` if a message was lost; otherwise a later message would be mistaken for the lost one.
     """
 
     noun: ClassVar[str] = "collective"

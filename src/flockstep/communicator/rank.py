@@ -200,7 +200,7 @@ class Rank(Peer):
             self._fail(call.task, call.off)
 
     def _refuse(self, message: Message) -> None:
-        how = "closed that window" if message.tag.startswith(WINDOW) else "left without an answer"
+        how = "closed that window" if message.tag.startswith(WINDOW) else "left without answering"
         self.reply(message, None, Reply(error=f"{node_name(self.rank)} has {how}"))
 
     def _ended(self, task: Task) -> None:

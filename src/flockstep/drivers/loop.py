@@ -103,7 +103,7 @@ def _close_line(member: Member, process: int) -> None:
 
 
 def _enter(node_spec: NodeSpec) -> NodeSpec:
-    """Begin a call of `distribute` in this process, before it has sockets for it; return the call's node specification.
+    """Begin a call to `distribute` in this process, before it has sockets for it; return the call's node specification.
 
     Raises:
         ConfigurationError: the first call has failed.

@@ -170,7 +170,7 @@ class NodeSpec:
     called first.
     """
     call: int = 1
-    """Number of the call of `distribute` that uses this specification, from 1."""
+    """Number of the call to `distribute` that uses this specification, from 1."""
     seed: int = 0
     """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
@@ -298,7 +298,7 @@ class Member:
         self._early: deque[Message] = deque()
 
     def begin_call(self, node_spec: NodeSpec) -> NodeSpec:
-        """Tell the supervisor of the process's first call of `distribute` about a later call, and wait until the
+        """Tell the supervisor of the process's first call to `distribute` about a later call, and wait until the
         supervisor is ready for it.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The memberships of this process in runs, one for each call of `distribute`, and its communicator if it has one."""
+"""The memberships of this process in runs, one for each call to `distribute`, and its communicator if it has one."""
 
 from __future__ import annotations
 

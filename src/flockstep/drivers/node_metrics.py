@@ -110,7 +110,7 @@ class NodeMetrics:
             self.emit(RefusedEvent(t, self.address, source, reason))
 
     def scalar(self, t: float, name: str, value: float) -> None:
-        """Write to the record a named number that the strategy reports."""
+        """Record a named number that the strategy reports."""
         if self.emit is not None:
             self.emit(ScalarEvent(t, self.address, name, value))
 

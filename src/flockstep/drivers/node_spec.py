@@ -73,7 +73,7 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
 
 
 def claim_spec() -> NodeSpec | None:
-    """Return the node specification for the next call of `distribute` in this process; None if this process takes part
+    """Return the node specification for the next call to `distribute` in this process; None if this process takes part
     in no run.
     """
     node_spec = enter_run()

@@ -238,7 +238,7 @@ class Runner:
         self.waiting, self.done = None, True
 
     def aside(self, program: Program) -> None:
-        """Run another program to its end while the node's own program waits for a gradient or has ended."""
+        """Run another program to completion while the node's own program waits for a gradient or has ended."""
         kept = self._program, self._then, self.waiting, self.done, self.partly
         spent = self.clock() - self._since
         self._since += spent

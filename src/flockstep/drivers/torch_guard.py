@@ -193,9 +193,8 @@ class Guard:
         if names:
             warnings.warn(
                 f"parameter {names[0]} was written to between two steps; the elements that flockstep compares are "
-                f"unchanged, but other elements may have changed; if the values of the parameter are new, call "
-                f"optimizer.sync() on every "
-                "rank after the change; from now on every parameter is compared as a whole",
+                "unchanged, but others may have changed; if you changed the parameter's values, call optimizer.sync() "
+                "on every rank after each such change; from now on flockstep compares every parameter in full",
                 RuntimeWarning,
                 stacklevel=6,
             )

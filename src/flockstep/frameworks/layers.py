@@ -63,7 +63,8 @@ def file_shape(path: str | Path) -> ModelShape:
         return job_shape(load_job_file(path))
     if not callable(getattr(module, "model", None)) or not callable(getattr(module, "inputs", None)):
         raise ConfigurationError(
-            f"{where} must have job(), or both model() and inputs(), got neither; add these functions"
+            f"{where} must have job(), or both model() and inputs(); add job(), or whichever of model() and inputs() "
+            "is missing"
         )
     try:
         model, inputs = module.model(), module.inputs()

@@ -453,7 +453,7 @@ class FlatBackward:
             self._targets = None
 
     def take(self, index: int, parameter: torch.Tensor) -> None:
-        """Write the gradient of a parameter that autograd has just completed to the flat array."""
+        """Copy the gradient that autograd has just completed for `parameter` to the flat array, and release it."""
         if self._targets is None or parameter.grad is None:
             return
         if self._targets:

@@ -194,7 +194,7 @@ class _Collected:
 
 
 _TEXT = '''\
-"""What {name} uses of the program that launched it; written by flockstep.launch."""
+"""The parts of the launching program that {name} needs; written by flockstep.launch."""
 
 {future}import sys
 

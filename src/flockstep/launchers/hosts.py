@@ -632,11 +632,11 @@ class RemoteHosts(OtherHosts):
             away = host.channel.resume(channel, message.received)
         except (PeerLost, ProtocolError) as error:
             self._turn_away(begun, channel)
-            self._say(f"{host.title} cannot be connected again: {error}")
+            self._say(f"{host.title} cannot reconnect: {error}")
             return
         self._strangers.remove((begun, channel))
         why = host.channel.why or "its agent opened a new connection"
-        self._say(f"{host.title} is connected again after {away:.1f} s ({why})")
+        self._say(f"{host.title} reconnected after {away:.1f} s ({why})")
 
     def _ranks_of(self, join: Join) -> Sequence[int]:
         return join.ranks if self._placement is None else self._placement[join.node]

@@ -57,11 +57,12 @@ class Pods:
         cpu: cores of each pod, such as "4" or "500m"; None requests none.
         memory: memory of each pod, such as "8Gi"; None requests none.
         gpus: GPUs of each pod.
-        claim: name of a PersistentVolumeClaim, mounted in every pod, for the records; None keeps the record in pod 0.
-        secret: name of a Secret that exists, with the key "secret"; None creates a Secret.
+        claim: name of a PersistentVolumeClaim that is mounted in every pod and holds the record; None keeps the record
+            in pod 0.
+        secret: name of an existing Secret with the key "secret"; None creates a Secret.
 
     Raises:
-        ConfigurationError: a value that Kubernetes would refuse.
+        ConfigurationError: there are fewer than two pods, or Kubernetes would refuse a value.
     """
 
     image: str

@@ -13,10 +13,10 @@ FILES_OF_SUPERVISOR = 20
 files of the record.
 """
 FILES_PER_PROCESS = 8
-"""Number of file descriptors that a supervisor needs for each process of its run: sockets, monitors, pipes and a file
-of events.
+"""Number of file descriptors that a supervisor needs for each process of its run: sockets, monitors, pipes and an
+event file.
 
-The processes themselves need fewer in total.
+A process of the run needs fewer descriptors than the supervisor.
 """
 
 

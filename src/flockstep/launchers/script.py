@@ -326,7 +326,7 @@ def supervise(
         hosts: the other hosts.
         ended: called when all processes have ended, before the record is completed.
         show: called from time to time with the state of every node, by address.
-        checkpoints: takes the checkpoints of the script's first call of `distribute`.
+        checkpoints: takes the checkpoints of the script's first call to `distribute`.
         said: notes with which the record begins.
 
     Raises:

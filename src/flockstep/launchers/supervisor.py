@@ -131,7 +131,7 @@ class Supervisor:
 
         `evaluation` receives the snapshots that nodes send, servers `every` so many steps. `patience`:
         seconds that processes may continue after a successful run; None, for users' scripts, sets no limit and requires
-        exit code 0. `begin_call`: creates the supervisor of a script's later call of `distribute`, from that of the
+        exit code 0. `begin_call`: creates the supervisor of a script's later call to `distribute`, from that of the
         first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
         run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
@@ -294,7 +294,7 @@ class Supervisor:
 
     @property
     def failed_later(self) -> bool:
-        """Whether the run failed in a later call of `distribute`, after the first call's run had succeeded."""
+        """Whether the run failed in a later call to `distribute`, after the first call's run had succeeded."""
         return self._state.over and not all(one._state.over for one in self._calls)
 
     def _start(self) -> None:
@@ -412,7 +412,7 @@ class Supervisor:
         return next((one for one in self._calls if not one._state.over), self._calls[-1])
 
     def _scripts_ended(self) -> bool:
-        """Whether no process can begin a further call of `distribute`."""
+        """Whether no process can begin a further call to `distribute`."""
         return self._begin_call is None or all(map(self._health.ended, range(self._workers)))
 
     def _turn(self, result: Callable[[Outcome], FlatArray | None]) -> None:

@@ -145,7 +145,7 @@ class TaskPart(Gathering):
 
 @dataclass(frozen=True)
 class TaskGathering(Coordinating, ABC):
-    """The coordinator's part in a run, which starts a task for each host."""
+    """The coordinator's part in a run for which the coordinator starts a task on each host."""
 
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN

@@ -105,7 +105,7 @@ class WaitMonitor:
             self._waiting.pop(rank, None)
 
     def note_sign(self, rank: int) -> None:
-        """Record that a worker took a step in a later call of `distribute`, which shows that it does not hang."""
+        """Record that a worker took a step in a later call to `distribute`, which shows that it does not hang."""
         self._since[rank] = self._now()
 
     def look(self, joined: Collection[int], ended: Collection[int]) -> None:

@@ -28,7 +28,8 @@ def balanced(seconds: Sequence[Number], nbytes: Sequence[Number], parts: int) ->
     """
     if not 1 <= parts <= len(seconds):
         raise ConfigurationError(
-            f"the number of parts must be from 1 to the {len(seconds)} units of the chain, got {parts}; use fewer parts"
+            f"the number of parts must be >= 1 and <= {len(seconds)}, the number of units in the chain, got {parts}; "
+            "use at most one part per unit"
         )
     slowest, _ = _bottleneck(seconds, [0] * len(seconds), parts, math.inf)
     return _bottleneck(nbytes, seconds, parts, slowest)[1]

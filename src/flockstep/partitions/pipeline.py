@@ -47,8 +47,8 @@ class Pipeline(Partition):
         return self.stages
 
     def batches_held(self, part: int) -> float:
-        """Return the number of micro-batches in flight divided by the number in a batch: GPipe holds all M, 1F1B min(K
-        - s, M).
+        """Return the number of batches whose activations a stage stores: the micro-batches in flight, divided by the M
+        micro-batches of a batch. GPipe has all M in flight, 1F1B min(K - s, M) at stage s of K.
         """
         return self.schedule.in_flight(part, self.stages, self.microbatches) / self.microbatches
 

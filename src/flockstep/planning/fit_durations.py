@@ -15,8 +15,8 @@ from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, 
 STEADY = 1e-3
 """Standard deviation, as a share of the mean, below which durations count as constant."""
 NEAR = 1.63
-"""Largest distance, times √n, at which n durations count as lognormal: the 1 % bound of the Kolmogorov-Smirnov test,
-multiplied by `SLACK`, because no model fits exactly.
+"""Largest distance, times √n, at which n durations count as lognormal: the 1 % bound of the Kolmogorov-Smirnov test.
+`SLACK` is added to the distance, because no model fits exactly.
 """
 SLACK = 0.05
 QUANTILES = 21
@@ -47,20 +47,20 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     if times.std() < STEADY * times.mean():
         return Fit(
             ConstantTime(mean),
-            f"gradient times count as constant: the standard deviation of {len(times)} durations is below {STEADY:.1%} "
-            "of their mean",
+            f"gradient times are treated as constant: the standard deviation of {len(times)} durations is below "
+            f"{STEADY:.1%} of their mean",
         )
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
     limit = NEAR / math.sqrt(len(times)) + SLACK
-    apart = f"{len(times)} durations are at a distance of {distance:.2f} from a lognormal distribution"
+    apart = f"the Kolmogorov-Smirnov distance of {len(times)} durations from a lognormal distribution is {distance:.2f}"
     if distance <= limit:
-        return Fit(law, f"gradient times count as lognormal: {apart}, and chance explains up to {limit:.2f}")
+        return Fit(law, f"gradient times are treated as lognormal: {apart}, within the limit of {limit:.2f}")
     return Fit(
         Empirical(_quantiles(times)),
-        f"gradient times are described by quantiles, because no named distribution fits: {apart}, and chance explains "
-        f"only up to {limit:.2f}",
+        f"gradient times are described by quantiles, because no named distribution fits: {apart}, above the limit of "
+        f"{limit:.2f}",
     )
 
 

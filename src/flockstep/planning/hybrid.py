@@ -132,8 +132,8 @@ class HybridAdvice:
 def predict_split(
     strategy: Strategy, partition: Partition, site: Site, workers: int, *, short: bool = False
 ) -> SplitPrediction:
-    """Predict the cost of a strategy whose replicas are split by `partition`. With `short`, predict from few steps with
-    constant gradient times.
+    """Predict the cost of a strategy whose replicas are split by `partition`. With `short`, predict from a few steps
+    with constant gradient times.
 
     Raises:
         ConfigurationError: the model cannot be split, the strategy cannot run with this number of replicas, or the cost
@@ -323,7 +323,7 @@ def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
     """
     task = site.task
     if task.shape is None:
-        raise ConfigurationError(f"the layers of {task.name} are not known; plan for a job or a reference model")
+        raise ConfigurationError(f"the layers of {task.name} are unknown; plan for a job or a reference model")
     chain, batch = units(task.shape), task.batch
     gradient, total = mean_of(site.compute(workers)), float(task.shape.work(batch)) or 1.0
     seconds = [gradient * sum(layer.work(batch) for layer in unit) / total for unit in chain]

@@ -265,7 +265,7 @@ class Site:
     def assumptions(self) -> list[str]:
         """Return sentences about the assumptions that a prediction makes where job and cluster give no information."""
         said = [
-            "memory does not include activations: the layers of the model are not known"
+            "memory does not include activations: the layers of the model are unknown"
             if self.task.shape is None
             else "memory includes the output of every layer for a batch, but no temporary arrays inside layers"
         ]

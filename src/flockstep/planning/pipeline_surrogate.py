@@ -96,7 +96,7 @@ def pipeline_shape(task: JobProfile, pipeline: Pipeline) -> PipelineShape:
     model = task.shape
     if model is None:
         raise ConfigurationError(
-            f"the layers of {task.name} are not known, so that it cannot be cut into stages; use partition=none"
+            f"the layers of {task.name} are unknown, so its model cannot be cut into stages; use partition=none"
         )
     check_microbatches(pipeline, task.batch)
     names = [str(name) for name in pipeline.split_at]

@@ -30,8 +30,8 @@ def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunC
     for file in (*config.imports, *job):
         if Path(file).name not in given:
             raise NotAskedFor(
-                f"the record in {folder} needs the Python file {file!r}, and code of a record runs only if you ask "
-                "for it; inspect the file, and name it in imports, on the command line with --import FILE"
+                f"the record in {folder} needs the Python file {file!r}, but code that a record names runs only at "
+                "your request; inspect the file, then pass it in imports (on the command line: --import FILE)"
             )
     imports = tuple(given[Path(file).name] for file in config.imports)
     return dataclasses.replace(config, imports=imports, job=given[Path(config.job).name] if job else config.job)

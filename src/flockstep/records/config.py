@@ -167,7 +167,7 @@ class RunConfig:
     max_workers: int | None = None
     """Largest number of workers with which the run continues when workers join; None if workers may not join."""
     park: float | None = None
-    """Seconds for which workers whose coordinator is killed wait for `flockstep resume`; None if they end at once."""
+    """Seconds that workers wait for `flockstep resume` after their coordinator was killed; None if they end at once."""
     keep: int | None = None
     """Number of complete checkpoints that are kept; None stands for `KEEP`."""
     arguments: tuple[str, ...] = ()

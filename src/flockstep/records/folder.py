@@ -446,7 +446,7 @@ def _array_of(path: Path) -> FlatArray:
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         held = path.stat().st_size - file.tell()
     if not dtype.hasobject and (any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != held):
-        raise ValueError(f"the file announces {shape} elements of {dtype}, and holds {held} bytes")
+        raise ValueError(f"its header declares an array of shape {shape} and dtype {dtype}, but {held} bytes follow")
     array: FlatArray = np.load(path, allow_pickle=False)
     return array
 

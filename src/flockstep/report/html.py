@@ -54,7 +54,8 @@ _STALENESS = (
     "Staleness: number of updates applied between reading the parameters and applying the gradient computed from them."
 )
 _TIMELINE = (
-    "All runs on one time axis, with the first few workers and servers of each run; nothing was recorded in gaps. "
+    "All runs on one time axis, with the first few workers and servers of each run; a gap means that nothing was "
+    "recorded. "
     "Drag to zoom, double-click to reset."
 )
 

@@ -78,7 +78,7 @@ class ServerState:
     done: set[int] = field(default_factory=set)
     """Ranks of the workers that have left after their last step; the clocks of these workers still count."""
     inboxes: dict[int, Inbox] = field(default_factory=dict)
-    """Rank → key lists received from a worker whose pushes are filtered."""
+    """Rank → key lists received from the worker of this rank, if pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
     """Version → old parameters (K,), if the consistency rule depends on old parameters."""
     newest_sent: dict[int, int] = field(default_factory=dict)

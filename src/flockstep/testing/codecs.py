@@ -165,10 +165,10 @@ def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(2))
         indices, values = codec.stream(data, array.size, dtype)
-        assert indices.dtype == np.uint32, f"{what}: the indices of stream are {indices.dtype} instead of uint32"
+        assert indices.dtype == np.uint32, f"{what}: stream returns indices of dtype {indices.dtype} instead of uint32"
         assert len(indices) == len(values), f"{what}: stream returns {len(indices)} indices, but {len(values)} values"
         ascending = (np.diff(indices.astype(np.int64)) > 0).all()
-        assert ascending, f"{what}: the indices of stream are not in ascending order"
+        assert ascending, f"{what}: stream returns indices that are not in ascending order"
         assert not len(indices) or indices[-1] < array.size, f"{what}: stream names element {indices[-1]}"
         filled = np.zeros(array.size, array.dtype)
         filled[indices] = values
