@@ -72,3 +72,52 @@ def test_a_checkpoint_with_another_buffer_of_the_state_dict_is_refused() -> None
         ConfigurationError, match=r"buffer norm.running_mean has the shape \(3,\) in the script and \(4,\)"
     ):
         Buffers(Averaged()).restore_values(Buffers(Averaged()).values() | {"norm.running_mean": torch.zeros(4)})
+
+
+class Lazy(nn.Module):
+    """A layer whose first forward pass fills a cache, in a module inside too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inside = nn.Linear(3, 2), nn.Module()
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("scale", torch.ones(1).expand(3), persistent=False)
+        self.inside.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = (x.mean(0) > 0.5).float()
+            self.inside.mask = torch.rand(2)
+            self.scale = self.scale * x.mean(0)
+        out: torch.Tensor = self.layer(x * self.mask * self.scale) + self.inside.mask
+        return out
+
+
+def test_a_cache_that_the_first_forward_pass_fills_is_restored() -> None:
+    torch.manual_seed(0)
+    x, model, resumed = torch.rand(4, 3), Lazy(), Lazy()
+    model(x)
+    resumed.load_state_dict(model.state_dict())
+    values = {name: one.clone() for name, one in Buffers(model).values().items()}
+    Buffers(resumed).restore_values(values)
+    assert torch.equal(resumed(1 - x), model(1 - x))
+    assert resumed.state_dict().keys() == model.state_dict().keys()
+    resumed.mask.zero_()
+    assert torch.equal(values["mask"], model.mask), "the buffer has its own memory"
+
+
+def test_a_checkpoint_with_a_buffer_that_the_script_does_not_register_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"buffer norm.other has the shape of no buffer in the script and \(4,\)"
+    ):
+        Buffers(Averaged()).restore_values(Buffers(Averaged()).values() | {"norm.other": torch.zeros(4)})
+
+
+def test_an_expanded_buffer_of_the_state_dict_is_refused_without_a_word_of_ranks() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(1).expand(3))
+    with pytest.raises(
+        ConfigurationError, match="buffer mask must have separate memory to take other values"
+    ) as refused:
+        Buffers(model).restore_values({"mask": torch.zeros(3)})
+    assert "rank" not in str(refused.value)

@@ -80,13 +80,15 @@ class Buffers:
     def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Restore the buffers that `values` returned.
 
-        A buffer that is not in the module's `state_dict`, such as a cache, may have another shape in the module.
+        A buffer that is not in the module's `state_dict`, such as a cache, may have another shape in the module, and a
+        registered buffer may be None, as a cache is before the first forward pass.
 
         Raises:
-            ConfigurationError: the module's `state_dict` has other buffers.
+            ConfigurationError: the module's `state_dict` has a buffer that `values` lacks or that has another shape
+                there, or `values` has a buffer that the module did not register.
         """
         own, kept = self.values(), self._module.state_dict().keys()
-        loose = own.keys() - kept
+        loose = (own.keys() - kept) | self._unfilled()
         there, here = (
             {name: tuple(one.shape) for name, one in each.items() if name not in loose} for each in (values, own)
         )
@@ -96,12 +98,22 @@ class Buffers:
                 f"buffer {name} has the shape {here.get(name, 'of no buffer')} in the script and "
                 f"{there.get(name, 'of no buffer')} in the checkpoint; restore the script as it was"
             )
-        for name, tensor in own.items():
-            if name in loose and name in values and values[name].shape != tensor.shape:
+        for name, value in values.items():
+            if name in loose and (name not in own or _needs_memory(own[name], value)):
+                like = own.get(name, next(self._module.parameters(), value))
                 owner, _, last = name.rpartition(".")
-                self._module.get_submodule(owner).register_buffer(last, values[name].to(tensor.device), False)
-            elif name in values:
-                _set(name, tensor, values[name])
+                setattr(self._module.get_submodule(owner), last, value.to(like.device, copy=True))
+            else:
+                _set(name, own[name], value)
+
+    def _unfilled(self) -> set[str]:
+        """Names of the registered buffers that are None."""
+        return {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, one in self._module.named_modules()
+            for name, buffer in one._buffers.items()
+            if buffer is None
+        }
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         kept = self._module.state_dict().keys()
@@ -163,11 +175,21 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
 
 def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy `value` into a buffer; a buffer whose elements share memory (`expand`) must already have that value."""
-    shared = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if not shared:
-        tensor.copy_(value)
-    elif not np.array_equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype))):
+    if _needs_memory(tensor, value):
         raise ConfigurationError(
-            f"the elements of buffer {name} must have separate memory if the ranks' values differ, got an expanded "
-            "tensor; register it with .expand(...).clone(), or with persistent=False"
+            f"the elements of buffer {name} must have separate memory to take other values, got an expanded tensor; "
+            "register it with .expand(...).clone(), or with persistent=False"
         )
+    if not _is_expanded(tensor):
+        tensor.copy_(value)
+
+
+def _needs_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `value` cannot be copied into a buffer: it has another shape, or the buffer's elements share memory."""
+    if tensor.shape != value.shape:
+        return True
+    return _is_expanded(tensor) and not np.array_equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype)))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
