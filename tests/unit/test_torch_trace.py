@@ -419,3 +419,96 @@ def test_data_that_depend_on_the_models_random_numbers_need_the_whole_model() ->
     job = _job(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data)
     facts = without_whole(job, 0, make_split(job, 0, Pipeline(2))).facts
     assert facts.obstacle.startswith("data drawn with torch's random numbers")
+
+
+IDS = itertools.count()
+
+
+class Named(_Around):
+    """A model whose constructor numbers its instances. Forward takes elements as `way` says."""
+
+    ids = itertools.count()
+    draw = itertools.count().__next__
+    others = ids
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.way, self.second = way, nn.Linear(4, 4)
+        self.name, self.number, self.drawn = next(self.ids), next(IDS), Named.draw()
+        self.rest = [iter(range(9))]
+        self.alias = self.rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.inside(x) + 0.1 * self.name).relu()
+        match self.way:
+            case "next":
+                return out * next(self.ids)
+            case "for":
+                for number in Named.ids:
+                    return out * number
+            case "zip":
+                return out * next(zip(self.ids, [0], strict=False))[0]
+            case "global":
+                return out * next(IDS)
+            case "method":
+                return out * Named.draw()
+            case "alias of a class":
+                return out * next(self.others)
+            case "list":
+                return out * next(self.rest[0])
+            case "alias of a list":
+                return out * next(self.alias[0])
+            case "caught":
+                try:
+                    return out * next(self.ids)
+                except ConfigurationError:
+                    return out
+        return out
+
+
+class Rebinds(Named):
+    def forward(self, x: Tensor) -> Tensor:
+        Named.ids = itertools.count(5)
+        return super().forward(x)
+
+
+class Default(Named):
+    def forward(self, x: Tensor, numbers: Iterator[int] = itertools.count()) -> Tensor:  # noqa: B008
+        return super().forward(x)
+
+
+def test_iterators_that_only_the_constructor_uses_do_not_keep_a_model_whole() -> None:
+    model = Named()
+    following, of_all, drawn = repr(Named.ids), repr(IDS), Named.draw()
+    x = between = torch.rand(3, 4)
+    units = traced_chain(model, "job")
+    for unit in units:
+        between = unit.module(between)
+    assert torch.equal(between, model(x))
+    assert len(units) > 2
+    assert (repr(Named.ids), repr(IDS), Named.draw()) == (following, of_all, drawn + 1), "as before the trace"
+    assert model.alias is model.rest
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Named("next"), "forward of Named may take elements from the iterator in Named.ids"),
+        (Named("for"), "forward of Named may take elements from the iterator in Named.ids"),
+        (Named("zip"), "forward of Named may take elements from the iterator in Named.ids"),
+        (Named("global"), "forward of Named may take elements from the iterator in global IDS"),
+        (Named("method"), "forward of Named may take elements from the iterator in Named.draw"),
+        (Named("alias of a class"), "forward of Named may take elements from the iterator in Named.others"),
+        (Named("list"), "forward of Named may take elements from the iterator in rest"),
+        (Named("alias of a list"), "forward of Named may take elements from the iterator in alias"),
+        (Named("caught"), "forward of Named may take elements from the iterator in Named.ids"),
+        (Rebinds(), "forward of Rebinds changes Named.ids while it is traced"),
+        (Default(), "forward of Default may take elements from the iterator in"),
+    ],
+)
+def test_iterators_that_forward_uses_are_refused_and_stay_as_they_were(model: Named, message: str) -> None:
+    following, of_all, rest = repr(Named.ids), repr(IDS), repr(model.rest[0].__reduce__())
+    with pytest.raises(ConfigurationError, match=message):
+        traced_chain(model, "job")
+    assert (repr(Named.ids), repr(IDS)) == (following, of_all)
+    assert repr(model.rest[0].__reduce__()) == rest

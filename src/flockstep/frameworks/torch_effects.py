@@ -29,6 +29,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every torch module has, such as `_buffers`."""
 _OWN_STATE = {*sys.stdlib_module_names, "flockstep", "numpy", "torch"}
 """Packages whose objects are not searched."""
+_OF_OBJECTS = (types.BuiltinMethodType, types.MethodWrapperType)
+"""Types of methods of an object of Python, such as `itertools.count().__next__`."""
 _MISSING = object()
 """In place of a value that does not exist."""
 
@@ -67,7 +69,8 @@ class StateSnapshot:
 
     def __init__(self, module: nn.Module):
         self.iterators: list[Variable] = []
-        """The places that lead to an iterator of Python or torch, whose position cannot be restored."""
+        """The places that lead to an iterator of Python or torch, whose position cannot be restored. A place is left
+        out if it leads to the iterator through an object to which another place leads."""
         self._kept: list[_Kept] = []
         self._seen: dict[object, Any] = {id(one): one for one in module.modules()}
         for name, one in module.named_modules():
@@ -111,7 +114,11 @@ class StateSnapshot:
 
     def _visit(self, place: Variable, value: Any) -> None:
         """Keep what a value holds, once."""
-        if isinstance(value, (*SCALARS, Hidden)) or value is _MISSING or id(value) in self._seen:
+        if isinstance(value, (*SCALARS, Hidden)) or value is _MISSING:
+            return
+        if _is_iterator(value):
+            self.iterators.append(place)
+        if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         match value:
@@ -126,7 +133,7 @@ class StateSnapshot:
                 self._function(place, value)
             case types.MethodType():
                 self._all(place, (value.__func__, value.__self__))
-            case types.BuiltinMethodType() | types.MethodWrapperType():
+            case _ if isinstance(value, _OF_OBJECTS):
                 self._visit(place, value.__self__)
             case functools.partial():
                 self._all(place, (value.func, value.args, value.keywords))
@@ -181,9 +188,12 @@ class StateSnapshot:
             if is_installed(one.__module__):
                 continue
             for name, value in list(vars(one).items()):
-                if callable(value) or isinstance(value, property | staticmethod | classmethod):
+                special = name.startswith("__")
+                if not special and isinstance(value, (Hidden, *_OF_OBJECTS)):
+                    self._place(_in_class(one, name))
+                elif callable(value) or isinstance(value, property | staticmethod | classmethod):
                     self._visit(place, value)
-                elif not name.startswith("__"):
+                elif not special:
                     self._place(_in_class(one, name))
 
     def _object(self, place: Variable, value: Any) -> None:
@@ -217,8 +227,6 @@ class StateSnapshot:
         """Keep the attributes of an object, unless Python itself or torch has defined it."""
         kind = type(value)
         if _top(kind.__module__) in _OWN_STATE:
-            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                self.iterators.append(place)
             return
         if hasattr(value, "__dict__"):
             self._contents(place, vars(value))
@@ -267,6 +275,13 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(one)
 
 
+def _is_iterator(value: object) -> bool:
+    """Whether a value is an iterator that Python or torch has defined, and no file."""
+    return (
+        isinstance(value, Iterator) and not isinstance(value, io.IOBase) and _top(type(value).__module__) in _OWN_STATE
+    )
+
+
 def _items(held: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(held.items())
 
@@ -302,34 +317,49 @@ def is_installed(module: str | None) -> bool:
 
 
 class Hidden:
-    """Placeholder for a value that a module changes in every call. Code that uses the placeholder while the module is
-    traced fails.
-    """
+    """Placeholder for a value that code must not use while a module is traced: the code fails."""
 
-    def __init__(self, title: str):
-        self.title = title
+    def __init__(self, why: str):
+        self.why = why
+        self.used = False
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(self)
 
 
-def _refuse(hidden: Hidden, *_: object) -> NoReturn:
-    raise ConfigurationError(f"forward reads {hidden.title}, which a module inside changes in every call")
+def _refuse(hidden: Hidden, *_: object, **__: object) -> NoReturn:
+    hidden.used = True
+    raise ConfigurationError(hidden.why)
 
 
 _OPERATORS = {name for kind in (int, list, dict) for name in vars(kind) if name.startswith("__")} - {*vars(type)}
-for _name in (_OPERATORS - {"__class_getitem__", "__getnewargs__"}) | {"__eq__", "__hash__"}:
+for _name in (_OPERATORS - {"__class_getitem__", "__getnewargs__"}) | {"__eq__", "__hash__", "__next__", "__call__"}:
     setattr(Hidden, _name, _refuse)
 
 
+CHANGES = "forward reads {}, which a module inside changes in every call"
+
+
 @contextmanager
-def hidden(places: Iterable[Variable]) -> Iterator[None]:
-    """Return a context in which code that uses the values of these variables fails."""
-    former = [(place, place.read()) for place in dict.fromkeys(places) if place.name not in OF_EVERY_MODULE]
-    for place, _ in former:
-        place.write(Hidden(place.title))
+def hidden(places: Iterable[Variable], why: str = CHANGES) -> Iterator[None]:
+    """Return a context in which code that uses the values of these variables fails with the sentence `why`, in which
+    the variable's title is put in place of `{}`.
+
+    Raises:
+        ConfigurationError: at the end, if code has used a value and has caught the error.
+    """
+    former = [
+        (place, place.read(), Hidden(why.format(place.title)))
+        for place in dict.fromkeys(places)
+        if place.name not in OF_EVERY_MODULE
+    ]
+    for place, _, placeholder in former:
+        place.write(placeholder)
     try:
         yield
     finally:
-        for place, value in former:
+        for place, value, _ in reversed(former):
             place.write(value)
+    for _, _, placeholder in former:
+        if placeholder.used:
+            _refuse(placeholder)

@@ -6,7 +6,7 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
 from typing import Any
 
@@ -131,7 +131,7 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
         if fx.Tracer().is_leaf_module(one, name) and one is not module:
             continue
         try:
-            with hidden(changing), _without_effects(one, changing):
+            with hidden(changing), _without_iterators(one) as before, _without_effects(one, before, changing):
                 graph, again = _Tracer(opaque).trace(one), _Tracer(opaque).trace(one)
                 if str(graph) != str(again):
                     raise ConfigurationError(f"forward of {type(one).__name__} has different operations in every call")
@@ -148,20 +148,38 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
 
 
 @contextmanager
-def _without_effects(module: nn.Module, changing: list[Variable]) -> Iterator[None]:
+def _without_iterators(module: nn.Module) -> Iterator[StateSnapshot]:
+    """Hide all iterators that a module can reach while it is traced, and return a snapshot of everything else.
+
+    The elements that tracing takes from an iterator cannot be put back.
+
+    Raises:
+        ConfigurationError: the module uses an iterator, or reaches an iterator that cannot be hidden.
+    """
+    why = (
+        f"forward of {type(module).__name__} may take elements from the iterator in {{}}, which tracing cannot put back"
+    )
+    titles = set[str]()
+    with ExitStack() as stack:
+        before = StateSnapshot(module)
+        while found := {place.title for place in before.iterators}:
+            if found & titles:
+                raise ConfigurationError(why.format(", ".join(sorted(found))))
+            titles |= found
+            stack.enter_context(hidden(before.iterators, why))
+            before = StateSnapshot(module)  # another variable may lead to the same iterator
+        yield before
+
+
+@contextmanager
+def _without_effects(module: nn.Module, before: StateSnapshot, changing: list[Variable]) -> Iterator[None]:
     """Raise `ConfigurationError` after tracing that has drawn random numbers or changed values; undo the change.
 
     What tracing computes is not in the graph: every call of the graph would have the random numbers of the trace, and
-    would leave the change out. Places whose values have changed are added to `changing`. A module that can reach an
-    iterator is not traced, because the elements that tracing takes from the iterator cannot be put back.
+    would leave the change out. `before` is a snapshot of the state before the trace. Places whose values have changed
+    are added to `changing`.
     """
-    who, before = f"forward of {type(module).__name__}", StateSnapshot(module)
-    if before.iterators:
-        changing += before.iterators
-        titles = ", ".join(dict.fromkeys(place.title for place in before.iterators))
-        raise ConfigurationError(
-            f"{who} may take elements from the iterator in {titles}, which tracing cannot put back"
-        )
+    who = f"forward of {type(module).__name__}"
     drawn, numpy_drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - a model may draw from it
     with torch.random.fork_rng(devices=[]):
         torch_drawn = torch.get_rng_state()
