@@ -19,9 +19,10 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# most tests wait for processes of their own: more test processes than cores (tests/support/side_by_side.py)
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(6, 2 + os.cpu_count()))')
-SPREAD := --processes $(PROCESSES)
+# a file's tests stay together; most tests wait for processes of their own: one test process more than cores, at most 4;
+# they take the files in the order of tests/support/order.py
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + os.cpu_count()))')
+SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # what every push runs
 PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 

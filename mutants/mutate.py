@@ -149,7 +149,7 @@ class Overlay:
 
     def failing(self, tests: Sequence[str]) -> str | None:
         """The first test that fails on the tree as it is; "" if none does; None: not within the time."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
         environment = {**os.environ, "PYTHONPATH": str(self.path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             ended = subprocess.run(

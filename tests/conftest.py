@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import sys
 from collections import defaultdict
@@ -12,15 +10,13 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
 
 import support.children.sitecustomize  # noqa: F401 - what other processes do first, these do
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
 from support.order import mixed
-from support.processes import RealRun, end_forkers, search_path, share_forkers
+from support.processes import RealRun, end_forkers, search_path
 
-pytest_plugins = ["support.side_by_side"]
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 os.environ["PYTHONPATH"] = search_path()
 settings.register_profile("push", settings.get_profile("ci"), max_examples=15)
@@ -31,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark as `full` what adds no value to crossed parameters; mix the files where processes share them."""
     _mark(items)
     result = yield
-    if config.option.processes > 1:
+    if hasattr(config, "workerinput"):
         items[:] = mixed(items)
     return result
 
@@ -66,21 +62,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Share between processes that run tests what they would import each."""
-    if session.config.option.processes > 1:
-        share_forkers()
-        importlib.import_module("support.children.numpy_scripts")  # numba's first kernel takes 0.6 s
-        with contextlib.suppress(ImportError):
-            importlib.import_module("sklearn.datasets")  # 0.8 s
-        st.text().validate()  # looks at all characters, 1.2 s
-    try:
-        return (yield)
-    finally:
-        end_forkers(shared=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -89,31 +89,20 @@ class ForkedCommand:
 class CommandForker:
     """A process that has imported what commands import, and forks a process for each command."""
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        folder: str,
-        modules: Sequence[str] = (),
-        source: CommandForker | None = None,
-    ):
+    def __init__(self, environment: Mapping[str, str], folder: str, modules: Sequence[str] = ()):
         """Start the process.
 
         Args:
             environment: the variables with which commands are forked; a command with others is not.
             folder: text as long as the path of each command's `scratch`, which takes its place in `/proc/PID/environ`.
             modules: what the process imports for the scripts of its commands, which are then forked, too.
-            source: a process of this kind, with no further imports than this one, of which it is a fork.
         """
         self._scripts = bool(modules)
         self.codes: dict[int, int] = {}
         """Exit codes of ended commands that nobody has asked for yet."""
         self._usual = _lasting(environment)
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process: subprocess.Popen[bytes] | None = None
         with there:
-            if source is not None:
-                socket.send_fds(source._control, [json.dumps(modules).encode()], [there.fileno()])
-                return
             arguments = ", ".join([str(there.fileno()), *map(repr, modules)])
             program = f"import command_forker; exec(command_forker.program({arguments}))"
             self._process = subprocess.Popen(
@@ -167,7 +156,7 @@ class CommandForker:
         while poll.poll(None if seconds is None else 1000 * seconds):
             said = [int(word) for word in self._control.recv(100).split()]
             if not said:
-                raise RuntimeError("the process that forks commands has ended")
+                raise RuntimeError(f"the process that forks commands has ended with code {self._process.wait()}")
             if len(said) == 1:
                 return said[0]
             self.codes[said[0]], seconds = said[1], 0.0
@@ -176,8 +165,7 @@ class CommandForker:
     def close(self) -> None:
         """End the process; commands that run go on."""
         self._control.close()
-        if self._process is not None:
-            self._process.wait()
+        self._process.wait()
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:

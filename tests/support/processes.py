@@ -115,33 +115,19 @@ def imports_for(command: str, torch: bool) -> tuple[str, ...]:
 
 
 _forkers: dict[tuple[str, ...], CommandForker] = {}
-_sources: dict[tuple[str, ...], CommandForker] = {}
-"""Processes of this kind that several processes of tests share: each has forks of them."""
-FEWER = {TORCH: SCRIPTS, SCRIPTS: ()}
-"""The process with these imports is a fork of the one with those."""
 
 
 def forker(modules: tuple[str, ...] = ()) -> CommandForker:
     """The process that forks the commands of this process's tests, after these imports for their scripts."""
     if modules not in _forkers:
-        source = _sources.get(modules) or (forker(FEWER[modules]) if modules else None)
-        _forkers[modules] = CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx", modules, source)
+        _forkers[modules] = CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx", modules)
     return _forkers[modules]
 
 
-def share_forkers() -> None:
-    """Start those processes for all processes that are forked from this one."""
-    RealRun.usual = dict(os.environ)
-    forker(TORCH)
-    _sources.update(_forkers)
-    _forkers.clear()
-
-
-def end_forkers(shared: bool = False) -> None:
-    """End those processes; those of `share_forkers` if they are `shared`."""
-    ours = _sources if shared else _forkers
-    while ours:
-        ours.popitem()[1].close()
+def end_forkers() -> None:
+    """End those processes."""
+    while _forkers:
+        _forkers.popitem()[1].close()
 
 
 class RealRun:

@@ -2,8 +2,7 @@
 
 The process runs `import command_forker; exec(command_forker.program(FILE_DESCRIPTOR, MODULE, …))`. It takes requests
 from a socket and reports how its children end; it ends with the socket. In a child `program` returns the program of the
-command, which Python then runs to the end of the interpreter, as with `python -c`. The modules are further imports. A
-request with a socket is for another process of this kind: a fork of this one, which takes requests from that socket.
+command, which Python then runs to the end of the interpreter, as with `python -c`. The modules are further imports.
 
 A command that will start the fork server of multiprocessing gets a second process forked in the same way, which takes
 the place of the interpreter that multiprocessing would start. A third one takes the place of the interpreter that
@@ -58,17 +57,13 @@ def program(requests: int, *modules: str) -> CodeType:
                 control.send(b"%d %d" % (children.pop(ready), os.waitstatus_to_exitcode(status)))
                 poll.unregister(ready)
                 os.close(ready)
-                continue
-            request, sockets, _, _ = socket.recv_fds(control, 1 << 20, 1)
-            if not request:
+            elif not (request := control.recv(1 << 20)):
                 os._exit(0)
-            if (pid := os.fork()) == 0:
+            elif (pid := os.fork()) == 0:
                 for file in (*children, control.detach()):
                     os.close(file)
-                return program(*sockets, *json.loads(request)) if sockets else _become(json.loads(request))
-            for file in sockets:
-                os.close(file)
-            if not sockets:
+                return _become(json.loads(request))
+            else:
                 handle = os.pidfd_open(pid)
                 children[handle] = pid
                 poll.register(handle, select.POLLIN)
