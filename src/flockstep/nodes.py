@@ -192,6 +192,8 @@ class Node:
     """Ranks of the workers of each host at the start of the run. In virtual time, hosts are those that the network
     describes.
     """
+    _handles: Callable[[Message], bool] | None = None
+    """Method that handles some messages itself, and returns whether it did; None if programs receive all messages."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
@@ -368,13 +370,6 @@ class Node:
                 others.discard(message.source)
             yield message
 
-    def _deliver(self, message: Message) -> None:
-        if message.tag == LEAVE:
-            self.departed.add(message.source)
-        self.mailbox.put(message)
-        if self.tasks:
-            self._advance_tasks()
-
     def now(self) -> float:
         """Seconds on this node's clock, virtual or real. Only differences between two readings have a meaning."""
         return self.port.clock()
@@ -445,7 +440,7 @@ class Node:
         number = self.sent[to] = self.sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:
-            self._deliver(message)  # the message stays in this process
+            deliver(self, message)  # the message stays in this process
         else:
             self.port.send(to, message)
         return number
@@ -512,7 +507,13 @@ class Node:
 
 def deliver(node: Node, message: Message) -> None:
     """Hand `node` a message that has arrived. Drivers call this function."""
-    node._deliver(message)
+    if node._handles is not None and node._handles(message):
+        return
+    if message.tag == LEAVE:
+        node.departed.add(message.source)
+    node.mailbox.put(message)
+    if node.tasks:
+        node._advance_tasks()
 
 
 def poll(node: Node) -> bool:
@@ -530,7 +531,7 @@ def lose(node: Node, address: Address) -> None:
     node.lost.add(address)
     node.view = node.view.without(address)
     if address not in node.departed:
-        node._deliver(Message(address, LEAVE, note={"lost": 1}))
+        deliver(node, Message(address, LEAVE, note={"lost": 1}))
 
 
 def missed(node: Node, wanted: Wanted) -> PeerLost:

@@ -79,7 +79,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["train", "softmax"], "Missing option"),
         (
             ["plan", "softmax", "--need", "elastic"],
-            "no option of flockstep plan is called '--need'; it is called '--require'",
+            "no option of flockstep plan is called '--need'; it is now called '--require'",
         ),
         (["bench", "collectives", "--way", "ring"], "'--way'; it is now called '--implementation'"),
         (

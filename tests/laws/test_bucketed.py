@@ -121,9 +121,9 @@ def test_overlap_hides_communication_behind_backward():
 class ForgetsTheLast(Ring):
     """Negative control: does not average the bucket that has one element."""
 
-    async def all_reduce(self, me: Worker, array: np.ndarray) -> None:
+    async def divided_sum(self, me: Worker, array: np.ndarray, divisor: int) -> None:
         if len(array) > 1:
-            await super().all_reduce(me, array)
+            await super().divided_sum(me, array, divisor)
 
 
 @pytest.mark.negative_control("strategy:bucketed")

@@ -29,7 +29,9 @@ def worst(units: Units, starts: list[int]) -> tuple[int, int]:
 )
 def test_no_cut_is_better(units: Units, parts: int) -> None:
     if parts > len(units):
-        with pytest.raises(ConfigurationError, match=rf"from 1 to the {len(units)} units .* got {parts}; use fewer"):
+        with pytest.raises(
+            ConfigurationError, match=rf"<= {len(units)}, the number of units .* got {parts}; use at most"
+        ):
             balanced([unit[0] for unit in units], [unit[1] for unit in units], parts)
         return
     found = balanced([unit[0] for unit in units], [unit[1] for unit in units], parts)

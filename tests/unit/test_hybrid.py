@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
+from flockstep.planning import hybrid
 from flockstep.planning.advice import advise
 from flockstep.planning.hybrid import (
     HybridAdvice,
@@ -40,6 +42,7 @@ from flockstep.planning.hybrid import (
     predict_split,
 )
 from flockstep.planning.job_profile import JobProfile, Site, task_of
+from flockstep.planning.pipeline_surrogate import PipelineShape
 from flockstep.planning.plan import plan
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import rehearsed_split
@@ -147,6 +150,7 @@ def test_activations_of_another_size_are_noticed() -> None:
     job = wide_job()
     site = site_of(job)
     shape = split_shape(site.task, Pipeline.parse("pipeline(2, gpipe, 1)"))
+    assert isinstance(shape, PipelineShape)
     less = dataclasses.replace(shape.chunks[0], sends=shape.chunks[0].sends / 2)
     thin = dataclasses.replace(shape, chunks=(less, *shape.chunks[1:]))
     assert thin.bytes_between("float32") == shape.bytes_between("float32") / 2 == BATCH * 256 * 4
@@ -286,6 +290,20 @@ def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
     assert [name for name, _ in refused] == [str(TensorParallel(2)), str(TensorParallel(4))], "once for each reason"
     assert "no layer of the model of job 'wide' can be split over 2 ways, got" in refused[0][1]
     assert found.splits
+
+
+def test_a_number_of_micro_batches_that_is_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predict(strategy: Strategy, partition: Partition, *rest: Any, **short: Any) -> SplitPrediction:
+        if not isinstance(partition, Pipeline) or partition.microbatches > 1:
+            raise ConfigurationError(f"{partition} is refused")
+        return predict_split(strategy, partition, *rest, **short)
+
+    monkeypatch.setattr(hybrid, "predict_split", predict)
+    site = site_of(wide_job(), "100gbit")
+    outlook = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
+    found = advise_hybrid(outlook, advise(outlook))
+    assert {getattr(one.partition, "microbatches", None) for one in found.splits} == {1}
+    assert any(str(Partition.parse("pipeline(4, 1f1b, 4)")) == name for name, _ in found.refused)
 
 
 class Wrapped(nn.Module):

@@ -63,7 +63,7 @@ def test_no_records_import_is_run_unasked(read: Callable[..., object], record: P
     file, mark = named(record, tmp_path)
     edited(record / "config.toml", r"\A", f"imports = ['{file}']\n")
     for given in ((), (str(tmp_path / "other.py"),)):
-        with pytest.raises(NotAskedFor, match=r"needs the Python file '.*stranger\.py'.* imports, .* --import FILE"):
+        with pytest.raises(NotAskedFor, match=r"needs the Python file '.*stranger\.py'.* imports .*--import FILE"):
             read(record, given)
     assert not mark.exists()
 

@@ -125,7 +125,7 @@ def test_the_good_message_of_these_tests_is_good() -> None:
         ({"dtype": "complex64", "size": 5}, "worker 1 sent an array of 'complex64'"),
         ({"dtype": ">f4"}, "worker 1 sent an array of '>f4'"),
         ({"dtype": ""}, "worker 1 sent 40 bytes with 'push', but the header announced no bytes"),
-        ({"tag": 5}, f"not protocol {PROTOCOL}: Expected `str`, got `int`"),
+        ({"tag": 5}, f"does not follow protocol {PROTOCOL}: Expected `str`, got `int`"),
         ({"step": 1.5}, "Expected `int`, got `float`"),
         ({"note": {"lr": [1]}}, "Expected `int | float | str`, got `array`"),
         ({"note": {"x": "y" * MAX_HEADER}}, f"bytes; at most {MAX_HEADER} are allowed"),
@@ -276,7 +276,7 @@ def test_any_damage_to_a_good_message_is_refused_or_harmless(data: st.DataObject
 def test_nothing_is_allocated_because_somebody_announced_it(data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError, match=rf"the model has only 40|is not protocol {PROTOCOL}: "):
+        with pytest.raises(ProtocolError, match=rf"the model has only 40|does not follow protocol {PROTOCOL}: "):
             decode(data, GOOD, 1, identity(2))
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:

@@ -106,16 +106,18 @@ class Rank(Peer):
             with suppress(PeerLost):  # raised once the rank can send nothing more
                 await self.receive("word", rank)
 
-    def _deliver(self, message: Message) -> None:
-        """Handle a message that has arrived, or that this rank has sent to itself."""
+    def _handles(self, message: Message) -> bool:
+        """Handle a message that has arrived, or that this rank has sent to itself, and return True; return False if the
+        message is for a program of this rank.
+        """
         handler = None if message.reply_to else self._handler(message.tag)
         if handler is not None:
             self.mailbox.hear(message)
             handler(message)
-            return
+            return True
         if not message.reply_to and (theirs := getattr(message.note, "call", "")):
             self._compare("/" + message.tag.partition("/")[2], message.source, theirs)
-        super()._deliver(message)
+        return False
 
     def _can_never_arrive(self, wanted: Wanted) -> bool:
         """Whether a message that has not arrived can no longer arrive; a rank that is closing still answers

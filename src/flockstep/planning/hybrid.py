@@ -8,7 +8,7 @@ Every prediction is a rehearsal of the split model on the event queue of virtual
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,35 +251,39 @@ def _search(
     then the other synchronous schedules of a pipeline. Partitions that a run would refuse are added to `refused`.
     """
     reasons: set[str] = set()
-    for options in partitions(site, workers):
+
+    def predicted(option: Partition) -> SplitPrediction | None:
         try:
-            fitting = [one for one in options if fits(one, site, limit)]
-            if not fitting:
-                continue
-            best = _with_microbatches(fitting, strategy, site, workers)
+            return predict_split(strategy, option, site, workers, short=True) if fits(option, site, limit) else None
         except FlockstepError as error:
             if str(error) not in reasons:
-                refused.append((str(options[0]), str(error)))
+                refused.append((str(option), str(error)))
             reasons.add(str(error))
+            return None
+
+    for options in partitions(site, workers):
+        best = _with_microbatches(options, predicted)
+        if best is None:
             continue
         if isinstance(best.partition, Pipeline):
             best = _with_schedules(best, best.partition, strategy, site, workers, limit)
         yield best
 
 
-def _with_microbatches(options: Sequence[Partition], strategy: Strategy, site: Site, workers: int) -> SplitPrediction:
+def _with_microbatches(
+    options: Sequence[Partition], predicted: Callable[[Partition], SplitPrediction | None]
+) -> SplitPrediction | None:
     """Return the fastest of partitions with increasing numbers of micro-batches, uphill from one with at least as many
-    micro-batches as stages.
+    micro-batches as stages; None if none of them fits and can run. `predicted` returns None for one that does not.
     """
     start = next((i for i, one in enumerate(options) if _steady(one)), len(options) - 1)
-    best = predict_split(strategy, options[start], site, workers, short=True)
-    for way in (1, -1):
-        place = start + way
-        while 0 <= place < len(options):
-            other = predict_split(strategy, options[place], site, workers, short=True)
-            if other.seconds >= best.seconds:
+    best: SplitPrediction | None = None
+    for way in (options[start:], options[:start][::-1]):
+        for option in way:
+            other = predicted(option)
+            if other is not None and best is not None and other.seconds >= best.seconds:
                 break
-            best, place = other, place + way
+            best = other or best
     return best
 
 
@@ -347,9 +351,10 @@ def advise_hybrid(
 
     Args:
         outlook: the predictions for whole replicas; the memory of the cluster is the limit.
-        advice: the advice on whole replicas, whose requirements also apply to split replicas. asked: the partitions to
-            consider; empty for the partitions that a search finds. strategies: the strategies to consider; empty for
-            the best strategies that meet the requirements and can train a split model.
+        advice: the advice on whole replicas, whose requirements also apply to split replicas.
+        asked: the partitions to consider; empty for the partitions that a search finds.
+        strategies: the strategies to consider; empty for the best strategies that meet the requirements and can train a
+            split model.
         say: function that is called with the partition and strategy that are predicted next.
     """
     site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
@@ -368,7 +373,7 @@ def advise_hybrid(
             failed: list[tuple[str, str]] = []
             tried = [one.partition for one in _best(_search(site, workers, wanted[0], limit, failed))]
             if not tried and failed:
-                refused.append(("splitting", failed[0][1]))
+                refused.append(("splitting", failed.pop(0)[1]))
             if not any(partitions(site, workers)):
                 raise ConfigurationError(
                     f"no pipeline of {site.task.name} has stages for {workers} workers; use another number of workers"
