@@ -171,7 +171,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             )
         if self._strategy.traits.server_optimizer and self._given is None:
             raise ConfigurationError(
-                f"servers of {self._strategy} step with an optimizer of flockstep, not with Keras's; pass for example "
+                f"servers of {self._strategy} step with an optimizer of flockstep, not of Keras; pass, for example, "
                 'optimizer="adam(lr=0.001)", or use a strategy whose workers step, such as all_reduce or local_sgd'
             )
         if self._given is not None:

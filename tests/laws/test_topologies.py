@@ -296,7 +296,7 @@ def test_networkx_graphs_and_files_give_the_same_weights(tmp_path, weighted, kin
         ("graph('0-1:0.5 1-2:0')", 3, "give every edge a finite weight > 0"),
         ("graph('0>1:0.5 1>2:0 2>0:0.5')", 3, "give every edge a finite weight > 0"),
         ("graph('0-1:-1')", 2, "give every edge a finite weight > 0"),
-        ("random_regular", 5, "an even product of n and d, got n = 5; use an even n"),
+        ("random_regular", 5, "an even product of n and d = 3, got n = 5; use an even n"),
         ("random_regular(4)", 4, "more than d = 4 workers, got n = 4"),
         ("random_regular(1)", 4, "no connected graph with d = 1"),
         ("hierarchical(4)", 3, r"4 groups need at least 4 workers, got 3; use hierarchical\(3\)"),

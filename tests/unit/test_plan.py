@@ -278,9 +278,7 @@ def test_more_workers_than_the_cluster_has_are_said_to_be_more_of_the_same() -> 
         found = plan(TASK, shape, workers, strategies=("all_reduce",), further=False)
         return "; ".join(found.left_out)
 
-    assert "test has 4 workers: 9 are assumed to run on more machines of the same kind, 9 instead of 4" in said(
-        cluster(), 9
-    )
+    assert "test has 4 workers: 9 are assumed to run on 9 machines of the same kind instead of 4" in said(cluster(), 9)
     assert "laptop has 4 workers: 5 are assumed to share its machines" in said(load_cluster("laptop"), 5)
     for workers in (None, 4, 2):
         assert "are taken" not in said(cluster(), workers)

@@ -53,8 +53,8 @@ class InFlight(Updates):
         super().send(to, message)
 
     def note(self, event: Event) -> None:
-        """Whenever `collected` gradients have formed a new version, add the number of workers that are computing to
-        `total`.
+        """Whenever `collected` gradients have formed a new version, increase `total` by the number of workers that are
+        computing.
         """
         super().note(event)
         if isinstance(event, UpdateEvent) and len(self.log) % self.collected == 0:

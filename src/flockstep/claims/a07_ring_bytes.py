@@ -1,4 +1,4 @@
-"""Claim: the number of bytes that each node sends in a ring all-reduce."""
+"""Claim: in a ring all-reduce of N nodes, each node sends 2(N-1)/N times the bytes of the array."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Claim: the times of four all-reduce algorithms, and the array sizes at which one algorithm becomes faster than
-another.
+"""Claim: formulas give the times of four all-reduce algorithms, and the array sizes at which one algorithm becomes
+faster than another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Claim: how much longer an update of synchronous SGD takes than an update of asynchronous SGD."""
+"""Claim: a formula tells how much longer an update of synchronous SGD takes than one of asynchronous SGD."""
 
 from __future__ import annotations
 

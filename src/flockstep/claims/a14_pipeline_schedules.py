@@ -1,4 +1,4 @@
-"""Claim: the idle share (bubble) of pipeline schedules, and the micro-batches that their stages hold."""
+"""Claim: formulas give the idle share (bubble) of pipeline schedules, and the micro-batches that stages hold."""
 
 from __future__ import annotations
 

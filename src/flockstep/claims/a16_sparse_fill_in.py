@@ -1,4 +1,4 @@
-"""Claim: how dense sums of sparse vectors become, and whether a published table of speed-ups is consistent."""
+"""Claim: a formula gives the density of sums of sparse vectors, and a published table of speed-ups is consistent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class SparseFillIn(Claim):
             )
         return Verdict(
             tuple(rows),
-            "a share of at most 1 shows only that the figure in parentheses can be the speed-up of communication",
+            "the share of communication follows from the two published speed-ups and was not measured; a share of at "
+            "most 1 shows only that the speed-up in parentheses in the published table can be that of communication",
         )
 
     def _density(self, n: int, kept: int, bucket: int) -> float:

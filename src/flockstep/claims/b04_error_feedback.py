@@ -81,8 +81,9 @@ class ErrorFeedback(Claim):
         lost = ", ".join(f"{finals.diverged} of {FEW} at {rate}" for rate, finals in runs.items() if finals.diverged)
         rate = min(RATES, key=lambda rate: runs[rate].median)
         return (
-            "Scaled up by d/k, and therefore unbiased, the random 1 % of the elements diverge without feedback "
-            f"({lost}); at the best of the lower learning rates, {rate}, the error is {runs[rate].median:.2f} %. "
+            "If the random 1 % of the elements is scaled up by d/k, which makes the codec unbiased, training without "
+            f"feedback diverges (runs that diverged, by learning rate: {lost or 'none'}); at {rate}, the best of the "
+            f"lower learning rates, the error is {runs[rate].median:.2f} %. "
             f"With feedback, flockstep divides by d/k again: the error is {damped.median:.2f} %."
         )
 

@@ -1,4 +1,4 @@
-"""Claim: the speed-ups of SparCML, which sends sparse, quantized gradients, on networks that limit training speed."""
+"""Claim: SparCML, which sends sparse, quantized gradients, speeds training up where networks limit its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claim: accuracy and bits per element of codecs that send one, two or four bits per element of a gradient."""
+"""Claim: codecs that send one, two or four bits per element of a gradient train as well as with 32 bits."""
 
 from __future__ import annotations
 

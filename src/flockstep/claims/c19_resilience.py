@@ -1,4 +1,4 @@
-"""Claim: the effect of one failed or slow worker on the other workers, for each family of methods."""
+"""Claim: a table states, for each family of methods, what one failed or slow worker does to the other workers."""
 
 from __future__ import annotations
 

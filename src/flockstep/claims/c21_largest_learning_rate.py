@@ -97,9 +97,10 @@ class LargestLearningRate(Claim):
         "variation 0.1), messages that take no time; all learning rates in one run; median of 5 seeds"
     )
     tolerance = (
-        "exponents of power laws in the number of workers: 1, -1 and 0, each within 0.25; asynchronous SGD: within "
-        "a factor of 2^(1/2), two steps of the grid, of 2 sin(pi / (4 tau + 2)) / curvature, the largest stable "
-        "rate under a constant delay tau"
+        "exponent of the power law in the number of workers, within 0.25: 1 for synchronous SGD, -1 for asynchronous "
+        "SGD, 0 for local SGD and for asynchronous SGD scaled by 1 / staleness; the rate of asynchronous SGD also "
+        "within a factor of 2^(1/2) (two steps of the grid) of 2 sin(pi / (4 tau + 2)) / curvature, the largest "
+        "stable rate under a constant delay tau"
     )
     seeds: int = 5
 

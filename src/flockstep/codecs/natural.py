@@ -61,8 +61,10 @@ class Natural(Quantizer):
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the error: ||x||² / 8, plus the squares of what values above the largest and below
-        the smallest normal number lose.
+        """Return an upper bound of the expected squared error, summed over the elements x.
+
+        With the smallest normal number m and the largest power of two M, an element adds m |x| if |x| < m, (|x| - M)²
+        if |x| > M, and x² / 8 otherwise. The bound is 0 for an array that is sent unchanged.
         """
         dtype = array.dtype.name
         if self.as_it_is(array.size, dtype):

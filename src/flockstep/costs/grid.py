@@ -35,7 +35,7 @@ class LocalLayer:
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """Height and width of the field of outputs, which has no padding."""
+        """Height and width of the outputs, for inputs without padding."""
         return (self.height - self.window) // self.stride + 1, (self.width - self.window) // self.stride + 1
 
     def fetched(self, rows: int, columns: int) -> list[int]:

@@ -52,9 +52,9 @@ def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = 
     """Return the layers of each of `count` chunks of consecutive layers.
 
     The cut is the one whose slowest chunk has the least work for `batch` samples, and, of several such cuts, the one
-    whose largest chunk needs the least memory. A chunk begins with a layer that has trained parameters, and layers that
-    share weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names the first layer, or the module
-    around it, of the second and every later chunk instead.
+    whose largest chunk needs the least memory. Every chunk after the first begins with a layer that has trained
+    parameters, and layers that share weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names
+    the first layer, or the module around it, of the second and every later chunk instead.
 
     Raises:
         ConfigurationError: the layers do not form a chain, the network has too few places to cut, or a name in
@@ -63,8 +63,8 @@ def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = 
     found = units(model)
     if not 1 <= count <= len(found):
         raise ConfigurationError(
-            f"{model.name} can be cut into 1 to {len(found)} stages, each beginning with trained parameters, got "
-            f"{count}; use at most {len(found)} workers"
+            f"{model.name} can be cut into 1 to {len(found)} stages, because every stage after the first begins with a "
+            f"layer that has trained parameters, got {count}; use at most {len(found)} workers"
         )
     if split_at:
         firsts = [0, *(_unit_of(name, found, model.name) for name in split_at)]

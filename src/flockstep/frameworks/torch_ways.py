@@ -271,8 +271,8 @@ class Held:
     shape: tuple[int, ...]
     """Shape of the part of the parameter that the way holds."""
     places: Callable[[], Places]
-    """Function that returns the indices of the parameter's elements that the way holds, in the shape of the way's
-    tensor.
+    """Function that returns the flat indices, within the whole parameter, of the elements that this worker of the layer
+    holds, in the shape `shape`.
     """
     offset: int
     """First element of the parameter in the flat array of the unsplit model."""

@@ -285,7 +285,7 @@ def _more(cluster: ClusterShape, workers: int) -> str:
     """Sentence that the cluster has fewer workers than requested, and where the others are assumed to be."""
     machines = len(cluster.placed(workers))
     if machines > cluster.nodes:
-        taken = f"assumed to run on more machines of the same kind, {machines:,} instead of {cluster.nodes:,}"
+        taken = f"assumed to run on {machines:,} machines of the same kind instead of {cluster.nodes:,}"
     else:
         taken = "assumed to share its machines"
     return f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}"

@@ -79,7 +79,7 @@ def _encoded(what: str, codec: Any, array: FlatArray, tensor: Any) -> tuple[Flat
 def _check_near(codec: Any, array: FlatArray, tensor: Any) -> None:
     import torch
 
-    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} elements of {array.dtype.name}"
+    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} {array.dtype.name} elements"
     wanted, data = _encoded(what, codec, array, tensor)
     norm = float(np.linalg.norm(exact(array)))
     error = torch.zeros(array.size, dtype=tensor.dtype)
@@ -98,7 +98,7 @@ def _check_near(codec: Any, array: FlatArray, tensor: Any) -> None:
 def _check_tensor(codec: Any, array: FlatArray, tensor: Any) -> None:
     import torch
 
-    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} elements of {array.dtype.name}"
+    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} {array.dtype.name} elements"
     wanted, data = _encoded(what, codec, array, tensor)
     got = data.numpy()
     same = np.array_equal(got, wanted)

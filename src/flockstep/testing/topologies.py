@@ -66,8 +66,8 @@ def check_refuses_nobody(topology: Topology) -> None:
 
 
 def check_graph(topology: Topology, n: int) -> None:
-    """Check that the graph has nodes 0 to n-1, is connected along the directions of its edges, and has no edge from a
-    node to itself.
+    """Check that the graph has nodes 0 to n-1, is connected (strongly, if its edges are directed), and has no edge
+    from a node to itself.
     """
     graph = topology.graph(n)
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
