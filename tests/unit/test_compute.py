@@ -1,5 +1,6 @@
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -163,51 +164,82 @@ def test_workers_that_share_cores_at_every_moment_slow_each_other_down() -> None
     assert finish(clock, 0, 0.0) == 1.0
     clock.begin(1, 0.5)
     assert [clock.due(rank, 0.5) for rank in (0, 1)] == pytest.approx([1.0, 1.5])  # a core for each
-    clock.begin(2, 0.75)  # worker 0 has .25 left, worker 1 has .75, and each gets 2/3 of a core
-    assert [clock.due(rank, 0.75) for rank in (0, 1, 2)] == pytest.approx([1.125, 1.625, 1.875])
-    assert clock.due(0, 1.125) == 1.125
-    assert clock.due(2, 1.3, share=0.5) == pytest.approx(1.125 + 2 / 3 - 1 / 4)
+    clock.begin(2, 0.75)  # on the core of worker 0, which has .25 left
+    assert [clock.due(rank, 0.75) for rank in (0, 1, 2)] == pytest.approx([1.25, 1.5, 2.0])
+    assert clock.due(0, 1.25) == 1.25
+    assert clock.due(2, 1.3, share=0.5) == pytest.approx(1.25 + 2 / 3 - 1 / 4)
     clock.drop(1, 1.3)
-    assert clock.due(2, 1.3) == pytest.approx(1.875)  # a gradient has one core at the most
+    assert clock.due(2, 1.3) == pytest.approx(2.0)  # a gradient has one core at the most
+
+
+def test_workers_that_begin_together_wait_for_the_fullest_core() -> None:
+    """Three processes that computed in lockstep on two cores took 2.05 times as long as one, and five 3.7 times."""
+    clock = shared(2, *[1.0] * 5)
+    for step in range(3):
+        for rank in range(3):
+            clock.begin(rank, 2.0 * step)
+        assert [clock.due(rank, 2.0 * step) for rank in range(3)] == [2 * step + 2, 2 * step + 1, 2 * step + 2]
+    for rank in range(5):
+        clock.begin(rank, 6.0)
+    assert max(clock.due(rank, 6.0) for rank in range(5)) == 9.0
+
+
+def test_a_worker_goes_on_where_a_core_is_free() -> None:
+    """Worker 1 has ended on its core, where worker 2 begins a gradient; before, it was on the core of worker 0."""
+    clock = shared(2, *[1.0] * 3)
+    for rank in range(3):
+        clock.begin(rank, 0.0)
+    clock.drop(2, 1.5)
+    assert clock.due(0, 1.5) == pytest.approx(1.75)
+    clock.begin(2, 1.5)
+    assert clock.due(2, 1.5) == pytest.approx(2.5)
+    assert clock.due(0, 1.5) == pytest.approx(1.75)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2), st.floats(0.1, 3)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 200), st.integers(1, 30)), min_size=1, max_size=12),
     st.integers(1, 4),
 )
 @settings(deadline=None)
-def test_shared_cores_agree_with_small_time_slices(calls: list[tuple[int, float, float]], cores: int) -> None:
-    """Beside a scheduler that gives each running gradient its share of a short slice of time after the other."""
-    slice_, left, ends = 1e-4, [0.0] * 5, dict[int, float]()
-    clock, now, before = SharedCores(ConstantTime(0.1), cores, turns=True).start(5, 0), 0.0, 0.0
+def test_shared_cores_agree_with_exact_fractions(calls: list[tuple[int, int, int]], cores: int) -> None:
+    """Beside cores whose gradients advance in exact fractions of a millisecond."""
+    left, ends = [Fraction(0)] * 5, dict[int, Fraction]()
+    place = [rank % cores for rank in range(5)]
+    clock, now, before = SharedCores(ConstantTime(0.01), cores, turns=True).start(5, 0), 0, Fraction(0)
 
-    def advance(until: float) -> None:
+    def on(core: int) -> list[int]:
+        return [rank for rank in range(5) if left[rank] and place[rank] == core]
+
+    def advance(until: Fraction | None) -> None:
         nonlocal before
-        while before < until:
-            running = [rank for rank in range(5) if left[rank] > 0]
-            if not running and until == math.inf:
-                return
-            for rank in running:
-                left[rank] -= slice_ * min(1.0, cores / len(running))
-                if left[rank] <= 0:
-                    ends[rank] = before + slice_
-            before += slice_
+        while any(left) and (until is None or before < until):
+            paces = {rank: Fraction(1, len(on(core))) for core in range(cores) for rank in on(core)}
+            passed = min(left[rank] / pace for rank, pace in paces.items())
+            passed = passed if until is None else min(passed, until - before)
+            before += passed
+            for rank, pace in paces.items():
+                left[rank] -= passed * pace
+                if not left[rank]:
+                    ends[rank] = before
+        before = before if until is None else until
 
     begun = set[int]()
     for rank, pause, stretch in calls:
         now += pause
-        advance(now)
-        if left[rank] > 0:
+        advance(Fraction(now))
+        if left[rank]:
             continue
         if rank in begun:
-            assert clock.due(rank, now) <= now
-        clock.begin(rank, now, stretch)
+            assert clock.due(rank, now / 1000) <= now / 1000
+        clock.begin(rank, now / 1000, stretch)
         begun.add(rank)
-        left[rank] = 0.1 * stretch
-        ends.pop(rank, None)
-    found = {rank: clock.due(rank, now) for rank in begun if left[rank] > 0}
-    advance(math.inf)
-    assert found == {rank: pytest.approx(ends[rank], abs=30 * slice_) for rank in found}
+        sizes = [len(on(core)) for core in range(cores)]
+        if sizes[place[rank]] > min(sizes):
+            place[rank] = sizes.index(min(sizes))
+        left[rank] = Fraction(10 * stretch)
+    found = {rank: clock.due(rank, now / 1000) for rank in begun if left[rank]}
+    advance(None)
+    assert found == {rank: pytest.approx(float(ends[rank]) / 1000) for rank in found}
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2)), max_size=60), st.integers(1, 3))
@@ -322,7 +354,7 @@ def test_a_message_on_a_core_that_is_free_delays_nothing() -> None:
     assert clock.handle(0.0, 0.4) == 0.4
     assert clock.due(0, 0.0) == pytest.approx(1.0)
     clock.begin(1, 0.0)
-    assert clock.due(1, 0.0) == pytest.approx(1.2), "for 0.4 s both gradients share a core"
+    assert [clock.due(rank, 0.0) for rank in (0, 1)] == pytest.approx([1.0, 1.4]), "worker 1 has the message's core"
 
 
 def test_no_more_messages_than_cores_are_handled_at_a_time() -> None:
@@ -348,12 +380,16 @@ def test_gradients_share_the_cores_that_handle_no_message(seed: int) -> None:
         clock.begin(rank, 0.0)
     messages = [(begin, seconds / 3) for begin, seconds in random.uniform(0, 1, (6, 2)).tolist()]
     handled = [(end - seconds, end) for t, seconds in messages for end in [clock.handle(t, seconds)]]
+    taken: tuple[list[tuple[float, float]], ...] = ([], [])
+    for begin, end in handled:
+        free = [all(end <= first + 1e-9 or last <= begin + 1e-9 for first, last in core) for core in taken]
+        taken[free.index(True)].append((begin, end))
     left, ends, now = dict(enumerate(times)), dict[int, float](), 0.0
     while left:
-        cores = 2 - sum(begin <= now < end for begin, end in handled)
-        assert cores >= 0
-        pace = min(1.0, cores / len(left))
-        left = {rank: one - step * pace for rank, one in left.items()}
+        for core in range(2):
+            running = [rank for rank in left if rank % 2 == core]
+            if not any(begin <= now < end for begin, end in taken[core]):
+                left |= {rank: left[rank] - step / len(running) for rank in running}
         now += step
         ends |= {rank: now for rank, one in left.items() if one <= 0}
         left = {rank: one for rank, one in left.items() if one > 0}

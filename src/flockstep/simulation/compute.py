@@ -8,7 +8,6 @@ random numbers).
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -88,7 +87,7 @@ class ComputeModel(Component):
 
     @property
     def turns(self) -> bool:
-        """Whether workers that share cores divide them evenly at every moment; otherwise they queue for a core."""
+        """Whether the gradients of a core run at the same time; otherwise they queue for the core."""
         return False
 
     @property
@@ -163,90 +162,113 @@ class _SharedCores(_Fixed):
         self._finish[rank] = self._free[core] = max(t, self._free[core]) + self._next[rank]() * stretch
 
 
-class _Turns(Clock):
-    """Gradients that run at the same time share the cores evenly: each has at most one core.
+class _Core:
+    """One core: the gradients that run on it share it evenly, and messages go before gradients."""
 
-    Each message that is handled takes a core from them.
+    def __init__(self) -> None:
+        self.work: dict[int, float] = {}
+        """Worker → seconds that its running gradient takes on a core of its own."""
+        self.left: dict[int, float] = {}
+        """Worker → seconds that are left of these."""
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        """Sorted times at which messages begin and end to be handled, without messages that ended before now."""
+        self.now = 0.0
+
+    def begin(self, rank: int, seconds: float) -> None:
+        """Start a gradient now."""
+        self.work[rank] = self.left[rank] = seconds
+
+    def idle(self, t: float, seconds: float) -> float:
+        """Return the first time from `t` on at which the core handles no message for `seconds`."""
+        first = bisect.bisect_right(self._ends, t)
+        for begin, end in zip(self._begins[first:], self._ends[first:], strict=True):
+            if begin >= t + seconds:
+                break
+            t = end
+        return t
+
+    def handle(self, begin: float, end: float) -> None:
+        """Handle a message in a time without others."""
+        bisect.insort(self._begins, begin)
+        bisect.insort(self._ends, end)
+
+    def flow(self, t: float) -> None:
+        """Let the gradients run until time `t`."""
+        while self.left and self.now < t:
+            least = min(self.left.values())
+            done = self._later(self.now, least * len(self.left))
+            passed = least if done <= t else self._free(self.now, t) / len(self.left)
+            self.now = min(done, t)
+            rest = {rank: left - passed for rank, left in self.left.items()}
+            self.left = {rank: left for rank, left in rest.items() if left > _CLOSE * self.work[rank]}
+        self.now = max(self.now, t)
+        ended = bisect.bisect_right(self._ends, self.now)
+        del self._begins[:ended], self._ends[:ended]
+
+    def end(self, rank: int, until: float) -> float:
+        """Time at which `until` seconds are left of a worker's gradient, if no other gradient begins before."""
+        wanted = self.left.get(rank, 0.0) - until
+        if rank not in self.left or wanted <= _CLOSE * self.work[rank]:
+            return self.now
+        return self._later(self.now, sum(min(left, wanted) for left in self.left.values()))
+
+    def _free(self, t: float, until: float) -> float:
+        """Seconds between two times in which the core handles no message."""
+        taken = zip(self._begins, self._ends, strict=True)
+        return until - t - sum(max(0.0, min(end, until) - max(begin, t)) for begin, end in taken)
+
+    def _later(self, at: float, work: float) -> float:
+        """Time at which the core has computed gradients for `work` seconds since time `at`."""
+        for begin, end in zip(self._begins, self._ends, strict=True):
+            if begin - at >= work:
+                break
+            work -= max(0.0, begin - at)
+            at = max(at, end)
+        return at + work
+
+
+class _Turns(Clock):
+    """Each gradient runs on one core, from its beginning to its end, and shares it evenly with the others there.
+
+    It begins on the core with the fewest gradients, if possible on the core of the worker's last gradient. A message
+    that is handled takes a core from the gradients there.
     """
 
     fixed = False
 
     def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
         self._next = [stream.__next__ for stream in streams]
-        self._cores = cores
-        self._work = [0.0] * len(streams)
-        self._left: dict[int, float] = {}
-        """Worker → seconds that its running gradient still takes on a core of its own."""
-        self._begins: list[float] = []
-        self._ends: list[float] = []
-        """Sorted times at which cores begin and end to handle messages, without messages that ended before now."""
-        self._now = 0.0
+        self._cores = [_Core() for _ in range(cores)]
+        self._core = [self._cores[rank % cores] for rank in range(len(streams))]
 
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
         self._flow(t)
-        self._work[rank] = self._left[rank] = self._next[rank]() * stretch
+        least = min(len(core.left) for core in self._cores)
+        if len(self._core[rank].left) > least:
+            self._core[rank] = next(core for core in self._cores if len(core.left) == least)
+        self._core[rank].begin(rank, self._next[rank]() * stretch)
 
     def due(self, rank: int, t: float, share: float = 1.0) -> float:
         self._flow(t)
-        return self._end(rank, 0.0 if share >= 1 else self._work[rank] * (1 - portion(share)))
+        core = self._core[rank]
+        return core.end(rank, 0.0 if share >= 1 else core.work.get(rank, 0.0) * (1 - portion(share)))
 
     def drop(self, rank: int, t: float) -> None:
         self._flow(t)
-        self._left.pop(rank, None)
+        self._core[rank].left.pop(rank, None)
 
     def handle(self, t: float, seconds: float) -> float:
-        """Handle the message as soon as fewer messages than cores are handled at the same time."""
-        begin, ended = t, bisect.bisect_right(self._ends, t)
-        while (begun := bisect.bisect_left(self._begins, begin + seconds)) - ended >= self._cores:
-            begin = self._ends[begun - self._cores]
-            ended = bisect.bisect_right(self._ends, begin)
-        bisect.insort(self._begins, begin)
-        bisect.insort(self._ends, begin + seconds)
+        """Handle the message as soon as a core handles no other message, best on a core without gradients."""
+        begin, _, core = min(
+            ((core.idle(t, seconds), len(core.left), core) for core in self._cores), key=lambda one: one[:2]
+        )
+        core.handle(begin, begin + seconds)
         return begin + seconds
 
-    def _pace(self, running: int, t: float) -> float:
-        """Speed of a gradient at time `t` while `running` gradients share the cores."""
-        taken = bisect.bisect_right(self._begins, t) - bisect.bisect_right(self._ends, t)
-        return min(1.0, (self._cores - taken) / running)
-
-    def _changes(self, t: float) -> Iterator[float]:
-        """Times after `t`, in order, at which the cores that handle messages change; some occur twice."""
-        return heapq.merge(*(times[bisect.bisect_right(times, t) :] for times in (self._begins, self._ends)))
-
     def _flow(self, t: float) -> None:
-        """Let the gradients run until time `t`."""
-        while self._left and self._now < t:
-            pace = self._pace(len(self._left), self._now)
-            until = min(t, next(self._changes(self._now), t))
-            first = min(self._left.values()) / pace if pace else math.inf
-            passed = min(first, until - self._now)
-            self._now = until if passed < first else self._now + passed
-            rest = {rank: left - passed * pace for rank, left in self._left.items()}
-            self._left = {rank: left for rank, left in rest.items() if left > _CLOSE * self._work[rank]}
-        self._now = max(self._now, t)
-        ended = bisect.bisect_right(self._ends, self._now)
-        del self._begins[:ended], self._ends[:ended]
-
-    def _end(self, rank: int, until: float) -> float:
-        """Time at which `until` seconds are left of a worker's gradient, if no other begins before."""
-        wanted = self._left.get(rank, 0.0) - until
-        if wanted <= _CLOSE * self._work[rank]:
-            return self._now
-        at, done, running = self._now, 0.0, len(self._left)
-        for left in sorted(self._left.values()):
-            if left >= wanted:
-                break
-            at, done, running = self._later(at, left - done, running), left, running - 1
-        return self._later(at, wanted - done, running)
-
-    def _later(self, at: float, work: float, running: int) -> float:
-        """Time at which each of `running` gradients has computed for `work` seconds of a core since time `at`."""
-        for change in self._changes(at):
-            pace = self._pace(running, at)
-            if pace * (change - at) >= work:
-                break
-            at, work = change, work - pace * (change - at)
-        return at + work / self._pace(running, at)
+        for core in self._cores:
+            core.flow(t)
 
 
 def _generator(seed: int, stream: int, rank: int) -> np.random.Generator:
@@ -478,7 +500,8 @@ class SlowSpells(Wrapper):
 class SharedCores(Wrapper):
     """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
-    With `turns`, all gradients in progress share all cores evenly, as under an operating system.
+    With `turns`, a gradient begins on the core with the fewest gradients, and the gradients of a core share it evenly,
+    as under an operating system.
     """
 
     cores: int
