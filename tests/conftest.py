@@ -17,7 +17,8 @@ from support.matrix import covering, never_chosen, values
 from support.order import mixed
 from support.processes import RealRun, end_forkers, search_path
 
-os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
+for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # tables and output are as where nobody says how
+    os.environ.pop(name, None)
 os.environ["PYTHONPATH"] = search_path()
 settings.register_profile("push", settings.get_profile("ci"), max_examples=15)
 

@@ -13,7 +13,7 @@ import pytest
 
 import flockstep
 from flockstep import registry
-from flockstep.cli import options
+from flockstep.cli import options, show
 from flockstep.cli.app import run
 from flockstep.costs.clusters import names
 from flockstep.costs.reference import MODELS
@@ -36,6 +36,7 @@ def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervisor, "WaitMonitor", partial(WaitMonitor, period=3600.0))  # a busy machine is not told of
+    monkeypatch.setattr(show, "PERIOD", 3600.0)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from support.hosts import Ended, Host, network, on_all
+from support.jobs import undisturbed
 from support.matrix import few
-from support.processes import RealRun
 
-ARGUMENTS = ["train", "softmax(features=2000, train=64, test=16)", "-s", "bsp", "--steps", "10", "--seed", "1"]
+JOB = "softmax(features=2000, train=64, test=16)"
+ARGUMENTS = ["train", JOB, "-s", "bsp", "--steps", "10", "--seed", "1"]
 TAP = """
 import select, socket, sys
 tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -56,7 +57,7 @@ def seen(model: Path, tapped: Path) -> int:
 def test_a_tap_sees_the_model_only_if_encryption_is_off(across: bool, encrypt: str, tmp_path: Path) -> None:
     """Across a cable between two hosts, and between the processes of one host on an address of its card."""
     transport = f"tcp(encrypt={encrypt})" if across else f"tcp(interface=eth0, encrypt={encrypt})"
-    arguments = [*ARGUMENTS, "-n", "4" if across else "2", "--transport", transport]
+    arguments = [*ARGUMENTS, "-n", "2", "--transport", transport]
     with network(2) as hosts:
         with tapped(hosts[0], "eth0" if across else "lo", tmp_path / "tap"):
             if across:
@@ -68,6 +69,5 @@ def test_a_tap_sees_the_model_only_if_encryption_is_off(across: bool, encrypt: s
         assert (pieces > 10) == (encrypt == "false")
         if encrypt == "true":
             assert pieces == 0
-    alone = RealRun([*arguments[:-2], "--transport", "ipc"], tmp_path / "alone").end()
-    assert alone.summary is not None
-    assert alone.summary["hashes"] == json.loads((tmp_path / "run" / "summary.json").read_text())["hashes"]
+    alone = undisturbed(tmp_path / "alone", JOB, "bsp", 2, 10, seed=1)
+    assert alone == json.loads((tmp_path / "run" / "summary.json").read_text())["hashes"]

@@ -51,9 +51,10 @@ def portrait(place: Path, afresh: bool = False, command: str = "train") -> dict[
     }
 
 
+@pytest.mark.full  # what a push runs is forked
 def test_a_forked_command_sees_what_a_command_in_a_new_interpreter_sees(tmp_path: Path) -> None:
     fresh, train = portrait(tmp_path / "a", afresh=True), portrait(tmp_path / "b")
-    plain, fresh_plain = portrait(tmp_path / "c", command="compare"), portrait(tmp_path / "d", True, "compare")
+    plain, fresh_plain = portrait(tmp_path / "c", command="plan"), portrait(tmp_path / "d", True, "plan")
     assert fresh["parents"][0] == os.getpid() != train["parents"][0] == plain["parents"][0]
     assert differences(plain, fresh_plain) == {"command": [], "node": []}
     # The process that waits to become the fork server has a socket, so that other numbers are free, and more imports.

@@ -62,6 +62,7 @@ def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
     assert traceback_of(its_end) == traceback_of(usual_end)
 
 
+@pytest.mark.full
 def test_a_script_that_a_test_forks_sees_what_a_forked_script_sees(
     tmp_path: Path, usual: tuple[list[dict[str, Any]], Ended]
 ) -> None:

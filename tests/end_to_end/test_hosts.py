@@ -17,13 +17,13 @@ from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED
 from support.hosts import PORT, Ended, Host, network, on_all, require, require_idle, summary
+from support.jobs import undisturbed
 from support.matrix import few
-from support.processes import RealRun
 from support.scripts import NUMPY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = "softmax(features=20000, train=64, test=16)"
-STEPS = 20
+STEPS = 10
 
 
 @pytest.fixture
@@ -45,9 +45,7 @@ def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: P
     assert between[1] >= payload[3], "worker 3 sends to worker 0, on the other host"
     assert within[0] < payload[0] / 10, "what worker 0 sends to worker 1 lies in memory"
     assert within[1] < payload[2] / 10, "what worker 2 sends to worker 3 lies in memory"
-    alone = RealRun([*arguments, "--transport", "shared_memory"], tmp_path / "alone").end()
-    assert alone.summary is not None
-    assert alone.summary["hashes"] == run["hashes"]
+    assert undisturbed(tmp_path / "alone", JOB, "all_reduce(ring)", 4, STEPS, seed=1) == run["hashes"]
     require_idle(two)
 
 
@@ -315,9 +313,8 @@ def test_servers_are_on_the_hosts_of_workers_where_the_coordinator_is_of_its_own
     with network(3) as hosts:
         require(separately(hosts, *arguments, out=tmp_path / "run"), 0, 0, 0)
         assert hosts[0].sent("lo") == 0, "no worker and no server is on the coordinator's host"
-    alone = RealRun(arguments, tmp_path / "alone").end()
-    assert alone.summary is not None
-    assert alone.summary["hashes"] == summary(tmp_path / "run")["hashes"]
+    alone = undisturbed(tmp_path / "alone", "softmax", "ps(shards=2)", 2, STEPS, seed=1)
+    assert alone == summary(tmp_path / "run")["hashes"]
 
 
 @pytest.mark.full

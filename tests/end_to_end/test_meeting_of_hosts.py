@@ -185,7 +185,7 @@ def test_a_firewall_that_blocks_the_workers_alone_is_told_of(two: list[Host], tm
     rule = ["ip", "rule", "add", "ipproto", "tcp", "sport", "29600-29610", "blackhole"]
     if subprocess.run(two[0].command(*rule), check=False, capture_output=True).returncode:
         pytest.skip("this system has no routing rules by port")
-    arguments = ["train", JOB, "-s", "all_reduce", "-n", "4", "--steps", "3"]
+    arguments = ["train", JOB, "-s", "all_reduce", "-n", "2", "--steps", "3"]
     arguments += ["--transport", "tcp(memory=true, ports='29600-29610')"]
     sooner = tmp_path / "sooner.py"
     sooner.write_text("from flockstep.transports import handshake\nhandshake.PATIENCE, handshake.HEARTBEATS = 5.0, 1\n")

@@ -83,6 +83,7 @@ def test_the_metadata_is_whole(wheel: Path) -> None:
     assert {"torch", "workloads", "search"} <= set(said.get_all("Provides-Extra", []))
 
 
+@pytest.mark.full  # at every push: the wheel has every file
 def test_an_installed_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> None:
     """The packages that it needs are those of this environment; `make package` makes clean ones."""
     with zipfile.ZipFile(wheel) as archive:

@@ -12,6 +12,7 @@ import flockstep
 from flockstep.records.folder import RunFolder
 from support import split_jobs
 from support.hosts import PORT, Ended, Host, network, on_all
+from support.matrix import few
 from support.processes import COMMAND
 
 
@@ -26,17 +27,24 @@ def require(ended: list[Ended], *codes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "partition", "transport"),
-    [
-        ("local_sgd", "pipeline(4, 1f1b, 4)", "tcp(memory=true)"),  # activations between the hosts
-        pytest.param("ps(bsp)", "pipeline(2, 1f1b, 3)", "tcp(memory=true, encrypt=false)", marks=pytest.mark.full),
-    ],
+    ("strategy", "partition", "workers", "transport"),
+    few(
+        [
+            ("local_sgd", "pipeline(2, 1f1b, 4)", 2, "tcp(memory=true)"),  # activations between the hosts
+            ("local_sgd", "pipeline(4, 1f1b, 4)", 4, "tcp(memory=true)"),
+            ("ps(bsp)", "pipeline(2, 1f1b, 3)", 4, "tcp(memory=true, encrypt=false)"),
+        ],
+        ("local_sgd", "pipeline(2, 1f1b, 4)", 2, "tcp(memory=true)"),
+    ),
 )
-def test_stages_on_two_hosts(two: list[Host], tmp_path: Path, strategy: str, partition: str, transport: str) -> None:
-    arguments = ["train", split_jobs.__file__, "-s", strategy, "--partition", partition, "-n", "4", "--steps", "6"]
+def test_stages_on_two_hosts(
+    two: list[Host], tmp_path: Path, strategy: str, partition: str, workers: int, transport: str
+) -> None:
+    arguments = ["train", split_jobs.__file__, "-s", strategy, "--partition", partition]
+    arguments += ["-n", str(workers), "--steps", "6"]
     ended = on_all(two, *arguments, "--transport", transport, first=["--out", tmp_path / "real"], torch=True)
     require(ended, 0, 0)
-    given = {"partition": partition, "workers": 4, "steps": 6}
+    given = {"partition": partition, "workers": workers, "steps": 6}
     virtual = flockstep.simulate(split_jobs.__file__, strategy, out=tmp_path / "virtual", **given).summary
     real = RunFolder(tmp_path / "real").read_summary()
     assert real.hashes == virtual.hashes

@@ -20,9 +20,12 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("job", "strategy", "partition", "workers"),
     [
-        (NORMS, "ps(bsp, shards=2)", "tensor(2)", 4),
-        (CHAIN, "ps(bsp, shards=2)", "sharded(2)", 4),
-        (TIED, "all_reduce", "pipeline(2, 1f1b, 3)", 4),
+        (NORMS, "all_reduce", "tensor(2)", 2),
+        (CHAIN, "all_reduce", "sharded(2)", 2),
+        (TIED, "all_reduce", "pipeline(2, 1f1b, 3)", 2),
+        pytest.param(NORMS, "ps(bsp, shards=2)", "tensor(2)", 4, marks=FULL),
+        pytest.param(CHAIN, "ps(bsp, shards=2)", "sharded(2)", 4, marks=FULL),
+        pytest.param(TIED, "all_reduce", "pipeline(2, 1f1b, 3)", 4, marks=FULL),
         pytest.param(TIED, "ps(bsp)", "sharded(2)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "sharded(2)", 4, marks=FULL),
         pytest.param(CHAIN, "local_sgd(period=2)", "sharded(4)", 4, marks=FULL),
@@ -35,6 +38,7 @@ FULL = pytest.mark.full
     ],
 )
 def test_real_processes_split_layers(tmp_path: Path, job: str, strategy: str, partition: str, workers: int) -> None:
+    """At every push one replica for each kind of part; `test_split_models_real.py` has two, and servers."""
     facts = {"steps": 6, "evaluate_every": 2}
     real = flockstep.run(
         job, strategy, partition=partition, workers=workers, out=tmp_path / "real", transport="ipc", **facts

@@ -12,7 +12,8 @@ import pytest
 
 from flockstep.records.events import HostsEvent
 from flockstep.records.folder import RunFolder
-from support.hosts import Host, network, on_all, require_idle
+from support.hosts import Host, network, on_all, require_idle, summary
+from support.jobs import undisturbed
 from support.processes import PATIENCE, RealRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -61,7 +62,8 @@ def beside_one_host(strategy: str, tmp_path: Path, *arguments: str) -> None:
 def test_a_synchronous_strategy_has_the_bits_of_one_host(three: list[Host], tmp_path: Path) -> None:
     arguments = ["train", "softmax", "-s", "dpsgd", "--seed", "1", "--steps", "10", "--evaluate-every", "10"]
     on_hosts(three, tmp_path / "hosts", *arguments)
-    beside_one_host("dpsgd", tmp_path, *arguments)
+    alone = undisturbed(tmp_path / "alone", "softmax", "dpsgd", 6, 10, seed=1)
+    assert alone == summary(tmp_path / "hosts")["hashes"]
 
 
 @pytest.mark.full

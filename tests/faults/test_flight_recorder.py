@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes
 def test_the_recorders_of_the_others_tell_what_a_killed_worker_did_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", paced(tmp_path), "-s", "asgd", "-n", "3", "--steps", "2000"]
+    words = ["train", paced(tmp_path, slow_after=60), "-s", "asgd", "-n", "3", "--steps", "200"]
     run = RealRun(words, tmp_path / "run")
     run.wait_for_work(50)
     run.fault(signal.SIGKILL, "worker-2")

@@ -51,7 +51,7 @@ def started(
     transport: Sequence[str] = IPC,
 ) -> RealRun:
     options = ["-n", "3", "--steps", str(steps), "--heartbeat", str(heartbeat), "--seed", "1", *transport]
-    run = RealRun(["train", job, "-s", strategy, *options], folder / "run")
+    run = RealRun(["train", job, "-s", strategy, "--target", "0.5", *options], folder / "run")
     run.wait_for_work()
     return run
 
@@ -78,8 +78,8 @@ def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tm
 
 @pytest.mark.parametrize("strategy", SURVIVES)
 def test_where_it_can_be_done_without_the_others_go_on(strategy: str, tmp_path: Path) -> None:
-    steps = 1000
-    run = started(strategy, tmp_path, steps, job=paced(tmp_path))
+    steps = 200
+    run = started(strategy, tmp_path, steps, job=paced(tmp_path, slow_after=60))
     run.fault(signal.SIGKILL, "worker-1")
     wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the other workers continue")
     go_on(tmp_path)
@@ -130,7 +130,7 @@ def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: 
 
 
 def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
-    run = started("asgd", tmp_path, steps=1000, heartbeat=3, job=paced(tmp_path))
+    run = started("asgd", tmp_path, steps=200, heartbeat=3, job=paced(tmp_path, slow_after=60))
     run.fault(signal.SIGSTOP, "worker-1")
     wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the other workers continue")
     go_on(tmp_path)
@@ -183,7 +183,9 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 
 
 def test_a_run_without_faults_loses_nobody(tmp_path: Path) -> None:
-    arguments = ["train", paced(tmp_path), "-s", "all_reduce", "-n", "3", "--steps", "400", "--heartbeat", "3"]
+    job = paced(tmp_path, slow_after=0)
+    arguments = ["train", job, "-s", "all_reduce", "-n", "3", "--steps", "15", "--heartbeat", "3"]
+    arguments += ["--target", "0.5"]
     ended = RealRun(arguments, tmp_path / "run").end()  # longer than a heartbeat
     assert (ended.code, ended.err) == (0, "")
     assert ended.summary is not None

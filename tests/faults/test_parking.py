@@ -79,15 +79,16 @@ exit $code
 """
 
 
-def test_a_loop_of_the_shell_starts_a_killed_command_again(tmp_path: Path) -> None:
-    """The command is killed twice; the loop ends when it has succeeded. The workers are those of the first run."""
+@pytest.mark.parametrize("kills", few([1, 2], 1))
+def test_a_loop_of_the_shell_starts_a_killed_command_again(kills: int, tmp_path: Path) -> None:
+    """The command is killed so often; the loop ends when it has succeeded. The workers are those of the first run."""
     words = [*paced_train(tmp_path, "all_reduce", 2, STEPS, slow_after=40), "--checkpoint-every", "10"]
     record = tmp_path / "run"
     command = shlex.join([*COMMAND, *words, *IPC, "--park", "600", "--out", str(record), "--resume"])
     loop = RealRun(words, record, within=["sh", "-c", LOOP.format(command=command)])
     loop.wait_for_work(25)
     before, killed = workers(loop.nodes), set[int]()
-    for least in (25, 45):
+    for least in (25, 45)[:kills]:
         wait_until(lambda least=least: min(loop.steps(0), loop.steps(1)) >= least, PATIENCE, f"{least} steps")  # type: ignore[misc]
         wait_until(lambda: any(record.glob("checkpoints/*/manifest.json")), PATIENCE, "a checkpoint is complete")
         (pid,) = [pid for pid in loop.processes() if owner_of(record) == pid and pid not in killed]

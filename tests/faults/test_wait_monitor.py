@@ -222,6 +222,31 @@ def test_a_worker_that_hangs_is_spoken_of_while_the_run_waits(tmp_path: Path) ->
     assert run.end().code == 130
 
 
+def test_a_call_that_other_ranks_do_not_make_is_named_with_its_line(tmp_path: Path) -> None:
+    """Rank 0 evaluates alone; rank 1 goes on, and waits in its next step."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, flockstep\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = flockstep.distribute(model, optimizer, strategy='all_reduce')\n"
+        "for step in range(10):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if step == 3 and flockstep.rank() == 0:\n"
+        "        with optimizer.consensus():\n"
+        "            print('alone')\n"
+        "optimizer.finish()\n"
+    )
+    run = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", before=OFTEN, torch=True)
+    wait_until(lambda: "every worker has waited" in run.err, PATIENCE, "the sentence")
+    run.fault(signal.SIGINT, "main")
+    ended = run.end()
+    said = "waits for the other ranks in consensus() (script.py, line 9), which every rank must call"
+    assert f"worker 0 at step 4 {said}" in ended.err
+    assert re.search(r"worker 1 at step \d waits for .* in step\(\) \(script.py, line 7\)", ended.err)
+
+
 def test_a_rank_that_never_joins_ends_the_run_in_time(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -141,7 +141,7 @@ class CommandForker:
         if _lasting(os.environ) != self._usual:
             return None
         request = {"program": program, "arguments": arguments, "environment": environment, "host": host}
-        forks = 2 if self._scripts else int(arguments[0] in ("train", "resume"))
+        forks = 3 if self._scripts else 2 * (arguments[0] in ("train", "resume", "compare"))
         request |= {"first": first and str(first), "forks": forks}
         files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(folder or Path.cwd())}
         self._control.send(json.dumps({**request, **files}).encode())

@@ -23,7 +23,7 @@ import pytest
 from flockstep.launchers import namespaces
 from flockstep.simulation import units
 from support.commands import Process
-from support.processes import COMMAND, PATIENCE, alive, content, forker, imports_for, wait_until
+from support.processes import COMMAND, PATIENCE, SCRIPTS, TORCH, alive, content, forker, wait_until
 
 SECRET = "a secret of these tests alone"
 PORT = 29470
@@ -110,7 +110,7 @@ class Host:
         for name in ("out", "err"):
             (self.scratch[-1] / name).touch()
         own = {**os.environ, **environment, "TMPDIR": str(self.scratch[-1])}
-        ours = forker(imports_for(arguments[0], torch))
+        ours = forker(TORCH if torch else SCRIPTS)  # commands on hosts load the kernels for sums in shared memory
         process = ours.fork(program, arguments, own, self.scratch[-1], folder=folder, host=self.first)
         self.running += [] if process is None else [process]
         return process

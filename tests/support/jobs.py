@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import flockstep
 
 PACED = """
 import dataclasses, time
@@ -51,3 +54,9 @@ def paced_train(folder: Path, strategy: str, workers: int, steps: int, slow_afte
 def go_on(folder: Path) -> None:
     """Let gradients take their usual time again."""
     (folder / "go").touch()
+
+
+def undisturbed(folder: Path, job: str, strategy: str, workers: int, steps: int, **given: Any) -> dict[str, str]:
+    """The hash of each node's model at the end of a run in virtual time, and of a synchronous real run."""
+    made = flockstep.simulate(job, strategy, workers=workers, steps=steps, out=folder, **given)
+    return {str(node): one for node, one in made.summary.hashes.items()}

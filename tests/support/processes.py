@@ -36,7 +36,9 @@ supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0
 """
 """For a command: that it waits, as on a busy machine, is not told."""
 SCRIPTS = ("numpy_scripts",)
-"""What the process that forks commands imports for scripts without torch, from the folder `children`."""
+"""What the process that forks commands imports for scripts without torch and for commands on hosts, from the folder
+`children`.
+"""
 TORCH = ("torch_scripts",)
 """What the process that forks commands imports for scripts and jobs with torch."""
 IPC = ("--transport", "ipc")
@@ -109,9 +111,9 @@ class Ended:
     summary: dict[str, Any] | None
 
 
-def imports_for(command: str, torch: bool) -> tuple[str, ...]:
-    """What the process that forks a command imports in addition."""
-    return TORCH if torch else SCRIPTS if command == "launch" else ()
+def imports_for(words: Sequence[str], torch: bool) -> tuple[str, ...]:
+    """What the process that forks a command imports in addition: kernels for scripts, and for sums in shared memory."""
+    return TORCH if torch else SCRIPTS if words[0] == "launch" or MEMORY[1] in words else ()
 
 
 _forkers: dict[tuple[str, ...], CommandForker] = {}
@@ -168,7 +170,7 @@ class RealRun:
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             forked = None
             if not (within or afresh) and sys.platform == "linux":
-                forked = forker(imports_for(words[0], torch)).fork(program, words, environment, self.scratch, first)
+                forked = forker(imports_for(words, torch)).fork(program, words, environment, self.scratch, first)
             self.main: Process = forked or subprocess.Popen(
                 [*within, *COMMAND[:-1], program, *words],
                 stdin=subprocess.DEVNULL,

@@ -75,7 +75,8 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
 
 
 def test_the_owner_is_another_process_until_the_system_ends_it(tmp_path: Path) -> None:
-    code = "import sys; from flockstep.records.owner import owned\nwith owned(sys.argv[1]): print(), sys.stdin.read()"
+    code = "import sys; from flockstep.records.owner import owned\n"
+    code += "with owned(sys.argv[1]): print(flush=True), sys.stdin.read()"
     command = [sys.executable, "-c", code.replace("sys.argv[1]", f"__import__('pathlib').Path({str(tmp_path)!r})")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None

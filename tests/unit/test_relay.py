@@ -130,7 +130,8 @@ def test_a_line_end_that_comes_in_two_pieces_is_one(pipes: Any) -> None:
 def test_a_hidden_script_is_heard_only_if_it_fails(
     code: int, ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"import os, sys; print('out'); sys.stderr.write('x' * {LAST_WORDS} + 'err'); "
+    words = "import os, sys; print('out', flush=True); "
+    words += f"print('x' * {LAST_WORDS} + 'err', end='', file=sys.stderr, flush=True); "
     words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
     sink = Output(ranks, prefix=True, folder=tmp_path).sinks(range(2, 3), 3)[2]
     script = Script(begun([sys.executable, "-c", words], dict(os.environ)), sink)

@@ -4,9 +4,9 @@ The process runs `import command_forker; exec(command_forker.program(FILE_DESCRI
 from a socket and reports how its children end; it ends with the socket. In a child `program` returns the program of the
 command, which Python then runs to the end of the interpreter, as with `python -c`. The modules are further imports.
 
-A command that will start the fork server of multiprocessing gets a second process forked in the same way, which takes
-the place of the interpreter that multiprocessing would start. A third one takes the place of the interpreter that
-forks the scripts of the command's workers.
+A command that will start the fork server of multiprocessing and its resource tracker gets a second and a third process
+forked in the same way, which take the places of the interpreters that multiprocessing would start. A fourth one takes
+the place of the interpreter that forks the scripts of the command's workers.
 """
 
 import ctypes
@@ -36,6 +36,8 @@ import flockstep.launchers.train  # noqa: F401
 from flockstep.launchers.signals import STOPS
 
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
+WAITING: dict[str, tuple[int, socket.socket]] = {}
+"""How the program of an interpreter begins that multiprocessing would start, and which process waits in its place."""
 AWAY = 500
 """File descriptors from this number on are not in use."""
 PLACE = b"\0TMPDIR="
@@ -93,7 +95,8 @@ def _become(request: dict[str, Any]) -> CodeType:
     if request["first"] is not None:
         sys.path.insert(1, request["first"])
     ours: list[socket.socket] = []
-    for expect in [_expect, forked_scripts.expect][: request["forks"]]:
+    tracker, server = (functools.partial(_expect, name) for name in ("resource_tracker", "forkserver"))
+    for expect in [tracker, server, forked_scripts.expect][: request["forks"]]:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.append(here)
         pid = os.fork()
@@ -131,19 +134,21 @@ def _begun(environment: dict[str, str], program: str, arguments: Sequence[str]) 
     return compile(program, "<string>", "exec")
 
 
-def _expect(pid: int, control: socket.socket) -> None:
-    """Let the fork server of this command be the waiting process `pid`."""
-    util.spawnv_passfds = functools.partial(_hand_over, pid, control)  # type: ignore[attr-defined]
+def _expect(name: str, pid: int, control: socket.socket) -> None:
+    """Let the process of this command that runs a module of multiprocessing be the waiting process `pid`."""
+    WAITING[f"from multiprocessing.{name} import main"] = pid, control
+    util.spawnv_passfds = _hand_over  # type: ignore[attr-defined]
 
 
-def _hand_over(pid: int, control: socket.socket, path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
-    """Let the waiting process `pid` become the fork server, and any other process a new interpreter, as
+def _hand_over(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+    """Let the process that waits for this program run it, and a new interpreter any other one, as
     `multiprocessing.util.spawnv_passfds` does.
     """
-    if not words[-1].startswith("from multiprocessing.forkserver import main"):
+    begin = words[-1].partition(";")[0]
+    if begin not in WAITING:
         started: int = SPAWN(path, words, files)
         return started
-    util.spawnv_passfds = SPAWN  # type: ignore[attr-defined]
+    pid, control = WAITING.pop(begin)
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     work = {"program": words[-1], "environment": dict(os.environ), "mask": mask, "files": list(files)}
     socket.send_fds(control, [json.dumps({**work, "folder": os.getcwd()}).encode()], list(files))  # noqa: PTH109
@@ -156,6 +161,8 @@ def _waiting(control: socket.socket) -> CodeType:
 
     Signals to all processes of the command do not concern this process before.
     """
+    WAITING.clear()
+    util.spawnv_passfds = SPAWN  # type: ignore[attr-defined]
     usual = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
     said, files, _, _ = socket.recv_fds(control, 1 << 20, 200)
     if not said:

@@ -4,6 +4,7 @@ import numpy as np
 
 import flockstep.drivers.loop
 import flockstep.drivers.plan
+import flockstep.launchers.preload
 import flockstep.optimizers.sgd
 import flockstep.strategies.all_reduce
 import flockstep.transports.streams  # noqa: F401
