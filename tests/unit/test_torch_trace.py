@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import functools
 import itertools
 import math
 import random
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -192,20 +195,30 @@ class Counts:
 
 
 CALLS = 0
+BY_NAME = 0
 NOTED: list[int] = []
 HELD = [{"counts": [Counts()]}]
+RECORD = types.SimpleNamespace(calls=0)
+WORDS = array.array("l", [0])
+OTHER = types.ModuleType("python_module_of_a_user")
+OTHER.inner = types.ModuleType("python_module_of_a_user.inner")
 
 
-class Late(_Around):
+class Calls(_Around):
+    inherited = 0
+
+
+class Late(Calls):
     """A model that computes something else from its 100th call on."""
 
     of_class = 0
+    bound = functools.partial(int, 0)
 
     def __init__(self, way: str) -> None:
         super().__init__(nn.Linear(4, 4))
         self.way, self.noted, self.named, self.numbers = way, [0], {"calls": 0}, np.zeros(1)
         self.tensors, self.drawn, self.last = [torch.zeros(1)], random.Random(0), deque([0], 1)
-        self.legacy = np.random.RandomState(0)
+        self.legacy, self.enclosed, self.on = np.random.RandomState(0), counter(), False
 
     def counted(self) -> float:
         """Number of calls so far, or a random number, as the way says."""
@@ -233,6 +246,35 @@ class Late(_Around):
             case "class":
                 Late.of_class += 1
                 return Late.of_class
+            case "inherited":
+                type(self).inherited += 1
+                return type(self).inherited
+            case "bound":
+                type(self).bound = functools.partial(int, self.bound() + 1)
+                return self.bound()
+            case "function":
+                vars(note)["calls"] = vars(note).get("calls", 0) + 1
+                return float(vars(note)["calls"])
+            case "enclosing":
+                return self.enclosed()
+            case "record":
+                RECORD.calls += 1
+                return float(RECORD.calls)
+            case "typed array":
+                WORDS[0] += 1
+                return WORDS[0]
+            case "memory":
+                self.tensors[0].numpy()[:] += 1
+                return float(self.tensors[0])
+            case "Python module":
+                OTHER.inner.calls = getattr(OTHER.inner, "calls", 0) + 1
+                return float(OTHER.inner.calls)
+            case "name":
+                globals()["BY_NAME"] += 1
+                return BY_NAME
+            case "switch":
+                self.on = not self.on
+                return 0
             case "global":
                 CALLS += 1
                 return CALLS
@@ -253,6 +295,18 @@ def note() -> None:
     NOTED.append(0)
 
 
+def counter() -> Callable[[], int]:
+    """A function that returns the number of its calls."""
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
 WAYS = {
     "list": "noted",
     "dict": "named",
@@ -262,6 +316,16 @@ WAYS = {
     "stream": "drawn",
     "legacy stream": "legacy",
     "class": "Late.of_class",
+    "inherited": "Late.inherited",
+    "bound": "Late.bound",
+    "function": "global note",
+    "enclosing": "variable calls",
+    "record": "global RECORD",
+    "typed array": "global WORDS",
+    "memory": "tensors",
+    "Python module": "global calls",
+    "name": "global BY_NAME",
+    "switch": "on, __dict__",
     "global": "global CALLS",
     "global list": "global NOTED",
     "held": "global HELD.*calls",
@@ -275,6 +339,8 @@ def test_state_that_a_traced_model_changes_is_found(way: str, title: str) -> Non
     with pytest.raises(ConfigurationError, match=f"forward of Late changes {title} while it is traced"):
         traced_chain(model, "job")
     assert (CALLS, NOTED, HELD[0]["counts"][0].calls, Late.of_class) == (0, [], 0, 0)
+    assert (BY_NAME, RECORD.calls, WORDS[0], model.enclosed(), model.on) == (0, 0, 0, 1, False)
+    assert (Late.bound(), vars(note), hasattr(OTHER.inner, "calls"), "inherited" in vars(Late)) == (0, {}, False, False)
     assert (model.noted, model.named["calls"], list(model.last)) == ([0], 0, [0]), "as before the trace"
     assert (model.numbers[0], model.tensors[0]) == (0, 0)
     assert model.drawn.random() == random.Random(0).random()

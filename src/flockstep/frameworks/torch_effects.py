@@ -4,14 +4,15 @@ globals.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import io
 import random
 import sys
 import sysconfig
 import types
-from collections import deque
+from argparse import Namespace
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every torch module has, such as `_buffers`."""
 _OWN_STATE = {*sys.stdlib_module_names, "flockstep", "numpy", "torch"}
 """Packages whose objects are not searched."""
+_RECORDS = (types.SimpleNamespace, Namespace, UserDict, UserList)
+"""Classes of Python whose objects hold the data of users."""
 _OF_OBJECTS = (types.BuiltinMethodType, types.MethodWrapperType)
 """Types of methods of an object of Python, such as `itertools.count().__next__`."""
 _MISSING = object()
@@ -63,8 +66,8 @@ class StateSnapshot:
     """A snapshot of the values that the code of a module can change when the module is called.
 
     The snapshot contains the attributes of all modules inside the module and of their classes, the global and enclosing
-    variables that the methods of these classes name, and everything that these values hold. Code of installed packages
-    is not searched for globals.
+    variables that the methods of these classes name, also in other Python modules, and everything that these values
+    hold. Code of installed packages is not searched for globals.
     """
 
     def __init__(self, module: nn.Module):
@@ -72,6 +75,8 @@ class StateSnapshot:
         """The places that lead to an iterator of Python or torch, whose position cannot be restored. A place is left
         out if it leads to the iterator through an object to which another place leads."""
         self._kept: list[_Kept] = []
+        self._classes: list[tuple[type, frozenset[str]]] = []
+        """The classes in the snapshot, with the names of their own attributes."""
         self._seen: dict[object, Any] = {id(one): one for one in module.modules()}
         for name, one in module.named_modules():
             self._attributes(one, f"{name}." if name else "")
@@ -79,13 +84,24 @@ class StateSnapshot:
     @property
     def changed(self) -> list[Variable]:
         """The variables whose values have changed since the snapshot, or which lead to an object that has changed."""
-        return list(dict.fromkeys(one.place for one in self._kept if not one.same()))
+        return list(dict.fromkeys([*(one.place for one in self._kept if not one.same()), *self._added()]))
 
     def restore(self) -> None:
         """Restore all values that have changed since the snapshot."""
         for one in self._kept:
             if not one.same():
                 one.restore()
+        for place in self._added():
+            place.write(_MISSING)
+
+    def _added(self) -> list[Variable]:
+        """The attributes that classes have got since the snapshot, for example in place of an inherited attribute."""
+        return [
+            _in_class(kind, name)
+            for kind, names in self._classes
+            for name in sorted(vars(kind).keys() - names)
+            if not name.startswith("__")
+        ]
 
     def _attributes(self, one: Any, title: str) -> None:
         """Keep the attributes of an object, each as a place, and what the methods of its class reach."""
@@ -97,9 +113,13 @@ class StateSnapshot:
 
     def _place(self, place: Variable) -> None:
         """Keep the value at a place, and what the value holds."""
+        self._visit(place, self._value(place))
+
+    def _value(self, place: Variable) -> Any:
+        """Keep the value at a place, but not what the value holds, and return the value."""
         value = place.read()
         self._kept.append(_Kept(place, lambda: _same(place.read(), value), lambda: place.write(value)))
-        self._visit(place, value)
+        return value
 
     def _contents(self, place: Variable, held: Any) -> None:
         """Keep which elements a container has."""
@@ -156,29 +176,38 @@ class StateSnapshot:
             return
         version, kept = value._version, value.detach().clone()
 
+        def same() -> bool:
+            return value._version == version and _equal(value.detach(), kept)
+
         def restore() -> None:
             with torch.no_grad():
                 value.copy_(kept)
 
-        self._kept.append(_Kept(place, lambda: value._version == version, restore))
+        self._kept.append(_Kept(place, same, restore))
 
     def _function(self, place: Variable, function: types.FunctionType) -> None:
-        """Keep the variables that a function names, if it is not the function of an installed package."""
+        """Keep a function's attributes and the variables that it names, if it is not a function of an installed
+        package.
+        """
         self._all(place, (function.__defaults__, function.__kwdefaults__))
         if is_installed(function.__module__):
             return
+        self._contents(place, vars(function))
+        self._all(place, vars(function).values())
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._place(_in_cell(cell, name))
         names = set(_names(function.__code__))
-        self._globals(function.__globals__, names)
-        for value in [function.__globals__.get(name) for name in names]:
-            if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
-                self._globals(vars(value), names & vars(value).keys())
+        spaces = [function.__globals__]
+        for space in spaces:  # which grows: functions name variables of other Python modules as attributes
+            self._globals(space, names)
+            for value in [one for name in names for one in (space.get(name), sys.modules.get(name))]:
+                if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
+                    spaces += [vars(value)] if all(vars(value) is not one for one in spaces) else []
 
     def _globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
             key = id(namespace), name
-            if key not in self._seen and not hasattr(builtins, name):
+            if key not in self._seen:
                 self._seen[key] = namespace
                 self._place(_in_dict(namespace, name, f"global {name}"))
 
@@ -187,13 +216,14 @@ class StateSnapshot:
         for one in kind.__mro__:
             if is_installed(one.__module__):
                 continue
+            self._classes.append((one, frozenset(vars(one))))
             for name, value in list(vars(one).items()):
-                special = name.startswith("__")
-                if not special and isinstance(value, (Hidden, *_OF_OBJECTS)):
-                    self._place(_in_class(one, name))
-                elif callable(value) or isinstance(value, property | staticmethod | classmethod):
-                    self._visit(place, value)
-                elif not special:
+                method = callable(value) or isinstance(value, property | staticmethod | classmethod)
+                if name.startswith("__"):
+                    self._all(place, [value] if method else [])
+                elif method and not isinstance(value, (Hidden, *_OF_OBJECTS)):
+                    self._visit(place, self._value(_in_class(one, name)))
+                else:
                     self._place(_in_class(one, name))
 
     def _object(self, place: Variable, value: Any) -> None:
@@ -202,6 +232,9 @@ class StateSnapshot:
             case np.ndarray():
                 kept = value.copy()
                 found = _Kept(place, lambda: value.tobytes() == kept.tobytes(), lambda: np.copyto(value, kept))
+            case array():
+                items = value[:]
+                found = _Kept(place, lambda: value == items, lambda: value.__setitem__(slice(None), items))
             case torch.Generator():
                 drawn = value.get_state()
                 found = _Kept(place, lambda: torch.equal(value.get_state(), drawn), lambda: value.set_state(drawn))
@@ -224,9 +257,9 @@ class StateSnapshot:
         self._kept.append(found)
 
     def _fields(self, place: Variable, value: Any) -> None:
-        """Keep the attributes of an object, unless Python itself or torch has defined it."""
+        """Keep the attributes of an object, unless Python itself or torch has defined it, and it is no record."""
         kind = type(value)
-        if _top(kind.__module__) in _OWN_STATE:
+        if _top(kind.__module__) in _OWN_STATE and not isinstance(value, _RECORDS):
             return
         if hasattr(value, "__dict__"):
             self._contents(place, vars(value))
@@ -251,8 +284,14 @@ def _in_dict(names: dict[str, Any], name: str, title: str) -> Variable:
 
 def _in_class(kind: type, name: str) -> Variable:
     """An attribute of a class."""
-    title = f"{kind.__name__}.{name}"
-    return Variable(name, title, lambda: vars(kind).get(name, _MISSING), functools.partial(setattr, kind, name))
+
+    def write(value: Any) -> None:
+        if value is _MISSING:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, value)
+
+    return Variable(name, f"{kind.__name__}.{name}", lambda: vars(kind).get(name, _MISSING), write)
 
 
 def _in_cell(cell: types.CellType, name: str) -> Variable:
@@ -268,11 +307,15 @@ def _in_cell(cell: types.CellType, name: str) -> Variable:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in the code of a function, and of functions inside it."""
+    """Names of globals and attributes in the code of a function and of functions inside it, and texts that may be
+    names, as in `globals()["calls"]`.
+    """
     yield from code.co_names
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield from _names(one)
+        elif isinstance(one, str) and one.isidentifier():
+            yield one
 
 
 def _is_iterator(value: object) -> bool:
@@ -287,8 +330,10 @@ def _items(held: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _same(found: Any, kept: Any) -> bool:
-    """Whether a value is the kept object, or equal to it if it is one that never changes."""
-    if found is kept:
+    """Whether a value is the kept object, or equal to it if it is one that never changes. A Python module that is
+    imported for the first time changes nothing.
+    """
+    if found is kept or (kept is _MISSING and isinstance(found, types.ModuleType)):
         return True
     if type(found) is not type(kept):
         return False
@@ -297,6 +342,13 @@ def _same(found: Any, kept: Any) -> bool:
     if isinstance(kept, frozenset):
         return bool(found == kept)
     return isinstance(kept, SCALARS) and bool(found == kept or (found != found and kept != kept))
+
+
+def _equal(found: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether tensors have equal elements; true for tensors without values, such as those on the device `meta`."""
+    if found.is_meta or found.layout != torch.strided:
+        return True
+    return torch.equal(found, kept) or bool(((found == kept) | (found != found) & (kept != kept)).all())
 
 
 def _top(module: str | None) -> str:

@@ -131,8 +131,11 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
         if fx.Tracer().is_leaf_module(one, name) and one is not module:
             continue
         try:
-            with hidden(changing), _without_iterators(one) as before, _without_effects(one, before, changing):
-                graph, again = _Tracer(opaque).trace(one), _Tracer(opaque).trace(one)
+            with hidden(changing), _without_iterators(one) as before:
+                with _without_effects(one, before, changing):
+                    graph = _Tracer(opaque).trace(one)
+                with _without_effects(one, before, changing):  # a switch that the first trace turns on, it turns off
+                    again = _Tracer(opaque).trace(one)
                 if str(graph) != str(again):
                     raise ConfigurationError(f"forward of {type(one).__name__} has different operations in every call")
         except Exception as error:
