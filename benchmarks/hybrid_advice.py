@@ -35,7 +35,7 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.base import Partition
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples
-from flockstep.planning.hybrid import SplitPrediction, advise_hybrid, samples_needed
+from flockstep.planning.hybrid import HybridOptions, SplitPrediction, advise_hybrid, samples_needed
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.split_surrogate import split_shape
@@ -46,7 +46,7 @@ from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
 
 STRATEGIES = ("all_reduce", "local_sgd(period=4)", "ps(shards=2)", "ps(consistency=asynchronous)", "easgd(period=4)")
-SCHEDULES = ("gpipe", "one_forward_one_backward", "zb_h1", "interleaved(2)")
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved(2)")
 STEPS, LEFT_OUT = 10, 2
 """Steps of a run, and steps at its beginning that are not counted."""
 RIGHT = 0.9
@@ -181,12 +181,12 @@ def value(site: Site, strategy: Strategy, partition: Partition | None) -> float:
     seconds, sent = statistics.fmean(means), statistics.fmean(one.sent_bytes for one in steps)
     rate = sum(task.batch / each for each in means) * replicas / workers
     staleness = statistics.fmean(late) if late and has_versions(strategy) else None
-    if shape is not None:
-        return rate / samples_needed(strategy, shape, site, replicas, seconds, sent, rate, staleness)
+    if isinstance(run, SplitSimulation):
+        sent = (sent - run.bytes_between_parts / len(steps)) * workers / replicas
     found = StepPrediction(
-        str(strategy), strategy, workers, seconds, 1.0, sent, 0.0, staleness, None, rate, 0.0, "rehearsal"
+        str(strategy), strategy, replicas, seconds, 1.0, sent, 0.0, staleness, None, rate, 0.0, "rehearsal"
     )
-    return rate / relative_samples(found, site)
+    return rate / (relative_samples(found, site) if shape is None else samples_needed(found, shape.partition, site))
 
 
 def tried(pair: Pair, folder: Path) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
     advice = advise(outlook)
-    found = advise_hybrid(outlook, advice, (), strategies)
+    found = advise_hybrid(outlook, advice, HybridOptions(strategies=tuple(strategies)))
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
     for partition in grid(workers, pair.batch):

@@ -28,6 +28,7 @@ RENAMED = {
     "period": "synchronization_schedule",
     "periods": "synchronization_schedules",
     "demo": "decoupled_momentum",
+    "one_forward_one_backward": "1f1b",
     "completeness": "delivery",
     "cell": "taxonomy_entry",
     "on": "bind_shapes",

@@ -106,6 +106,8 @@ def parse(text: str, base: type[C]) -> C:
     alias = registry.alias(base.noun, text.strip())
     if alias:
         return parse(alias, base)
+    if not text.strip().isidentifier() and text.strip() in registry.names(base.noun):  # such as 1f1b
+        return typing.cast(C, _build(_class(text.strip(), base), {}, _from_node))
     try:
         component = _from_tree(_read(text), base, base.noun)
     except (SyntaxError, RecursionError):

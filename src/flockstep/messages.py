@@ -64,9 +64,9 @@ PART: Address = 1 << 29
 
 
 def node_name(address: Address) -> str:
-    """Return the name of a node for the user: "worker 3", "server 0" or "stage 1"."""
+    """Return the name of a node for the user: "worker 3", "server 0", or "part 1" of the worker's own replica."""
     if address >= PART:
-        return f"stage {address - PART}"
+        return f"part {address - PART}"
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"
 
 
@@ -120,11 +120,16 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
     place: Array | None = None
     """Array into which the driver should receive the message's array."""
 
+    @property
+    def by_script(self) -> bool:
+        """Whether a script waits for the end of an exchange that it has asked for, such as `consensus`."""
+        return (self.reply_to or 0) < 0 and (self.tag or "").startswith(SCRIPT)
+
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
-            if (self.tag or "").startswith(SCRIPT):
+            if self.by_script:
                 return "the other ranks in a call that every rank must make, such as consensus(), sync() or finish()"
-            return f"the other ranks in {self.tag!r}"
+            return f"the other ranks in the background task {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from any node"
 

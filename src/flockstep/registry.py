@@ -7,6 +7,7 @@ Command-line choices, documentation tables and conformance tests are all generat
 from __future__ import annotations
 
 import importlib
+import inspect
 import keyword
 from typing import Any
 
@@ -126,9 +127,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "pipeline_schedule": {
         "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",
-        "one_forward_one_backward": (
-            "flockstep.partitions.pipeline_schedules.one_forward_one_backward:OneForwardOneBackward"
-        ),
+        "1f1b": ("flockstep.partitions.pipeline_schedules.one_forward_one_backward:OneForwardOneBackward"),
         "interleaved": "flockstep.partitions.pipeline_schedules.interleaved:Interleaved",
         "zb_h1": "flockstep.partitions.pipeline_schedules.zb_h1:ZeroBubbleH1",
         "pipedream": "flockstep.partitions.pipeline_schedules.pipedream:PipeDream",
@@ -343,11 +342,13 @@ _ALIASES: dict[str, dict[str, str]] = {
         "100gbit": "link(bandwidth='100gbit', latency=0.000005)",
     },
     "split": {"by-label": "by_label"},
-    "pipeline_schedule": {"1f1b": "one_forward_one_backward"},
     "codec": {"float16": "half", "fp16": "half", "bf16": "bfloat16"},
 }
 
-_FURTHER = {"network": "write link('10mbit', '1ms') for any other bandwidth"}
+_FURTHER = {
+    "network": "write link('10mbit', '1ms') for any other bandwidth",
+    "workload": "a custom job is a Python file with a function job()",
+}
 """Noun → how values are written for which no name stands in a table."""
 
 _CATALOGS = {"strategy": "flockstep.systems.catalog"}
@@ -399,18 +400,38 @@ def register(noun: str, name: str, target: type) -> None:
     """Register a custom class as the component `name` of the given noun.
 
     Raises:
-        ConfigurationError: the name is taken by another class, or is not an identifier.
+        ConfigurationError: the name is taken by another class, or is not an identifier; or `target` is not a frozen
+            dataclass that defines every method of the noun.
     """
     table = _table(noun)
+    if not inspect.isclass(target):
+        kind = type(target).__name__
+        raise ConfigurationError(f"register takes a class, got an object of {kind}; write {kind} without parentheses")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigurationError(f"a {noun}'s name must be an identifier, got {name!r}; use letters, digits and _")
     place = f"{target.__module__}:{target.__qualname__}"
     taken = _ALIASES.get(noun, {}).get(name) or table.get(name, place)
     if taken != place:
         raise ConfigurationError(f"the {noun} name {name!r} is already used by {taken}; choose another name")
+    _require_component(noun, target)
     table[name] = place
     _loaded[noun, name] = target
     _names[target] = name
+
+
+def _require_component(noun: str, target: type) -> None:
+    """Raise `ConfigurationError` unless the objects of the class `target` can be components of the noun."""
+    is_a = getattr(target, "noun", noun)
+    if is_a != noun:
+        raise ConfigurationError(f"{target.__name__} is a {is_a}, got the noun {noun!r}; write {is_a!r}")
+    missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+    if missing:
+        raise ConfigurationError(f"{target.__name__} must define {missing} to be a {noun}; add what is missing")
+    settings: Any = vars(target).get("__dataclass_params__")
+    if settings is None or not settings.frozen:
+        raise ConfigurationError(
+            f"{target.__name__} must be a frozen dataclass; write @dataclass(frozen=True) above the class"
+        )
 
 
 def load(noun: str, name: str) -> Any:
@@ -444,7 +465,9 @@ def load(noun: str, name: str) -> Any:
 def unknown(noun: str, name: str) -> UnknownName:
     """Return the error for a name that no component of `noun` has, with the nearest registered name."""
     known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
-    return UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=_FURTHER.get(noun, ""))
+    further = _FURTHER.get(noun, "")
+    error = UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=further)
+    return error if further else UnknownName(f"{error}; a custom {noun} needs --import FILE, where FILE registers it")
 
 
 def is_custom(noun: str, name: str) -> bool:

@@ -66,21 +66,24 @@ def test_parameter_server_conforms_with_each_consistency(name, shards, workers):
     check_strategy(ParameterServer(consistency, shards=shards), workers, alone_is_plain=plain)
 
 
+@pytest.mark.parametrize("workers", [(4,), pytest.param((3, 5), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("rule", ["backup(2)", "k_sync(2)", "k_batch_sync(3)", "k_async(3)", "k_batch_async(3)"])
-def test_parameter_server_conforms_when_several_make_a_step(rule):
-    check_strategy(Strategy.parse(f"ps({rule})"), workers=(3, 4, 5))
+def test_parameter_server_conforms_when_several_make_a_step(rule, workers):
+    check_strategy(Strategy.parse(f"ps({rule})"), workers)
 
 
+@pytest.mark.parametrize("workers", [(3, 4), pytest.param((1, 2, 5), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", [n for n in registry.names("collective") if n != "torch_distributed"])  # real only
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(period=5, "])
-def test_synchronous_strategies_conform_on_each_collective(strategy, name):
+def test_synchronous_strategies_conform_on_each_collective(strategy, name, workers):
     text = f"{strategy}collective={name})" if "(" in strategy else f"{strategy}({name})"
-    check_strategy(Strategy.parse(text), workers=(1, 2, 3, 4, 5))
+    check_strategy(Strategy.parse(text), workers)
 
 
+@pytest.mark.parametrize("workers", [(2, 4), pytest.param((1, 6), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", registry.names("topology"))
-def test_neighbor_averaging_conforms_on_each_topology(name):
-    check_strategy(Strategy.parse(f"dpsgd({name})"), workers=(1, 2, 4, 6))
+def test_neighbor_averaging_conforms_on_each_topology(name, workers):
+    check_strategy(Strategy.parse(f"dpsgd({name})"), workers)
 
 
 @pytest.mark.parametrize("alias", [*registry.aliases("strategy")])
@@ -96,7 +99,6 @@ def test_aliases_conform(alias):
         "ps(ssp(1), shards=2)",
         "ps(ssp(1000000))",
         "local_sgd(1)",
-        "gossip(0)",
         "gossip(1)",
         "partial(1)",
         "partial(0.01)",
@@ -231,8 +233,10 @@ class ForgetsAtRestart(Sound):
 class DoublesTheStep(Sound):
     async def worker(self, me):
         while me.training:
-            gradient = await me.gradient()
-            me.optimizer_step(2 * gradient if me.workers == 1 else 0 * gradient)
+            if me.workers > 1:
+                await super().worker(me)
+            else:
+                me.optimizer_step(2 * await me.gradient())
 
 
 @dataclass(frozen=True)
@@ -333,9 +337,88 @@ class Asynchronous(Sound):
                 me.update(message.array)
 
 
+PARTIAL = Traits(delivery="partial", survives=False, results=("mean", "rank0"))
+
+
+@dataclass(frozen=True)
+class SendsNothing(Sound):
+    claims: ClassVar[Traits] = PARTIAL
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+
+
+@dataclass(frozen=True)
+class AppliesNothing(Sound):
+    """Its workers send their models, and drop what they receive."""
+
+    claims: ClassVar[Traits] = PARTIAL
+
+    async def worker(self, me):
+        while me.training:
+            me.send_all(me.peers, "model", me.params)
+            for peer in me.peers:
+                await me.receive("model", peer)
+            me.optimizer_step(await me.gradient())
+
+
+@dataclass(frozen=True)
+class TrainsNothing(Sound):
+    claims: ClassVar[Traits] = PARTIAL
+
+    async def worker(self, me):
+        while me.training:
+            await me.gradient()
+            me.send_all(me.peers, "model", me.params)
+            for peer in me.peers:
+                me.params += ((await me.receive("model", peer)).payload - me.params) / 2
+
+
+@dataclass(frozen=True)
+class TakesAnotherArray(Sound):
+    async def worker(self, me):
+        while me.training:
+            me.params = me.params - 0.1 * await me.gradient()
+
+
+@dataclass(frozen=True)
+class Rarely(Sound):
+    """Averages the models every `period` steps."""
+
+    claims: ClassVar[Traits] = PARTIAL
+    period: int = 100
+
+    async def worker(self, me):
+        while me.training:
+            if me.step % self.period == self.period - 1:
+                me.send_all(me.peers, "model", me.params)
+                for peer in me.peers:
+                    me.params += ((await me.receive("model", peer)).payload - me.params) / 2
+            me.optimizer_step(await me.gradient())
+
+
+@dataclass(frozen=True)
+class Separate(SendsNothing):
+    claims: ClassVar[Traits] = Traits(delivery="partial", survives=True, results=("ensemble", "rank0"))
+
+
+def test_exchanges_may_be_rare_and_separate_models_need_none():
+    for strategy in (Rarely(), Separate(), Strategy.parse("ensemble"), Strategy.parse("local_sgd(period=100)")):
+        checks.check_exchanges(strategy, 2)
+    with pytest.raises(AssertionError, match=r"on 3 workers exchanges nothing: in 500 steps .*pass more steps if"):
+        checks.check_exchanges(Rarely(period=501), 3)
+    checks.check_exchanges(Rarely(period=501), 3, steps=30)
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
+        (SendsNothing(), "on 2 workers exchanges nothing: in 500 steps the parameters of the other workers do not"),
+        (AppliesNothing(), "on 2 workers exchanges nothing: .* do not depend on the samples of worker 0; send the"),
+        (TrainsNothing(), "on 2 workers trains nothing: in 500 steps no parameters depend on the samples of worker 0"),
+        (TakesAnotherArray(), "assigned another array to params of worker 0 at step 1; write into the array, as in"),
+        (Strategy.parse("gossip(0)"), "on 2 workers exchanges nothing: in 500 steps"),
         (Deadlocks(), r"on 4 workers fails: deadlock.*'never' from any node"),
         (WaitsForTheGone(), r"on 2 workers fails: worker \d has left"),
         (StopsEarly(), "takes {1: 19} steps"),

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def trained(body: str, folder: Path, workers: int = 2, transport: str = "ipc") -
     return models(folder, workers)
 
 
+def defined() -> dict[str, Any]:
+    """The functions of the scripts, for the same loop in this process."""
+    exec(BEFORE.split("HERE")[0] + "def weights" + BEFORE.split("def weights")[1], names := {})
+    return names
+
+
 SEARCHING = """
 torch.set_default_dtype(torch.float64)
 model = network()
@@ -125,8 +132,7 @@ def test_l_bfgs_searches_along_the_mean_loss_and_gradient_of_all_workers(
     """One process on all batches takes the same steps."""
     found = models(searched(strategy))
     assert torch.equal(*found)
-    exec(BEFORE.split("HERE")[0], names := {})
-    exec("def weights" + BEFORE.split("def weights")[1], names)
+    names = defined()
     try:
         torch.set_default_dtype(torch.float64)
         model = names["network"]()
@@ -272,17 +278,25 @@ def test_a_loop_with_what_ddp_offers(
     assert all(map(torch.equal, *momenta)), "what the optimizer remembers comes along"
 
 
-REVISED = """
+OVERLAPPING = """
 from flockstep.strategies import all_reduce, overlap_trial
 overlap_trial.TRIED = 16
+
+def begun(overlap, lr, model, strategy="all_reduce"):
+    "An optimizer, and the steps in which parts of a gradient travel during the backward pass, if they may."
+    all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004 if overlap else 1.0)
+    inner = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
+    optimizer = flockstep.distribute(model, inner, strategy)
+    sent, hand_over = [], optimizer.loop.hand_over
+    optimizer.loop.hand_over = lambda: (sent.append(step), hand_over())
+    return optimizer, sent
+
+"""
+REVISED = """
 warnings.filterwarnings("ignore", "gradients were changed")
 for overlap in (True, False):
-    all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004 if overlap else 1.0)
-    model = network()
-    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), "all_reduce")
-    sent, told = [], []
-    hand_over = optimizer.loop.hand_over
-    optimizer.loop.hand_over = lambda: (sent.append(step), hand_over())
+    model, told = network(), []
+    optimizer, sent = begun(overlap, 0.3, model)
     for step, x in enumerate(batches(16, seed=1 + rank)):
         optimizer.zero_grad()
         loss(model, x).backward()
@@ -305,7 +319,7 @@ def test_gradients_travel_during_backward_until_a_script_changes_one(how: str, t
     folders = [tmp_path / "True", tmp_path / "False"]
     for folder in folders:
         folder.mkdir()
-    ended = outcome(REVISED.format(change=11, how=how), tmp_path)
+    ended = outcome(OVERLAPPING + REVISED.format(change=11, how=how), tmp_path)
     assert (ended.code, "Warning" in ended.err) == (0, False), ended.err
     results = [model for folder in folders for model in models(folder)]
     kept = [[(at / f"{name}-{rank}").read_text() for name in ("sent", "told") for rank in range(2)] for at in folders]
@@ -316,15 +330,9 @@ def test_gradients_travel_during_backward_until_a_script_changes_one(how: str, t
 
 
 KEPT = """
-from flockstep.strategies import all_reduce, overlap_trial
-overlap_trial.TRIED = 16
 for overlap in (True, False):
-    all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004 if overlap else 1.0)
-    model = network()
-    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "all_reduce")
-    sent, means = [], []
-    hand_over = optimizer.loop.hand_over
-    optimizer.loop.hand_over = lambda: (sent.append(step), hand_over())
+    model, means = network(), []
+    optimizer, sent = begun(overlap, 0.05, model)
     for step, x in enumerate(batches(9, seed=1 + rank)):
         if step in (3, 6):
             model.zero_grad(set_to_none=step == 3)
@@ -341,13 +349,12 @@ for overlap in (True, False):
 
 def test_after_a_step_gradients_are_the_mean_and_a_loop_may_add_to_them(tmp_path: Path) -> None:
     """As with DDP; a loop that sets no gradient to zero adds the next ones to the clipped mean of the last step."""
-    trained(KEPT, tmp_path)
+    trained(OVERLAPPING + KEPT, tmp_path)
     kept = [torch.load(tmp_path / f"means-{way}-{rank}") for way in (True, False) for rank in range(2)]
     assert [sent for sent, _ in kept] == [list(range(1, 9))] * 2 + [[]] * 2
-    exec(BEFORE.split("HERE")[0], names := {})
-    exec("def network" + BEFORE.split("def network")[1].split("def save")[0], names)
+    names = defined()
     model = names["network"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     parameters, expected = list(model.parameters()), []
     for step, pair in enumerate(zip(names["batches"](9, seed=1), names["batches"](9, seed=2), strict=True)):
         if step in (3, 6):
@@ -360,6 +367,70 @@ def test_after_a_step_gradients_are_the_mean_and_a_loop_may_add_to_them(tmp_path
     for _, means in kept:
         assert all(map(torch.equal, means, kept[0][1]))
     torch.testing.assert_close(kept[0][1], [*expected, expected[-1]], atol=1e-6, rtol=1e-4)
+
+
+ABSENT = """
+USED = [([0, 1], [0]), ([0], [0, 1]), ([0], [0]), ([1], []), ([0, -1], [0, -1]), ([0], [0, -1]), ([0], [0])]
+
+class Gated(nn.Module):
+    "Three networks and a gate; a script uses some of them in each step."
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(network() for _ in range(3))
+        self.gate = nn.Parameter(torch.ones(()))
+
+def used(model, x, parts):
+    "The loss of some networks; -1 is the second one, with a gradient of -0, and also for the gate."
+    terms = [loss(model.parts[abs(part)], x) * (1.0 if part >= 0 else -0.0 * model.gate) for part in parts]
+    return sum(terms) + 0.0 * model.parts[0][0].weight.sum()
+
+"""
+LEFT_OUT = """
+for name, overlap, strategy in {cases!r}:
+    model = Gated()
+    optimizer, _ = begun(overlap, 0.1, model, strategy)
+    for step, x in enumerate(batches(len(USED), seed=1 + rank)):
+        used(model, x, USED[step][rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(torch.cat([p.detach().flatten() for p in model.parameters()]), HERE / f"{{name}}-{{rank}}")
+    optimizer.finish()  # makes the replicas equal
+"""
+CASES = [
+    ("overlapping", True, "all_reduce"),
+    ("small", False, "all_reduce"),
+    ("bucketed", False, "bucketed(cap=0.00008, first=0.00004)"),
+    ("fused", False, "fused"),
+    ("two-way", False, "two_way(codec=identity, feedback=none)"),
+    ("encoded", False, "decoupled_momentum(k=1, chunk=1)"),
+]
+
+
+def test_a_parameter_without_a_gradient_on_any_rank_is_skipped_as_by_ddp(tmp_path: Path) -> None:
+    """Weight decay and momentum move a parameter that has a gradient of -0, and no parameter that has none."""
+    ended = outcome(OVERLAPPING + ABSENT + LEFT_OUT.format(cases=CASES), tmp_path)
+    assert (ended.code, "Warning" in ended.err) == (0, False), ended.err
+    names = defined()
+    exec(ABSENT, names)
+    model = names["Gated"]()
+    parameters = list(model.parameters())
+    inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    counted = 0
+    streams = [names["batches"](len(names["USED"]), seed=1 + rank) for rank in range(2)]
+    for parts, *batches in zip(names["USED"], *streams, strict=True):
+        for used, x in zip(parts, batches, strict=True):
+            (names["used"](model, x, used) / 2).backward()
+        counted += sum(one.grad is None for one in parameters)
+        inner.step()
+        inner.zero_grad()
+    assert counted == 5 + 5 + 9 + 8 + 4 + 4 + 9
+    expected = torch.cat([one.detach().flatten() for one in parameters])
+    for name, _, _ in CASES:
+        ours = [torch.load(tmp_path / f"{name}-{rank}") for rank in range(2)]
+        assert torch.equal(*ours), name
+        if name != "encoded":  # whose steps follow the signs of gradients
+            torch.testing.assert_close(ours[0], expected, atol=1e-6, rtol=1e-5, msg=name)
 
 
 CLIPPED = """

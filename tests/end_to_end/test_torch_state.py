@@ -444,3 +444,18 @@ def test_a_schedule_that_rank_0_alone_has_loaded_is_told_of(strategy: str, told:
     assert ended.code == 0, ended.err
     sentence = "learning rates at step 5, 0.125 on worker 0 and 0.25 on worker 1, so their parameters diverge"
     assert (sentence in ended.err) == told, ended.err
+
+
+@pytest.mark.parametrize(("model", "warned"), few([(NET, 1), (PLAIN, 0)], (NET, 1)))
+def test_statistics_that_differ_are_told_of_where_a_script_does_not_finish(
+    model: str, warned: int, tmp_path: Path
+) -> None:
+    """Parameters are equal under all_reduce; running means of batch normalization are not until `finish`."""
+    body = model + (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = flockstep.distribute(model, optimizer, strategy='all_reduce')\n"
+        "for step in range(2):\n    gradient(step)\n    optimizer.step()\n"
+    )
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("the script ended without optimizer.finish()") == warned

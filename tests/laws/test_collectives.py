@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flockstep.arrays.schema import slices
 from flockstep.collectives import recursive_doubling
 from flockstep.collectives.base import Collective
+from flockstep.collectives.by_host import ByHost
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ProtocolError
@@ -161,6 +162,48 @@ class OneHopShort(Ring):
         for hop in range(n - 2):
             me.send(right, "gather", chunks[(rank - hop + 1) % n])
             chunks[(rank - hop) % n][:] = (await me.receive("gather", left)).array
+
+
+@dataclass(frozen=True)
+class Doubled(Strategy):
+    """Averages, and sums, the replicas with a collective whose sum is twice as large."""
+
+    collective: Collective
+
+    @property
+    def traits(self):
+        return Traits(delivery="synchronous", survives=False, results=("rank0",))
+
+    async def worker(self, me):
+        while me.training:
+            await me.gradient()
+            me.params[:] = me.rank + 1
+            mean, summed, given = np.zeros_like(me.params), me.params.copy(), me.params.copy()
+            await self.collective.average_of(me, given, mean)
+            await self.collective.all_reduce(me, summed)
+            await self.collective.average(me, me.params)
+            assert equal_bits(mean, me.params, summed / me.workers)
+
+
+class OwnSum:
+    async def all_reduce(self, me, array):
+        await super().all_reduce(me, array)
+        array *= 2
+
+
+class OwnDividedSum:
+    async def divided_sum(self, me, array, divisor):
+        await super().divided_sum(me, array, divisor)
+        array *= 2
+
+
+@pytest.mark.parametrize("own", [OwnSum, OwnDividedSum])
+@pytest.mark.parametrize("kind", [Ring, ByHost, RecursiveDoubling])
+def test_a_class_that_overrides_one_of_the_sums_does_not_inherit_the_other_one(own, kind):
+    """`average` calls `divided_sum`, which a ring and a collective by hosts define beside `all_reduce`."""
+    custom = type("Custom", (own, kind), {})
+    run = run_strategy(Doubled(custom()), 3, 1, job=bowl_job(dimension=7))
+    assert all((replica == 2 * 2.0).all() for replica in run.replicas)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_what_a_schedule_declares_is_what_its_passes_do(name: str, stages: int, 
         assert schedule.synchronous == (not any(schedule.delay(s, 4) for s in range(4)))
 
 
-@pytest.mark.oracle("pipeline_schedule:gpipe", "pipeline_schedule:one_forward_one_backward")
+@pytest.mark.oracle("pipeline_schedule:gpipe", "pipeline_schedule:1f1b")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(stages=STAGES, batches=BATCHES)
 def test_the_bubble_of_a_flush(name: str, stages: int, batches: int) -> None:
@@ -100,7 +100,7 @@ def test_the_bubble_of_a_flush(name: str, stages: int, batches: int) -> None:
     assert max(stage[-1].end for stage in times) == 3 * (batches + stages - 1)
 
 
-@pytest.mark.oracle("pipeline_schedule:one_forward_one_backward")
+@pytest.mark.oracle("pipeline_schedule:1f1b")
 def test_1f1b_holds_fewer_micro_batches_than_gpipe() -> None:
     """min(K - s, M) at stage s instead of M; the figure of the paper for K = 4, pass by pass."""
     assert [most_in_flight(passes) for passes in programs(pipeline_of("1f1b", 4, 8), 1)] == [4, 3, 2, 1]
@@ -192,7 +192,7 @@ def test_only_ddg_waits_for_the_forward_pass_of_the_batch_before() -> None:
     assert all(most_versions(passes) == 1 for passes in synchronous), "the delays above come from the schedules"
 
 
-@pytest.mark.negative_control("pipeline_schedule:gpipe", "pipeline_schedule:one_forward_one_backward")
+@pytest.mark.negative_control("pipeline_schedule:gpipe", "pipeline_schedule:1f1b")
 def test_without_dependencies_there_is_no_bubble() -> None:
     """What makes the bubble is that stages wait for each other's outputs."""
 
@@ -262,7 +262,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused() -> None:
     [
         ("pipeline(0)", "stages of pipeline must be >= 1, got 0"),
         ("pipeline(4, gpipe, 0)", "microbatches of pipeline must be >= 1, got 0"),
-        ("pipeline(4, interleaved(1), 8)", "chunks of interleaved must be >= 2, got 1; use one_forward_one_backward"),
+        ("pipeline(4, interleaved(1), 8)", "chunks of interleaved must be >= 2, got 1; use 1f1b"),
         ("pipeline(4, interleaved, 6)", "a multiple of the 4 stages for interleaved.chunks=2., got 6; use 8"),
         ("pipeline(4, pipedream, 2)", "microbatches must be 1 for pipedream, which .* got 2; use pipedream_2bw"),
         ("pipeline(4, ddg, 2)", "microbatches must be 1 for ddg, which .* got 2; use pipedream_2bw"),

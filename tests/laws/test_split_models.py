@@ -656,7 +656,7 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
         "digits(batch=8)", "ps(bsp, shards=2)", workers=8, partition="pipeline(4, 1f1b, 4)", steps=3, out=tmp_path
     )
     summary, config = ran.summary, RunFolder(tmp_path).read_config()
-    assert config.partition == "pipeline(stages=4, schedule=one_forward_one_backward, microbatches=4)"
+    assert config.partition == "pipeline(stages=4, schedule=1f1b, microbatches=4)"
     assert "--partition 'pipeline(stages=4" in config.command
     assert (summary.workers, len(summary.per_worker), len(summary.hashes)) == (8, 8, 8 + 4 * 2)
     assert summary.completeness == 1
@@ -685,7 +685,7 @@ def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
         ({"workers": 4, "faults": ("drops(0, 1)",)}, r"drops.* cannot be injected .* use one of dies, narrows, slows"),
         ({"workers": 4, "faults": ("dies(4, 0.5)",)}, r"worker 4 does not exist in this run: there are 4 workers"),
         ({"workers": 4, "max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
-        ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Sequential, got SoftmaxRegression of job 'softmax'"),
+        ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Module, got SoftmaxRegression of job 'softmax'"),
     ],
 )
 def test_a_run_that_cannot_be_split_is_refused_before_it_starts(tmp_path: Path, given: Any, message: str) -> None:

@@ -37,6 +37,7 @@ def test_each_derived_cell_is_the_printed_one(printed):
     assert differences(system(printed.system).row(), printed) == {}
 
 
+@pytest.mark.full  # at every push: each cell below, the modes that do not split a model, and tests of each partition
 def test_the_claim_about_the_table_holds_in_every_row():
     """Every mode of every system runs, those that split the model too, and all 17 rows are as printed."""
     verdict = Taxonomy().check(lambda line: None)

@@ -58,6 +58,7 @@ def cluster(bandwidth: str, compute: str = "constant(0.02)", count: int = 8, mor
     return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
 
 
+@lru_cache
 def outlook(bandwidth: str, compute: str = "constant(0.02)", count: int = 8, more: str = "") -> Outlook:
     return plan(TASK, cluster(bandwidth, compute, count, more), strategies=SOME, further=False)
 

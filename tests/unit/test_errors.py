@@ -65,7 +65,9 @@ def test_unknown_names_take_any_iterable_once():
 
 
 def test_a_command_stands_for_a_long_list_of_known_names():
-    with pytest.raises(UnknownName, match=r"'one_way_ring'; flockstep list strategy shows all$"):
+    with pytest.raises(
+        UnknownName, match=r"'one_way_ring'; flockstep list strategy shows all; a custom strategy needs --import FILE, "
+    ):
         registry.load("strategy", "one_way_ring")
     with pytest.raises(UnknownName, match=r"'zzz'; known: .*by_label.*iid"):
         registry.load("split", "zzz")
@@ -92,7 +94,8 @@ def test_every_present_name_in_the_table_of_former_names_exists():
         for option in parameter.opts
     }
     kinds = {name for noun in registry.nouns() for name in (noun, plural(noun))}
-    known = {name for one in components for name in dir(one)} | kinds | options | set(registry.names("strategy"))
+    known = {name for one in components for name in dir(one)} | kinds | options
+    known |= {name for noun in ("strategy", "pipeline_schedule") for name in registry.names(noun)}
     structs = [Summary, WorkerTotals, *typing.get_args(Event)]
     known |= {field.name for kind in structs for field in msgspec.structs.fields(kind)}
     known |= {kind.__struct_config__.tag for kind in structs} | {field.name for field in dataclasses.fields(Traits)}

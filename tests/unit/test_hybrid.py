@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import math
+import re
+import shlex
 import statistics
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +38,7 @@ from flockstep.planning import hybrid
 from flockstep.planning.advice import advise
 from flockstep.planning.hybrid import (
     HybridAdvice,
+    HybridOptions,
     SplitPrediction,
     advise_hybrid,
     memory_of,
@@ -44,6 +49,8 @@ from flockstep.planning.hybrid import (
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.pipeline_surrogate import PipelineShape
 from flockstep.planning.plan import plan
+from flockstep.planning.rehearsal import Rehearsal
+from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import rehearsed_split
 from flockstep.planning.ways_surrogate import WaysShape
@@ -145,6 +152,26 @@ def test_a_surrogate_stands_for_a_larger_model(strategy: str, partition: str) ->
     assert found.sent_bytes == pytest.approx(sent, rel=0.05)
 
 
+def split_rehearsal(strategy: str, site: Site, shape: SplitShape) -> Rehearsal:
+    return rehearsed_split(Strategy.parse(strategy), site, 4, shape, site.compute(4))
+
+
+@pytest.mark.parametrize("collective", few(["ring", "recursive_doubling", "binomial_tree"], "recursive_doubling"))
+@pytest.mark.parametrize("partition", ["tensor", pytest.param("sharded", marks=pytest.mark.full)])
+def test_a_single_replica_exchanges_nothing_whatever_the_collective_of_its_ways(
+    partition: str, collective: str
+) -> None:
+    """With two replicas, a ring of two workers per part sends each element of the gradient once."""
+    site = site_of(job_of(batch=12))
+    shape = split_shape(site.task, Partition.parse(f"{partition}(4, collective={collective})"))
+    alone = split_rehearsal("all_reduce", site, shape)
+    assert alone.bytes_between_parts == pytest.approx(alone.sent_bytes_per_step)
+    shape = split_shape(site.task, Partition.parse(f"{partition}(2, collective={collective})"))
+    found = split_rehearsal("all_reduce", site, shape)
+    between = 2 * (found.sent_bytes_per_step - found.bytes_between_parts)
+    assert between == pytest.approx(site.task.itemsize * shape.parameters, rel=0.01)
+
+
 def test_activations_of_another_size_are_noticed() -> None:
     """Negative control: with half of the outputs the same rehearsal sends too little."""
     job = wide_job()
@@ -153,7 +180,8 @@ def test_activations_of_another_size_are_noticed() -> None:
     assert isinstance(shape, PipelineShape)
     less = dataclasses.replace(shape.chunks[0], sends=shape.chunks[0].sends / 2)
     thin = dataclasses.replace(shape, chunks=(less, *shape.chunks[1:]))
-    assert thin.bytes_between("float32") == shape.bytes_between("float32") / 2 == BATCH * 256 * 4
+    found = [2 * split_rehearsal("all_reduce", site, one).bytes_between_parts for one in (shape, thin)]
+    assert found == pytest.approx([2 * BATCH * 256 * 4, BATCH * 256 * 4], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +207,14 @@ def test_sums_of_another_size_are_noticed() -> None:
     thin = dataclasses.replace(
         shape, outputs=tuple(tuple(dataclasses.replace(one, backward=0.0) for one in each) for each in shape.outputs)
     )
-    found, less = (
-        rehearsed_split(Strategy.parse("all_reduce"), site, 4, one, site.compute(4)).sent_bytes_per_step
-        for one in (shape, thin)
-    )
-    between = shape.bytes_between("float32") - thin.bytes_between("float32")
-    assert found - less == pytest.approx(between / 2, rel=0.02)
-    assert between > 0.05 * found
+    found, less = (split_rehearsal("all_reduce", site, one) for one in (shape, thin))
+    between = found.bytes_between_parts - less.bytes_between_parts
+    assert found.sent_bytes_per_step - less.sent_bytes_per_step == pytest.approx(between, rel=0.02)
+    assert between > 0.025 * found.sent_bytes_per_step
     copied = sum(way.copied for way in shape.ways)
     (blocks,) = shape.outputs
     summed = sum(one.forward for one in blocks[:-1]) + sum(one.backward for one in blocks[1:])
-    assert shape.bytes_between("float32") == 4 * (2 * BATCH * summed + copied)
+    assert 2 * found.bytes_between_parts == pytest.approx(4 * (2 * BATCH * summed + copied), rel=0.02)
 
 
 def test_memory_of_ways_and_shards_by_hand() -> None:
@@ -246,7 +271,7 @@ def advised(
 ) -> HybridAdvice:
     site = site_of(wide_job(), bandwidth, more=more, compute=compute)
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
-    return advise_hybrid(outlook, advise(outlook), tuple(map(Partition.parse, asked)))
+    return advise_hybrid(outlook, advise(outlook), HybridOptions(partitions=tuple(map(Partition.parse, asked))))
 
 
 def test_where_messages_take_as_long_as_gradients_the_model_is_not_split() -> None:
@@ -262,7 +287,7 @@ def test_what_does_not_fit_is_split() -> None:
     found = advised("100gbit", 'memory = "1200kB"')
     assert isinstance(found.choice, SplitPrediction)
     assert found.choice.memory <= 1.2e6
-    assert "Split each replica over" in found.sentences[0]
+    assert re.match("Split (the model|each replica) over", found.sentences[0])
     assert (
         "No strategy with whole replicas meets the requirements: a whole replica needs at least" in found.sentences[1]
     )
@@ -330,7 +355,7 @@ def test_where_activations_are_smaller_than_weights_a_slow_network_splits() -> N
     best = found.splits[0]
     assert isinstance(found.choice, SplitPrediction)
     assert found.choice is best
-    assert f"--partition '{best.partition}'" in found.sentences[0]
+    assert f" with {best.partition}" in found.sentences[0]
     assert "times as fast as the best strategy with whole replicas" in found.sentences[1]
     assert found.speedups[best.name] > 1
 
@@ -358,25 +383,60 @@ def test_models_that_cannot_be_cut_say_why() -> None:
     softmax = flockstep.plan("softmax", "laptop", strategies=["all_reduce"], hybrid=True).hybrid
     assert softmax is not None
     (sentence,) = softmax.sentences
-    assert "Do not split the model: a model that is split must be a torch.nn.Sequential, got Softmax" in sentence
+    assert "Do not split the model: a model that is split must be a torch.nn.Module, got Softmax" in sentence
     branches = flockstep.plan("googlenet", "laptop", strategies=["all_reduce"], hybrid=True).hybrid
     assert branches is not None
     assert "googlenet has branches" in branches.sentences[0]
 
 
 def test_the_command_chooses_both(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "vgg-a", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--memory", "1GB"]
+    words = ["plan", "vgg-a", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--memory", "2.5GB"]
     assert command([*words, "--partition", "pipeline(4, 1f1b, 8)", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["hybrid"]
     assert [one["partition"] for one in found["splits"]] == [str(Pipeline.parse("pipeline(4, 1f1b, 8)"))]
     assert found["splits"][0]["layers"][0] == "conv1_1"
     assert command([*words, "--partition", "pipeline(4, 1f1b, 8)"]) == 0
     said = capsys.readouterr().out
-    assert "With whole replicas:" in said
+    assert said.count("Split the model over all 4 workers with") + said.count("Do not split the model") == 1
+    assert "flockstep train JOB -s all_reduce" in said
     assert command([*words, "--partition", "none"]) == 2
     assert "a plan of split models predicts partitions that split the model, got none" in capsys.readouterr().err
     assert command([*words[:-1], "1"]) == 2
     assert "memory must be > 0 bytes, with a unit" in capsys.readouterr().err
+
+
+def split_job_file(tmp_path: Path) -> Path:
+    file = tmp_path / "wide.py"
+    file.write_text("from test_hybrid import wide_job as job\n")
+    return file
+
+
+def test_one_recommendation_and_one_command_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a worker is too small for a whole replica: the plan names one split, and the command trains it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    file = split_job_file(tmp_path)
+    words = ["plan", str(file), "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--memory", "1200kB", "-b", "8"]
+    assert command([*words, "--hybrid", "--out", str(tmp_path / "plan.html")]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.split("\n") if line.startswith("  flockstep train")]
+    assert "Split the model over all 4 workers" in said
+    assert "there is one replica, so nothing is exchanged between replicas" in " ".join(said.split())
+    assert "Use one worker" not in said
+    assert "No strategy meets" not in said
+    train = shlex.split(line)[1:]
+    assert train[-4:] == ["-n", "4", "--batch", "8"]
+    assert line.strip() in html.unescape((tmp_path / "plan.html").read_text("utf-8"))
+    assert command(["simulate", *train[1:], "--steps", "3", "--out", str(tmp_path / "run")]) == 0
+
+
+def test_a_model_that_is_not_split_has_one_recommendation_and_one_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "softmax", "-s", "all_reduce", "--hybrid"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("must be a torch.nn.Module, got SoftmaxRegression") == 1
+    assert said.count("flockstep train") == 1
+    assert "Do not split the model" in said
 
 
 def test_shapes_that_cannot_be_split_are_refused() -> None:

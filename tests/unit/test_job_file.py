@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flockstep.cli.app import run
 from flockstep.errors import ConfigurationError, MissingDependency, UnknownName
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import load_job_file, make_engine
@@ -73,7 +74,8 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("x = 1", r"job file '.*example\.py' has no function job\(\); add one that returns a flockstep\.Job$"),
+        ("x = 1", r"job file '.*example\.py' has no function job\(\); add one that returns a flockstep\.Job; to run a"),
+        ("x = 1", r"to run a training script on workers, write flockstep launch .*example\.py$"),
         ("job = 3", r"has no function job\(\)"),
         (
             "def job(): return 3",
@@ -85,16 +87,47 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
             r"job\(\) raised ZeroDivisionError: division by zero at line 3; fix the file$",
         ),
         ("def job(n): pass", r"raised TypeError: .*missing 1 required positional argument"),
-        ("\n\nraise ValueError('broken\\nfile')", "importing it raised ValueError: broken at line 3; fix the file"),
+        (
+            "job = 1\n\nraise ValueError('broken\\nfile')",
+            "importing it raised ValueError: broken at line 3; fix the file",
+        ),
         ("def job(:", "importing it raised SyntaxError: .* at line 1"),
-        ("import sys; sys.exit(3)", "importing it raised SystemExit: 3 at line 1"),
-        ("import no_such_module_here", "ModuleNotFoundError: No module named 'no_such_module_here'"),
+        ("job = 1; import sys; sys.exit(3)", "importing it raised SystemExit: 3 at line 1"),
+        ("from no_such_module_here import job", "ModuleNotFoundError: No module named 'no_such_module_here'"),
     ],
 )
 def test_a_bad_file_ends_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence) as caught:
         load_job_file(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["train", "simulate", "compare", "plan"])
+def test_a_training_script_is_refused_before_it_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = write(tmp_path, "import pathlib\npathlib.Path('ran').touch()\nmodel, jobs = 1, 'my job'\n", "train me.py")
+    assert run([command, script.name, *(["-s", "gossip"] if command != "plan" else [])]) == 2
+    assert "to run a training script on workers, write flockstep launch 'train me.py'" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import job_file_others as others\njob = others.job",
+        "from job_file_others import *",
+        "globals()['job'] = __import__('job_file_others').job",
+        "if True:\n    from job_file_others import job",
+    ],
+)
+def test_a_job_may_be_defined_in_any_way(tmp_path: Path, text: str) -> None:
+    write(tmp_path, GOOD, "job_file_others.py")
+    try:
+        assert load_job_file(str(write(tmp_path, text))).name == "mine"
+    finally:
+        sys.modules.pop("job_file_others", None)
 
 
 def test_errors_of_ours_inside_the_file_stay_what_they_are(tmp_path: Path) -> None:
@@ -141,7 +174,7 @@ def test_without_torch_the_way_to_install_it_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(MissingDependency, match=r"the job 'job' needs torch, .*pip install 'flockstep\[torch\]'"):
         make_engine(model_job(model), seed=0)
     with pytest.raises(MissingDependency, match="needs torch, which is not installed"):
-        load_job_file(write(tmp_path, "import torch"))
+        load_job_file(write(tmp_path, "from torch import job"))
     assert isinstance(make_engine(model_job(lambda: SoftmaxRegression(3, 3)), seed=0), NumpyEngine)
 
 

@@ -44,7 +44,7 @@ def test_few_are_left_without_a_mark() -> None:
         few(["a"])
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", few([False, True], True))
 def test_a_mark_that_keeps_the_chosen_from_every_push_is_refused(marked: bool, tmp_path: Path) -> None:
     case = """
 import pytest

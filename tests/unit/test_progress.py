@@ -1,4 +1,4 @@
-"""Progress on standard error: all parts and the time left where somebody watches, nothing elsewhere."""
+"""Progress on standard error: all parts and the time left on a terminal, a line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_real_run_counts_the_mean_steps_of_its_workers(screen: io.StringIO) ->
     assert "worker 1" in screen.getvalue()
 
 
-def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_says_nothing_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with show.status() as say, show.bar("a") as tell, show.standings("b") as stand:
         say("part", 1, 4)
         tell(1, 4, 0.5)
@@ -51,14 +51,27 @@ def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str
     assert tuple(capsys.readouterr()) == ("", "")
 
 
+@pytest.mark.parametrize("kind", ["work", "simulation", "run"])
 def test_long_work_is_told_from_time_to_time_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(show, "PERIOD", 0.01)
     said: list[str] = []
-    with show.status() as say:
-        say("predicting easgd", 3, 40)
-        wait_until(lambda: said.append(capsys.readouterr().err) or "easgd" in said[-1], PATIENCE, "a line")  # type: ignore[func-returns-value]
-    assert re.search(r"^flockstep: predicting easgd, 3 of 40; \d+ s so far$", said[-1], re.MULTILINE)
+
+    def line(pattern: str) -> None:
+        wait_until(lambda: said.append(capsys.readouterr().err) or re.search(pattern, said[-1]), PATIENCE, pattern)  # type: ignore[func-returns-value]
+
+    if kind == "work":
+        with show.status() as say:
+            say("predicting easgd", 3, 40)
+            line(r"(?m)^flockstep: predicting easgd, 3 of 40; \d+ s so far$")
+    elif kind == "simulation":
+        with show.bar("softmax, gossip") as tell:
+            tell(100, 400, 1.5)
+            line(r"(?m)^flockstep: worker-steps of softmax, gossip, virtual 1.5 s, 100 of 400; \d+ s so far$")
+    else:
+        with show.standings("digits, bsp") as stand:
+            stand({0: NodeProgress("running", 10), 1: NodeProgress("running", 20), -1: NodeProgress("running", 9)}, 60)
+            line(r"(?m)^flockstep: steps of digits, bsp, 15 of 60; \d+ s so far$")
     capsys.readouterr()
     assert capsys.readouterr().err == ""

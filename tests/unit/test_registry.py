@@ -195,6 +195,24 @@ def test_names_that_cannot_be_registered(noun, name, message):
     assert name == "ring" or noun == "topologies" or name not in registry.names(noun)
 
 
+@pytest.mark.usefixtures("table")
+def test_a_class_that_is_no_component_is_refused_where_it_is_registered():
+    class Vague(Topology):
+        pass
+
+    for noun, target, message in (
+        ("topology", Mine(), "register takes a class, got an object of Mine; write Mine without parentheses"),
+        ("codec", Mine, "Mine is a topology, got the noun 'codec'; write 'topology'"),
+        ("topology", Vague, "Vague must define graph to be a topology; add what is missing"),
+        ("topology", Loose, r"Loose must be a frozen dataclass; write @dataclass\(frozen=True\) above the class"),
+        ("topology", Thawed, "Thawed must be a frozen dataclass"),
+        ("topology", Inherits, "Inherits must be a frozen dataclass"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            registry.register(noun, "refused", target)
+    assert "refused" not in registry.names("topology")
+
+
 class Loose(Topology):
     def graph(self, n):
         raise NotImplementedError
@@ -256,7 +274,7 @@ class Stranger(Loose):
     ],
 )
 def test_a_broken_component_is_caught(component, complaint):
-    if not isinstance(component, Stranger):
+    if type(component) not in (Stranger, Thawed, Inherits, Loose):
         registry.register("topology", type(component).__name__.lower(), type(component))
     with pytest.raises(AssertionError, match=complaint):
         check_component(component)

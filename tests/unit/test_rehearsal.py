@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -56,33 +56,43 @@ def rehearsed(text: str, **more: object) -> Rehearsal:
     return rehearse(strategy, WORKERS, its.nbytes, *laws, dtype_bytes=its.itemsize, **known)  # type: ignore[arg-type]
 
 
-def recorded(text: str, folder: Path) -> tuple[float, float]:
-    """Seconds and bytes of a step in a long run with real gradients, the first quarter left out."""
-    simulate(
-        RunConfig(
-            kind="simulate", job=JOB, strategy=text, workers=WORKERS, steps=STEPS, network=NETWORK, compute=COMPUTE
-        ),
-        folder,
-    )
-    steps = [one for one in RunFolder(folder).read_events() if isinstance(one, StepEvent) and one.step > STEPS // 4]
-    took = statistics.fmean(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in steps)
-    return took, statistics.fmean(one.sent_bytes for one in steps)
+Recorded = Callable[[str], tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Seconds and bytes of a step in a long run with real gradients, the first quarter left out, by strategy."""
+
+    @functools.cache
+    def run(text: str) -> tuple[float, float]:
+        folder = tmp_path_factory.mktemp("long") / "run"
+        simulate(
+            RunConfig(
+                kind="simulate", job=JOB, strategy=text, workers=WORKERS, steps=STEPS, network=NETWORK, compute=COMPUTE
+            ),
+            folder,
+        )
+        steps = [one for one in RunFolder(folder).read_events() if isinstance(one, StepEvent) and one.step > STEPS // 4]
+        took = statistics.fmean(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in steps)
+        return took, statistics.fmean(one.sent_bytes for one in steps)
+
+    return run
 
 
 @pytest.mark.parametrize("text", few(LIKE, LIKE[0], "powersgd", "codistillation", LIKE[-1]))
-def test_a_rehearsal_is_like_a_long_run(text: str, tmp_path: Path) -> None:
-    seconds, sent = recorded(text, tmp_path / "run")
+def test_a_rehearsal_is_like_a_long_run(text: str, recorded: Recorded) -> None:
+    seconds, sent = recorded(text)
     found = rehearsed(text)
     assert found.seconds_per_step == pytest.approx(seconds, rel=0.05)
     assert found.sent_bytes_per_step == pytest.approx(sent, rel=0.05)
 
 
-def test_few_steps_and_flat_tensors_are_not(tmp_path: Path) -> None:
+def test_few_steps_and_flat_tensors_are_not(recorded: Recorded) -> None:
     """Negative control: 16 steps and one-dimensional tensors are not enough."""
-    _, sent = recorded("local_sgd(period=32)", tmp_path / "periods")
+    _, sent = recorded("local_sgd(period=32)")
     assert rehearsed("local_sgd(period=32)", steps=16).sent_bytes_per_step == 0 < sent
     for text in ("powersgd", "decoupled_momentum"):
-        _, sent = recorded(text, tmp_path / text)
+        _, sent = recorded(text)
         assert rehearsed(text, tensors=task().sizes).sent_bytes_per_step > 1.2 * sent
 
 

@@ -10,12 +10,19 @@ import pytest
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRun, PartRunner
+from flockstep.drivers.parts import program_of
+from flockstep.drivers.plan import Plan
 from flockstep.drivers.stage import PipelineStage, stage_notes
+from flockstep.drivers.ways import Ways
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_stages import split_torch
-from flockstep.messages import Message
+from flockstep.messages import PART, Mailbox, Message
+from flockstep.nodes import Cluster
+from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.strategies.base import Strategy
 from flockstep.transports import wire
 from support.split_jobs import job_of
 
@@ -43,7 +50,7 @@ class OverTheWire:
     def _runner(self, number: int) -> PartRunner:
         batches = iter([np.arange(12) + 12 * step for step in range(STEPS)])
         send, random = partial(self._send, number), lambda step: np.random.default_rng((number, step))
-        run = PartRun(0, number, STEPS, batches.__next__, send, random)
+        run = PartRun(0, number, self.pipeline.part_name(number), STEPS, batches.__next__, send, random)
         stage = PipelineStage(run, self.split.parts[number], self.pipeline)
         return PartRunner(stage, lambda need: None, partial(self._step, number))
 
@@ -51,7 +58,7 @@ class OverTheWire:
         self.sent += 1
         if self.sent != self._lose:
             payload = b"" if message.array is None else message.array.tobytes()
-            header = wire.encode(message, self._identity(address=source))
+            header = wire.encode(message, self._identity(address=PART + source))
             self._ways.setdefault((source, to), deque()).append((header, payload))
 
     def _step(self, number: int, gradient: FlatArray, loss: float) -> None:
@@ -66,8 +73,9 @@ class OverTheWire:
             for (source, to), way in self._ways.items():
                 if way:
                     header, payload = way.popleft()
-                    me = self._identity(address=to, heard={source: -1})
-                    self.runners[to].deliver(wire.decode(header, memoryview(payload) if payload else None, source, me))
+                    sender, memory = PART + source, memoryview(payload) if payload else None
+                    me = self._identity(address=PART + to, heard={sender: -1})
+                    self.runners[to].deliver(wire.decode(header, memory, sender, me))
                     moved = True
             for number, runner in enumerate(self.runners):
                 if isinstance(runner.waiting, NeedPass):
@@ -116,6 +124,36 @@ def test_no_step_beyond_the_last() -> None:
     ran.run()
     with pytest.raises(RunError, match="stage 0 has no further step"):
         ran.runners[0].request(ran.params[0])
+
+
+@pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("pipeline(2, 1f1b, 2)", ["stage 0", "stage 1"]),
+        ("tensor(2)", ["way 0", "way 1"]),
+        ("sharded(2)", ["shard 0", "shard 1"]),
+        ("pipeline(2, 1f1b, 2) * tensor(2)", [f"way {way} of stage {stage}" for stage in (0, 1) for way in (0, 1)]),
+    ],
+)
+def test_parts_have_the_noun_of_their_partition(partition: str, names: list[str]) -> None:
+    parsed = Partition.parse(partition)
+    assert [parsed.part_name(part) for part in range(parsed.parts)] == names
+    split = make_split(job_of(batch=12), 0, parsed)
+    plan = Plan(Strategy.parse("all_reduce"), Cluster(1), split.engine.optimizer, [np.arange(24)], 12, 1, 0, "rank0", 1)
+    program = program_of(split, parsed.parts - 1, 0, plan, lambda: np.arange(12), lambda to, message: None)
+    runner = PartRunner(program, lambda need: None, lambda gradient, loss: None)
+    runner.close()
+    with pytest.raises(RunError, match=f"^{names[-1]} has no further step"):
+        runner.request(split.parts[-1].initial())
+
+
+def test_a_lost_message_between_ways_names_the_part_that_sent_it() -> None:
+    """Part 0 of the third replica is worker 4, not worker 0."""
+    run = PartRun(2, 1, "way 1", STEPS, lambda: np.arange(12), lambda to, message: None, np.random.default_rng)
+    mailbox = Mailbox()
+    mailbox.put(Message(PART, "reduce", np.zeros(4), number=2))
+    with pytest.raises(ProtocolError, match="message 1 from part 0 was lost"):
+        Ways(range(2), run, mailbox).require_all(0)
 
 
 def test_more_micro_batches_than_samples() -> None:

@@ -179,6 +179,28 @@ def test_a_missing_gradient_is_zero() -> None:
     assert (flat.grads == 99).sum() == 0
 
 
+def test_a_parameter_of_one_number_has_its_shape() -> None:
+    """Such as the temperature of a contrastive loss."""
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(2.0))
+    flat = FlatModule(module)
+    (module.scale * 3).backward()
+    assert (module.scale.shape, flat.gather_gradients().tolist()) == (torch.Size(()), [3])
+
+
+def test_a_gradient_is_minus_zero_if_there_is_none() -> None:
+    module = mlp()
+    flat = FlatModule(module)
+    flat.signs = True
+    module.zero_grad(set_to_none=True)
+    (-0.0 * module[0](torch.ones(1, 3)).sum()).backward()
+    views = flat.schema.views(flat.gather_gradients())
+    assert not flat.grads.any()
+    assert [bool(np.signbit(view.reshape(-1)[0])) for view in views.values()] == [False, False, True, True]
+    flat.drop_absent_everywhere()
+    assert [p.grad is None for p in module.parameters()] == [False, False, True, True]
+
+
 def test_sparse_gradients_become_dense() -> None:
     module = nn.Embedding(5, 2, sparse=True)
     flat = FlatModule(module)

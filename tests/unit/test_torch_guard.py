@@ -210,7 +210,7 @@ def test_values_that_are_not_finite_are_told_once():
 
     def far():
         for p in model.parameters():
-            p.grad.fill_(1e3)
+            p.grad = torch.full_like(p, 1e3)
         optimizer.step()
 
     with pytest.warns(

@@ -350,7 +350,7 @@ def test_a_file_with_a_model_and_inputs(tmp_path):
             "ZeroDivisionError: division by zero at line 2",
         ),
         ("def model():\n    return 3\n\ndef inputs():\n    return 3\n", "got int"),
-        ("import nowhere_at_all\n", "ModuleNotFoundError"),
+        ("import nowhere_at_all\n\ndef job():\n    pass\n", "ModuleNotFoundError"),
     ],
 )
 def test_a_file_that_declares_no_model(tmp_path, source, said):

@@ -26,7 +26,7 @@ gradient of its inputs. WEIGHT: virtual seconds to compute the gradient of its w
 """
 CHUNKS = 2
 """Number of chunks of layers that each stage holds in the interleaved schedule."""
-REAL = (("gpipe", 1), ("one_forward_one_backward", 1), (f"interleaved({CHUNKS})", CHUNKS))
+REAL = (("gpipe", 1), ("1f1b", 1), (f"interleaved({CHUNKS})", CHUNKS))
 """(Schedule, number of chunks of layers per stage) of the runs that are timed on real processes."""
 REAL_BATCHES = 8
 WARM_UP = 2
@@ -107,7 +107,7 @@ def expected(batches: int) -> Iterator[PublishedSchedule]:
     last = STAGES - 1
     yield PublishedSchedule("gpipe", last * (FORWARD + INPUT + WEIGHT), [batches] * STAGES)
     one = [min(STAGES - stage, batches) for stage in range(STAGES)]
-    yield PublishedSchedule("one_forward_one_backward", last * (FORWARD + INPUT + WEIGHT), one)
+    yield PublishedSchedule("1f1b", last * (FORWARD + INPUT + WEIGHT), one)
     ahead = [2 * (last - stage) + (CHUNKS - 1) * STAGES + 1 for stage in range(STAGES)]
     held = [min(count, CHUNKS * batches) for count in ahead]
     yield PublishedSchedule(f"interleaved({CHUNKS})", last * (FORWARD + INPUT + WEIGHT) / CHUNKS, held)

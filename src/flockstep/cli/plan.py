@@ -16,11 +16,10 @@ from flockstep.cli import show
 from flockstep.errors import ConfigurationError, Interrupted
 
 if TYPE_CHECKING:
-    from flockstep.cli.hybrid import HybridOptions
     from flockstep.cli.search import Tried
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
-    from flockstep.planning.hybrid import HybridAdvice
+    from flockstep.planning.hybrid import HybridAdvice, HybridOptions
     from flockstep.planning.plan import Outlook
     from flockstep.planning.step_prediction import StepPrediction
     from flockstep.report.page import Listing
@@ -201,29 +200,29 @@ def plan(
     asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
     asked |= {"split": split, "keep": keep}
     _refuse(what, simulate, bool(record), asked, out)
-    from flockstep.cli.hybrid import options
+    if imports:
+        from flockstep.frameworks.job import import_components
 
-    splits = options(hybrid, partition, memory)
+        import_components(imports)
+    from flockstep.planning.hybrid import HybridOptions
+
+    named = tuple(strategy or ())
+    splits = HybridOptions.of(hybrid, partition or (), memory, named, imports or ())
     if splits.wanted and record:
         raise ConfigurationError(
             "--check compares a run with its prediction and considers no other partition; leave out --hybrid, "
             "--partition and --memory"
         )
-    if imports:
-        from flockstep.frameworks.job import import_components
-
-        import_components(imports)
     if record:
         _check(what, cluster, record, tuple(imports or ()), as_json)
         return
     from flockstep.planning.advice import require_known
 
     require_known(require or ())
-    named = tuple(strategy or ())
     outlook = _outlook(what, cluster or _usual(), workers, batch, named, _seconds(hours), splits.memory)
     requirements = tuple(require or ())
     tried = _tried(outlook, requirements, bool(strategy), asked) if simulate else None
-    _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy), splits, named)
+    _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy), splits)
 
 
 def _usual() -> str:
@@ -262,7 +261,6 @@ def _conclude(
     as_json: bool,
     everything: bool,
     splits: HybridOptions,
-    strategies: tuple[str, ...],
 ) -> None:
     """Advise, print and draw, also where trials were interrupted.
 
@@ -283,7 +281,7 @@ def _conclude(
         outlook = replace(outlook, further=False)
         advice = advise(outlook, requirements, *results)
         interrupted = f"{str(stop) or 'interrupted'}; {LACKS}"
-    split = _split(outlook, advice, splits, strategies) if splits.wanted and interrupted is None else None
+    split = _split(outlook, advice, splits) if splits.wanted and interrupted is None else None
     _print(outlook, advice, tried, as_json, everything, split)
     if out is not None:
         from flockstep.planning.page import write_plan
@@ -293,6 +291,9 @@ def _conclude(
             from flockstep.cli.hybrid import listing
 
             listings.insert(0, listing(split))
+            advice = split.together(advice)
+            if split.command is not None:
+                advice = replace(advice, sentences=(*advice.sentences, f"The command is: {split.command}"))
         write_plan(outlook, advice, out, listings)
         if not as_json:
             print(out)
@@ -300,11 +301,11 @@ def _conclude(
         raise Interrupted(interrupted)
 
 
-def _split(outlook: Outlook, advice: Advice, asked: HybridOptions, strategies: tuple[str, ...]) -> HybridAdvice:
+def _split(outlook: Outlook, advice: Advice, asked: HybridOptions) -> HybridAdvice:
     from flockstep.cli.hybrid import advised
 
     try:
-        return advised(outlook, advice, asked, strategies)
+        return advised(outlook, advice, asked)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"{str(stop) or 'interrupted'}; the plan of split models was not finished; leave out --hybrid, --partition "
@@ -354,27 +355,30 @@ def _print(
     page = show.page()
     title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
     page.print(escape(f"{title}:"), highlight=False)
-    if split is not None:
-        from flockstep.cli.hybrid import refusals
-        from flockstep.cli.hybrid import table as of_splits
-
-        for sentence in split.sentences:
-            page.print(escape(sentence), style="bold", highlight=False)
-        page.print()
-        if split.splits:
-            page.print(of_splits(split, everything))
-        for sentence in refusals(split) if everything or not split.splits else ():
-            page.print(escape(sentence), highlight=False)
-        page.print("\nWith whole replicas:", highlight=False)
+    advice = advice if split is None else split.together(advice)
     for sentence in advice.sentences:
         page.print(escape(sentence), style="bold", highlight=False)
     page.print()
-    page.print(_table(outlook, advice, everything))
+    if split is not None:
+        _print_split(page, split, everything)
+    page.print(_table(outlook, advice, everything, "" if split is None else "whole replicas"))
     if tried is not None and tried.found:
         from flockstep.cli.search import table
 
         page.print(table(tried))
     _say(page, outlook, advice, tried, everything)
+
+
+def _print_split(page: Console, split: HybridAdvice, everything: bool) -> None:
+    """Print the command to copy, the table of split replicas, and what was refused."""
+    from flockstep.cli.hybrid import refusals, table
+
+    if split.command is not None:
+        page.print(escape(f"  {split.command}\n"), highlight=False, soft_wrap=True)
+    if split.splits:
+        page.print(table(split, everything))
+    for sentence in refusals(split) if everything or not split.splits else ():
+        page.print(escape(sentence), highlight=False)
 
 
 def _seconds(hours: float | None) -> float | None:
@@ -424,7 +428,7 @@ def _finished(begun: Sequence[tuple[str, float]]) -> str:
     )
 
 
-def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
+def _table(outlook: Outlook, advice: Advice, everything: bool, title: str) -> TextTable:
     """The strategies by their predicted speed-up; unless `everything` is set, only the best that meet the
     requirements, and one worker.
     """
@@ -445,6 +449,7 @@ def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
     return TextTable(
         [columns[place] for place in kept],
         [[row[place] for place in kept] for row in rows],
+        title,
         styles=styles,
         notes=() if everything else (_left_out(len(ranked) - len(shown), len(columns) - len(kept)),),
     )

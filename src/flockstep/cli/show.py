@@ -49,11 +49,16 @@ SHOWN = 16
 
 @contextmanager
 def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int], None]]:
-    """Context manager that shows a live table of the nodes of a real run, and the time left; nothing is shown if
-    standard error is not a terminal.
+    """Context manager that shows a live table of the nodes of a real run, and the time left; if standard error is not
+    a terminal, a line is printed every `PERIOD` seconds.
     """
     if not console.is_terminal:
-        yield lambda nodes, steps: None
+        with _lines() as say:
+
+            def tell(nodes: dict[Address, NodeProgress], steps: int) -> None:
+                say(f"steps of {title}", _mean_step(nodes), steps)
+
+            yield tell
         return
     from rich.console import Group
     from rich.live import Live
@@ -63,11 +68,15 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
         def show(nodes: dict[Address, NodeProgress], steps: int) -> None:
-            mean = statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
-            progress.update(task, completed=int(mean), total=steps)
+            progress.update(task, completed=int(_mean_step(nodes)), total=steps)
             live.update(Group(progress, node_table(nodes)))
 
         yield show
+
+
+def _mean_step(nodes: dict[Address, NodeProgress]) -> float:
+    """Mean number of steps of the workers."""
+    return statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
 
 
 @contextmanager
@@ -114,21 +123,28 @@ def _lines() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; nothing is
-    shown if standard error is not a terminal.
+    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; if standard
+    error is not a terminal, a line is printed every `PERIOD` seconds.
     """
     if not console.is_terminal:
-        yield lambda done, total, clock: None
+        with _lines() as say:
+            yield _now_and_then(lambda text, done, total: say(f"worker-steps of {text}", done, total), title)
         return
     with _progress("worker-steps") as progress:
         task = progress.add_task(title, total=None)
+        yield _now_and_then(
+            lambda text, done, total: progress.update(task, description=text, completed=done, total=total), title
+        )
 
-        def show(done: int, total: int, clock: float) -> None:
-            if done % max(1, total // 200) == 0 or done == total:
-                said = f"{title}, virtual {clock:.3g} s"
-                progress.update(task, description=said, completed=done, total=total)
 
-        yield show
+def _now_and_then(tell: Callable[[str, int, int], object], title: str) -> Callable[[int, int, float], None]:
+    """Return the function that tells one in about 200 steps of a simulation, and its last step."""
+
+    def show(done: int, total: int, clock: float) -> None:
+        if done % max(1, total // 200) == 0 or done == total:
+            tell(f"{title}, virtual {clock:.3g} s", done, total)
+
+    return show
 
 
 def _progress(unit: str = "") -> Progress:

@@ -62,9 +62,6 @@ class Auto(Collective):
         link = LinkModel(self.latency, 1 / self.bandwidth, HEADER_BYTES)
         return min(CANDIDATES, key=lambda candidate: candidate.cost(workers, nbytes, link))
 
-    async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        await self.choose(me.workers, array.nbytes).all_reduce(me, array)
-
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
         await self.choose(me.workers, array.nbytes).divided_sum(me, array, divisor)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, ClassVar
 
 from flockstep.arrays.namespace import copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
@@ -24,6 +25,22 @@ class Collective(Component):
 
     noun: ClassVar[str] = "collective"
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Derive `divided_sum` from `all_reduce`, or the other way round, if the class overrides only one of them, so
+        that the class does not inherit sums that leave its own sum out.
+        """
+        super().__init_subclass__(**options)
+        names = ("all_reduce", "divided_sum", "average", "average_of")
+        summed, divided, mean, mean_of = (
+            next(place for place, one in enumerate(cls.__mro__) if name in vars(one)) for name in names
+        )
+        if summed < divided:
+            cls.divided_sum = _divided(cls.all_reduce)  # type: ignore[method-assign]
+        elif divided < summed:
+            cls.all_reduce = _undivided(cls.divided_sum)  # type: ignore[method-assign]
+        if min(summed, divided, mean) < mean_of:
+            cls.average_of = Collective.average_of  # type: ignore[method-assign]
+
     @property
     def over_messages(self) -> bool:
         """Whether all data travels in flockstep's messages, also that of collectives inside this one; only then can a
@@ -32,9 +49,10 @@ class Collective(Component):
         inner = [getattr(self, name) for name in fields_of(type(self))]
         return all(one.over_messages for one in inner if isinstance(one, Collective))
 
-    @abstractmethod
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` on every worker with the sum over all workers, identical in every bit on all workers.
+
+        A class defines this method, `divided_sum`, or both.
 
         Args:
             me: this worker's member of the group.
@@ -44,6 +62,7 @@ class Collective(Component):
             PeerLost: a worker died, so that the sum cannot be completed.
             ProtocolError: a message was lost.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define all_reduce or divided_sum")
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
         """Replace `array` on `root` with the sum over all workers, along a binomial tree; other workers end with a
@@ -107,9 +126,7 @@ class Collective(Component):
 
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
         """Replace `array` on every worker with the sum over all workers, divided by `divisor`."""
-        await self.all_reduce(me, array)
-        if divisor != 1:
-            array /= divisor
+        raise NotImplementedError(f"{type(self).__name__} must define all_reduce or divided_sum")
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
         """Write the mean of all workers' arrays `given` to `mean` on every worker; `given` does not change."""
@@ -146,3 +163,25 @@ class Collective(Component):
         each other.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
+
+
+def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
+    """The `divided_sum` of a class that defines `all_reduce`."""
+
+    @wraps(Collective.divided_sum)
+    async def divided_sum(self: Collective, me: Group, array: FlatArray, divisor: int) -> None:
+        await all_reduce(self, me, array)
+        if divisor != 1:
+            array /= divisor
+
+    return divided_sum
+
+
+def _undivided(divided_sum: Callable[..., Awaitable[None]]) -> Any:
+    """The `all_reduce` of a class that defines `divided_sum`."""
+
+    @wraps(Collective.all_reduce)
+    async def all_reduce(self: Collective, me: Group, array: FlatArray) -> None:
+        await divided_sum(self, me, array, 1)
+
+    return all_reduce

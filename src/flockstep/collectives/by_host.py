@@ -32,9 +32,6 @@ class ByHost(Collective):
 
     flat: Collective = field(default_factory=Ring)
 
-    async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        await self.divided_sum(me, array, 1)
-
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
         await (self._over_hosts(me, array, divisor) if _shared(me) else self.flat.divided_sum(me, array, divisor))
 

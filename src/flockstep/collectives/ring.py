@@ -22,9 +22,6 @@ class Ring(Collective):
     bytes and messages.
     """
 
-    async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        await self.divided_sum(me, array, 1)
-
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
         if me.shared_sum is not None and me.sum_in_shared_memory(array, divisor):
             return

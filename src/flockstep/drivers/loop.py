@@ -587,19 +587,29 @@ class Loop:
         """Finish the run of a script that did not call `finish`, unless the script is failing."""
         if os.getpid() != self._process:  # a forked child has no part in the run
             return
-        if self._failure is None and getattr(sys, "last_value", None) is None:
-            self._warn_of_replicas()
+        if self._failure is None and not self.finished and getattr(sys, "last_value", None) is None:
+            separate = self.strategy.traits.delivery != "synchronous"
+            if separate:
+                self._tell_unfinished()
+            before = copied(self._params)
             with contextlib.suppress(FlockstepError):  # the supervisor has been notified
                 self.finish()
+                if not separate and self._changed_by_finish(before):
+                    self._tell_unfinished()
         if self._member is not None:
             self._member.line.close(0.3)
 
-    def _warn_of_replicas(self) -> None:
-        """Say once in a run that the script has ended with models that differ."""
-        differ = self.strategy.traits.delivery != "synchronous" and self.workers > 1 and self._worker.step > 0
-        if differ and not self.finished and self.rank == 0 and sys.stderr is not None:
+    def _changed_by_finish(self, before: FlatArray) -> bool:
+        """Whether `finish` has changed the parameters `before`, or has made buffers equal that differed."""
+        differ = len({array.tobytes() for array in self.handed.values()}) > 1
+        return differ or bool((before != self._params).any())
+
+    def _tell_unfinished(self) -> None:
+        """Say once in a run that the script has ended with another model than the run's result."""
+        if self.workers > 1 and self._worker.step > 0 and self.rank == 0 and sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
                 sys.stderr.write(
-                    "flockstep: the script ended without optimizer.finish(), so the workers' models differ; call it "
-                    "after the last step\n"
+                    "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
+                    "result of the run, and what the script saved or evaluated lacks the last exchange; call "
+                    "optimizer.finish() after the last step\n"
                 )

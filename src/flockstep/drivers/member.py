@@ -30,7 +30,6 @@ import re
 import select
 import shutil
 import sys
-import sysconfig
 import time
 import traceback
 from collections import deque
@@ -45,6 +44,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.drivers.replication import NOTES as REPLICAS
+from flockstep.drivers.user_code import place_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError, in_short
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
@@ -679,18 +679,6 @@ def _limit() -> str:
     limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     known = [one for one in limits if one != resource.RLIM_INFINITY]
     return f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
-
-
-def place_of(error: Exception) -> str:
-    """Return where in the user's own files an error occurred, as " (script.py, line 7)"; empty if the error did not
-    pass through such a file.
-    """
-    ours = str(Path(__file__).parents[1])
-    others = tuple(f"{path}{os.sep}" for path in (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*others, "<")):
-            return f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return ""
 
 
 def stopped(message: Message) -> Exception:

@@ -56,6 +56,8 @@ class PartRun:
     """Number of the replica."""
     number: int
     """Number of the part in its replica."""
+    name: str
+    """Name of the part for the user."""
     steps: int
     """Number of steps of the run."""
     batch: Callable[[], Indices]
@@ -77,7 +79,7 @@ class PartProgram(ABC):
         """Create a program whose parameters are given by the first call of `requested`; `part` is the framework's side
         of the part.
         """
-        self.rank, self.number, self._run = run.rank, run.number, run
+        self.rank, self.number, self.name, self._run = run.rank, run.number, run.name, run
         self.mailbox = Mailbox()
         self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
         """Gradient (K,) of the current step; complete when the program waits for a request."""
@@ -120,9 +122,7 @@ class PartRunner:
             self._resume(None)
             if not self.done:
                 return
-        raise RunError(
-            f"stage {self.part.number} has no further step, but its worker requests a gradient; start the run again"
-        )
+        raise RunError(f"{self.part.name} has no further step, but its worker requests a gradient; start the run again")
 
     def deliver(self, message: Message) -> None:
         """Handle a message from another part of the replica."""

@@ -41,7 +41,8 @@ def program_of(
     Raises:
         CompositionError: there is no program for the parts of such a model.
     """
-    run = PartRun(replica, part, plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken)
+    name, random = model.partition.part_name(part), partial(part_random, plan.seed, replica, part)
+    run = PartRun(replica, part, name, plan.steps, batch, send, random, taken)
     match model:
         case PipelineModel():
             return PipelineStage(run, model.parts[part], model.pipeline, model.ties)

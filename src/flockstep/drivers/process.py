@@ -81,11 +81,11 @@ def run_worker(
 
 
 def _run_part(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, split: SplitModel) -> None:
-    """Take part in a run as the worker that holds one stage of one replica."""
+    """Take part in a run as the worker that holds one part of one replica."""
     servers, parts = plan.cluster.servers, split.partition.parts
     group = groups_of(split.sizes, servers)[node_spec.address % parts]
     part, rank = split.parts[group.part], node_spec.address // parts
-    guard.where = f"stage {group.part} of replica {rank} (worker {node_spec.address}): "
+    guard.where = f"{split.partition.part_name(group.part)} of replica {rank} (worker {node_spec.address}): "
     between = split.largest_message(max(map(plan.batch_at, range(plan.steps))))
     largest = max(part.held_bytes, plan.strategy.largest_message, between)
     member = guard.member = Member(
@@ -141,7 +141,7 @@ def run_server(
                 group.schema(schema),
             )
             params = params.view(schema.dtype)
-            guard.where = f"a server of stage {group.part} ({node_name(node_spec.address)}): "
+            guard.where = f"a server of part {group.part} ({node_name(node_spec.address)}): "
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
         address = node.address if group is None else group.outside(node.address)
         kept = load(node_spec, address, node.params)

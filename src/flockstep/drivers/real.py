@@ -24,6 +24,7 @@ from flockstep.drivers.replication import ReplicatedServer, replicate
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
+from flockstep.drivers.user_code import script_call
 from flockstep.drivers.whole_model import with_addresses_of_run
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
@@ -482,7 +483,16 @@ class NodeConnection(Messenger):
         if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
             self._moved = now
             self.reports.flush()
-            self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})
+            self._member.tell("waiting", None, {"step": self.node.run_step, "for": self._awaited()})
+
+    def _awaited(self) -> str:
+        """What this worker waits for, with the call of the user's script in which it waits."""
+        call, wanted = script_call(), self._wanted
+        if call is None:
+            return str(wanted)
+        if isinstance(wanted, Wanted) and wanted.by_script:
+            return f"the other ranks in {call}, which every rank must call"
+        return f"{wanted} in {call}"
 
     def take(self, message: Message) -> None:
         """Deliver a message from a peer, or carry out an instruction of the supervisor."""

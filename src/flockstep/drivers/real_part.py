@@ -65,7 +65,6 @@ class PartConnection(NodeConnection):
             super().take(message)
             return
         self.flight.note("receive", message.source, message.tag, self.node.step, message.payload_bytes)
-        message.source -= PART
         self._runner_of_part.deliver(message)
 
     def _computed(self) -> tuple[FlatArray, float]:
@@ -88,8 +87,7 @@ class PartConnection(NodeConnection):
             self._runner_of_part.passed()
             self.runner.lap("compute")
         elif isinstance(wanted, Wanted):
-            assert wanted.source is not None
-            self.wait_once(Wanted(wanted.tag, PART + wanted.source))
+            self.wait_once(wanted)
         return self._answer
 
     def _begin_pass(self, need: NeedPass) -> None:

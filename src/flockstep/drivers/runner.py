@@ -21,12 +21,13 @@ from flockstep.drivers.program_restart import CHANNEL, ProgramRestart, ScriptReq
 from flockstep.drivers.replication import NOTES as BETWEEN_PROCESSES
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
-from flockstep.errors import CompositionError, Diverged, PeerLost, RunError
+from flockstep.errors import CompositionError, ConfigurationError, Diverged, FlockstepError, PeerLost, RunError
 from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import BadGradients, Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.records import failpoints
 from flockstep.records.events import Event
+from flockstep.strategies.awaits import explained
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import bad_gradient, require_finite_message
 
@@ -139,6 +140,7 @@ class Runner:
 
     def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
+        self._params = node.params
         self.metrics = metrics
         self.recorded = metrics.emit is not None
         self.clock = clock
@@ -164,6 +166,7 @@ class Runner:
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
         """Run a program until it first waits. When the program ends, run the program that `then` creates."""
         self._program, self._then, self.done, self.partly = program, then, False, 0.0
+        self._params = self.node.params
         self.resume(None)
 
     def serve(self, strategy: Strategy, node: Server) -> None:
@@ -291,8 +294,19 @@ class Runner:
         try:
             effect = program.throw(value) if isinstance(value, PeerLost) else program.send(value)
         except StopIteration:
+            if self.node.params is not self._params:
+                self._refuse_other_params()
             self._end()
             return
+        except FlockstepError:
+            raise
+        except Exception as error:
+            known = explained(error)
+            if known is None:
+                raise
+            raise known from error
+        if self.node.params is not self._params:
+            self._refuse_other_params()
         if self.recorded and self.clock() > self._since:
             self.lap("comm")
         self.waiting = effect
@@ -301,6 +315,13 @@ class Runner:
                 self._need(effect)
         elif self.progress is not None or self.script_requests is not None:
             self._idle()
+
+    def _refuse_other_params(self) -> None:
+        """Raise `ConfigurationError`, because the program has assigned another array to `params`, unseen by drivers."""
+        raise ConfigurationError(
+            f"the strategy assigned another array to params of {node_name(self.node.address)} at step "
+            f"{self.node.run_step}; write into the array, as in me.params += delta or me.params[:] = model"
+        )
 
     def give(self, gradient: FlatArray, loss: float | None = None, begin: int = 0) -> None:
         """Resume the program with the awaited gradient, which is valid from element `begin` on.

@@ -22,7 +22,7 @@ from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
-from flockstep.messages import Message, Note, Notes, Wanted, frozen
+from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
 
@@ -152,12 +152,15 @@ class StageProgram(PartProgram):
             return None
         return await self._message(f"{TAGS[work.kind]} {work.chunk}", self._at(source[0]), work.step, work.microbatch)
 
+    def _send(self, to: int, tag: str, array: Array | None, note: StageNote) -> None:
+        self._run.send(to, Message(PART + self.number, tag, array, note))
+
     async def _message(self, tag: str, source: int, step: int, microbatch: int) -> Message:
-        message: Message = await resumed(Wanted(tag, source))
+        message: Message = await resumed(Wanted(tag, PART + source))
         note: StageNote = message.note
         if (note.step, note.microbatch) != (step, microbatch):
             raise ProtocolError(
-                f"stage {self.number} expected {tag!r} of micro-batch {microbatch} of step {step}, got that of "
+                f"{self.name} expected {tag!r} of micro-batch {microbatch} of step {step}, got that of "
                 f"micro-batch {note.microbatch} of step {note.step}; a message was lost, start the run again"
             )
         return message
@@ -167,15 +170,15 @@ class StageProgram(PartProgram):
         batch = self._microbatch(work)
         if (weights := self._versions.get(work.version)) is None:
             raise RunError(
-                f"{self._schedule} uses version {work.version} of the weights of stage {self.number} in step "
-                f"{work.step}, but the stage holds versions {self.versions}; fix the schedule"
+                f"{self._schedule} uses version {work.version} of the weights of {self.name} in step "
+                f"{work.step}, but {self.name} holds versions {self.versions}; fix the schedule"
             )
         outputs, loss = await self._outputs(work, weights, batch, self._decoded(message))
         if outputs is None:
             self._own[work.step, work.microbatch] = loss
         self._pass_on(work, outputs, 0.0)
         if self._schedule.one_forward_at_a_time and self._stage == self._pipeline.stages - 1 > 0:
-            self._run.send(self._at(0), Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
+            self._send(self._at(0), PASSED, None, StageNote(work.step, work.microbatch))
 
     async def _backward(self, work: PipelinePass, message: Message | None) -> None:
         below = await self._slopes(work, self._microbatch(work), self._decoded(message))
@@ -196,7 +199,7 @@ class StageProgram(PartProgram):
             if work.step not in self._randoms:
                 self._randoms[work.step] = self._run.random(work.step)
             data = codec.encode(array.reshape(-1), random_of(codec, self._randoms[work.step], work.step))
-            self._run.send(self._at(target[0]), Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
+            self._send(self._at(target[0]), f"{TAGS[work.kind]} {target[1]}", data, note)
 
     def _decoded(self, message: Message | None) -> FlatArray | None:
         """The array that a message encodes."""
@@ -253,8 +256,7 @@ class PipelineStage(StageProgram):
         step = self.versions[-1]
         weights = self._versions[step]
         for one, tie in self._lends:
-            note = StageNote(step, 0)
-            self._run.send(tie.user, Message(self.number, f"{LENT} {one}", frozen(weights[tie.lent]), note))
+            self._send(tie.user, f"{LENT} {one}", frozen(weights[tie.lent]), StageNote(step, 0))
         for one, tie in self._borrows:
             weights[tie.borrowed] = (await self._message(f"{LENT} {one}", tie.owner, step, 0)).payload
         self._slope[:] = 0
@@ -262,10 +264,7 @@ class PipelineStage(StageProgram):
     async def _end_step(self, step: int) -> None:
         """Send the gradients of borrowed parameters to their owners, and add those of lent parameters."""
         for one, tie in self._borrows:
-            note = StageNote(step, 0)
-            self._run.send(
-                tie.owner, Message(self.number, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), note)
-            )
+            self._send(tie.owner, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), StageNote(step, 0))
         for one, tie in self._lends:
             self._slope[tie.lent] += (await self._message(f"{RETURNED} {one}", tie.user, step, 0)).payload
 

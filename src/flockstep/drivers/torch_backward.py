@@ -138,6 +138,7 @@ class BackwardHooks:
             self._next -= 1
         reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self.handed_from
         while 0 < loop.awaited < self.handed_from and reached <= loop.awaited:
+            self._flat.clear_signs(loop.awaited, self.handed_from)
             self._sent.note(loop.awaited, self.handed_from)
             self.handed_from, self.handed = loop.awaited, True
             loop.hand_over()

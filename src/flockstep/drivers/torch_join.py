@@ -109,7 +109,8 @@ class Consent:
                 break
             if not overflows:
                 self._weigh(active)
-                self._flat.zero_grad()
+                self._flat.drop_gradients()
+                self._flat.gather_gradients()
                 step()
                 steps += 1
         if self._combined and remember is not None:

@@ -87,6 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ):
         # The base class is needed for isinstance checks (by schedulers); groups and state are the original's.
         self.inner = optimizer
+        without = [parameter for parameter in module.parameters() if parameter.grad is None]
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
         require_same_parameters(self.flat, optimizer)
@@ -120,6 +121,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
         require_same_settings(optimizer, self.loop)
+        self.flat.signs = self.loop.workers > 1 and _averages_exactly(strategy)
+        for parameter in without:  # a parameter that the first backward pass leaves out has none then
+            parameter.grad = None
         self._memory = memory_of(self.flat, optimizer, self.loop, self._spec)
         self._memory.begin()
         if self.loop.membership is not None:
@@ -271,7 +275,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> bool:
         """Prepare the gradients that the original optimizer is about to use; return whether it may step."""
-        own = self.loop.strategy.traits.clips == "own"
+        traits = self.loop.strategy.traits
+        own = traits.clips == "own"
         if own and self._consent.shadowing:
             return False
         if not own and self._consent.share != 1.0:
@@ -279,8 +284,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.flat.write_gradients()
         if not self.clipping.apply():
             return False
-        if own or self.loop.workers == 1:  # no other worker had a gradient for them: the original skips them, as usual
-            self.flat.drop_absent()
+        if self.flat.signs:
+            self.flat.drop_absent_everywhere()
+        elif self.loop.workers == 1 or (own and not _steps_together(self.loop.strategy)):
+            self.flat.drop_absent()  # no other worker had a gradient for them: the original skips them, as usual
         return True
 
     def _overflow(self) -> bool | None:
@@ -314,7 +321,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Set the gradients of all parameters to None, as torch does, or to zeros if `set_to_none` is False.
 
         A parameter that the next backward pass gives no gradient is skipped by the optimizer of a single worker, and by
-        strategies whose workers step with their own gradients. Otherwise its gradient counts as zero.
+        strategies whose workers step with their own gradients. Under strategies that average gradients without a codec
+        (`all_reduce`, `bucketed`, `fused`), a parameter is skipped if no rank has a gradient of it, as under DDP.
+        Otherwise its gradient counts as zero.
         """
         self.clipping.skip()
         if set_to_none:
@@ -459,6 +468,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"
+
+
+def _steps_together(strategy: Strategy) -> bool:
+    """Whether all workers step along one combined gradient, and not along their own gradients before they exchange
+    replicas.
+    """
+    cell = strategy.taxonomy_entry
+    return strategy.traits.alike and (cell is None or cell.optimization == "central")
+
+
+def _averages_exactly(strategy: Strategy) -> bool:
+    """Whether every worker steps along the plain mean of the gradients, in which no part has been encoded."""
+    traits, coding = strategy.traits, strategy.coding
+    plain = traits.approximation == "none" and (coding is None or coding.lossless)
+    return traits.clips == "combined" and traits.alike and plain
 
 
 def _require_dense(optimizer: torch.optim.Optimizer) -> None:

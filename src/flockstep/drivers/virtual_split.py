@@ -157,6 +157,8 @@ class SplitSimulation:
         require_splittable(plan)
         self.plan = plan
         self._progress, self._steps = progress, 0
+        self.bytes_between_parts = 0
+        """Payload bytes of all messages between the parts of replicas."""
         parts, replicas = model.partition.parts, plan.cluster.workers
         everyone = whole_cluster(plan.cluster, parts)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
@@ -315,6 +317,7 @@ class SplitSimulation:
         """Send a message from one part of a replica to another over the network."""
         sender, receiver = self._runner(part, rank), self._runner(to, rank)
         sender.metrics.traffic.sent(message, HEADER_BYTES)
+        self.bytes_between_parts += message.payload_bytes
 
         def arrive() -> None:
             if self._gradients[to].runners[rank].done:

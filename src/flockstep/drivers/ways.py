@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from flockstep.collectives.group import WithoutSharedMemory
 from flockstep.drivers.part_program import PartRun, resumed
-from flockstep.messages import Address, AnyNote, Array, Mailbox, Message, Wanted, frozen
+from flockstep.messages import PART, Address, AnyNote, Array, Mailbox, Message, Wanted, frozen
 from flockstep.nodes import Hosts
 
 
@@ -24,7 +24,7 @@ class Ways(WithoutSharedMemory):
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to another way of the stage; the array is copied."""
         copy = None if array is None else frozen(array)
-        self._run.send(self._parts[to], Message(self._run.number, tag, copy, {} if note is None else note))
+        self._run.send(self._parts[to], Message(PART + self._run.number, tag, copy, {} if note is None else note))
 
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
@@ -35,7 +35,7 @@ class Ways(WithoutSharedMemory):
 
     async def receive(self, tag: str, source: Address) -> Message:
         """Return the next message with the given tag from another way of the stage."""
-        message: Message = await resumed(Wanted(tag, self._parts[source]))
+        message: Message = await resumed(Wanted(tag, PART + self._parts[source]))
         self.require_all(source)
         return message
 
@@ -51,4 +51,4 @@ class Ways(WithoutSharedMemory):
 
     def require_all(self, source: Address) -> None:
         """Check that no message from another way was lost."""
-        self._mailbox.require_all(self._parts[source])
+        self._mailbox.require_all(PART + self._parts[source])

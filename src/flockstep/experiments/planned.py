@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.costs.cluster_reading import load_cluster, memory_bytes, usual_cluster
+from flockstep.costs.cluster_reading import load_cluster, usual_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise, require_known
-from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, partitions_of
+from flockstep.planning.hybrid import HybridAdvice, HybridOptions, advise_hybrid
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
 from flockstep.report.progress import ProgressCallback, silent
-from flockstep.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,14 @@ class PlanResult:
         """Write the plan as one HTML file, and return the path of the file."""
         from flockstep.planning.page import write_plan
 
-        write_plan(self.outlook, self.advice, Path(path), ())
+        advice = self.advice if self.hybrid is None else self.hybrid.together(self.advice)
+        write_plan(self.outlook, advice, Path(path), ())
         return Path(path)
 
     def __str__(self) -> str:
-        split = () if self.hybrid is None else self.hybrid.sentences
-        return "\n".join([*split, *self.advice.sentences, *(f"- {reason}" for reason in self.advice.reasons)])
+        advice = self.advice if self.hybrid is None else self.hybrid.together(self.advice)
+        command = [] if self.hybrid is None or self.hybrid.command is None else [self.hybrid.command]
+        return "\n".join([*advice.sentences, *command, *(f"- {reason}" for reason in advice.reasons)])
 
 
 def plan(
@@ -100,16 +101,14 @@ def plan(
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the length of the job")
     requirements, chosen = listed("require", require), listed("strategies", strategies)
     require_known(requirements)
-    import_components(listed("imports", imports))
+    files = listed("imports", imports)
+    import_components(files)
     length = None if hours is None else 3600 * hours
-    asked = partitions_of(listed("partitions", partitions))
-    limit = None if memory is None else memory_bytes(memory)
+    asked = HybridOptions.of(hybrid, listed("partitions", partitions), memory, chosen, files)
     where = usual_cluster() if cluster is None else cluster
-    outlook = predicted(what, where, workers, batch, chosen, length, memory=limit)
+    outlook = predicted(what, where, workers, batch, chosen, length, memory=asked.memory)
     advice = advise(outlook, requirements)
-    if not (hybrid or asked or memory is not None):
-        return PlanResult(outlook, advice)
-    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, asked, list(map(Strategy.parse, chosen))))
+    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, asked) if asked.wanted else None)
 
 
 def predicted(

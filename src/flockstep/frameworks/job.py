@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable
@@ -81,7 +83,7 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"a model that is split must be a torch.nn.Sequential, got {type(model).__name__} of job {job.name!r}; use "
+            f"a model that is split must be a torch.nn.Module, got {type(model).__name__} of job {job.name!r}; use "
             "partition=none"
         )
     del model
@@ -138,10 +140,14 @@ def load_job_file(path: str | Path) -> Job:
     if not file.is_file():
         raise ConfigurationError(f"there is no job file {str(path)!r}; check the path")
     where = f"job file {str(path)!r}"
-    module = imported(file.resolve(), where)
-    function = getattr(module, "job", None)
+    lacks = ConfigurationError(
+        f"{where} has no function job(); add one that returns a flockstep.Job; {launch_instead(path)}"
+    )
+    if not may_define(file, "job"):
+        raise lacks
+    function = getattr(imported(file.resolve(), where), "job", None)
     if not callable(function):
-        raise ConfigurationError(f"{where} has no function job(); add one that returns a flockstep.Job")
+        raise lacks
     try:
         job = function()
     except (Exception, SystemExit) as error:
@@ -152,6 +158,29 @@ def load_job_file(path: str | Path) -> Job:
             "return flockstep.Job(…)"
         )
     return job
+
+
+def launch_instead(path: str | Path) -> str:
+    """Return the clause that says which command runs a training script."""
+    return f"to run a training script on workers, write flockstep launch {shlex.quote(str(path))}"
+
+
+def may_define(file: Path, name: str) -> bool:
+    """Return whether running a Python file may define `name`, as far as the file's syntax tree shows.
+
+    A file that imports `*` may define any name. A file with a syntax error counts as well: running it tells the error.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return True
+    return any(
+        (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
+        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
+        or (isinstance(node, ast.Constant) and node.value == name)  # globals()["job"] = …
+        for node in ast.walk(tree)
+    )
 
 
 def import_components(files: Iterable[str]) -> None:

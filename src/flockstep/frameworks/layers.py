@@ -12,7 +12,7 @@ from flockstep.costs import formulas
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.job import build_model, failure, imported, load_job_file
+from flockstep.frameworks.job import build_model, failure, imported, launch_instead, load_job_file, may_define
 from flockstep.frameworks.numpy import Model, SoftmaxRegression
 
 SAMPLES = 4
@@ -58,14 +58,17 @@ def file_shape(path: str | Path) -> ModelShape:
     if file.suffix != ".py" or not file.is_file():
         raise ConfigurationError(f"there is no Python file {str(path)!r}; check the path")
     where = f"file {str(path)!r}"
+    lacks = ConfigurationError(
+        f"{where} must have job(), or both model() and inputs(); add job(), or whichever of model() and inputs() is "
+        f"missing; {launch_instead(path)}"
+    )
+    if not may_define(file, "job") and not (may_define(file, "model") and may_define(file, "inputs")):
+        raise lacks
     module = imported(file.resolve(), where)
     if callable(getattr(module, "job", None)):
         return job_shape(load_job_file(path))
     if not callable(getattr(module, "model", None)) or not callable(getattr(module, "inputs", None)):
-        raise ConfigurationError(
-            f"{where} must have job(), or both model() and inputs(); add job(), or whichever of model() and inputs() "
-            "is missing"
-        )
+        raise lacks
     try:
         model, inputs = module.model(), module.inputs()
     except Exception as error:

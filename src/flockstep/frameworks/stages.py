@@ -131,15 +131,15 @@ class ModelPart(HeldPart):
         `errors` is the gradient of the outputs, or None for the last chunk. The result is None for the first chunk.
         """
 
-    @abstractmethod
     def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         """Return the gradient of a chunk's inputs, without the gradient of its parameters. A call of `weight_backward`
-        must follow.
+        must follow. Only parts of pipelines compute the halves of a backward pass.
         """
+        raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
 
-    @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         """Add the gradient of a chunk's parameters to `out` (K + B,), after a call of `input_backward`."""
+        raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
         """Free the parameters that a forward pass has stored, if the part is able to. A call of `restore` must follow

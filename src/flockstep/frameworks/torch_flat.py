@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class FlatModule:
 
     * A frozen parameter (requires_grad=False) is not in the flat array and does not change.
     * A tied parameter is in the flat array once, under its first name; all its names keep working.
-    * A parameter without a gradient after a backward pass has gradient zero; see `gather_gradients`.
+    * A parameter without a gradient after a backward pass has gradient zero; see `gather_gradients` and `signs`.
     * Non-trainable buffers (batch-norm statistics) are not in the flat array; `buffers` returns them.
     * Parameters narrower than the flat array (bfloat16, or float16 in addition to float32) and their gradients have
       their own memory. The flat array is the master copy: `write_parameters` rounds its values into the parameters, and
@@ -103,6 +104,11 @@ class FlatModule:
         self._hooks: list[RemovableHandle] = []
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
+        self.signs = False
+        """Whether the gradient of a parameter that had none is -0, and every other gradient begins with +0 in place of
+        -0. A sum over ranks is then -0 exactly where no rank had a gradient."""
+        self._offsets = [entry.offset for entry in self.schema.entries]
+        self._firsts = native(torch.tensor(self._offsets, device=self._values.device))
 
     def write_parameters(self) -> None:
         """Round the values of the flat array into the parameters of narrower dtypes."""
@@ -204,6 +210,19 @@ class FlatModule:
             if not self._grad_views[index].any():
                 self.parameters[index].grad = None
 
+    def drop_absent_everywhere(self) -> None:
+        """Set `.grad` to None for each parameter whose gradient is -0, because no rank had one; see `signs`."""
+        first = as_tensor(self.grads[self._firsts])
+        for index in ((first == 0) & first.signbit()).nonzero().flatten().tolist():
+            if not self._grad_views[index].any():  # a mean that is too small for the dtype is -0, too
+                self.parameters[index].grad = None
+
+    def clear_signs(self, start: int, stop: int) -> None:
+        """Replace -0 by +0 at the beginning of each gradient among the elements `start` to `stop` - 1, if `signs`."""
+        if self.signs:
+            first, last = bisect_left(self._offsets, start), bisect_left(self._offsets, stop)
+            self.grads[self._firsts[first:last]] += 0
+
     def zero_grad(self) -> None:
         """Set every gradient to zero. Make each `.grad` a view of the flat array again if it was replaced."""
         self.grads[:] = 0
@@ -266,6 +285,9 @@ class FlatModule:
             self.gather(index)
         if self.narrow:
             self._widen(0, self.schema.size if end is None else end)
+        self.clear_signs(0, self.schema.size if end is None else end)
+        for index in self.absent if self.signs else ():
+            self.grads[self.schema.slices[index]] = -0.0
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
@@ -313,7 +335,7 @@ class FlatModule:
         views of a matrix (R, K).
         """
         lead = flat.shape[:-1]
-        return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
+        return [flat[..., e.offset : e.offset + e.size].view((*lead, *e.shape)) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' tensors as views of a flat tensor, but narrower parameters as copies in their own

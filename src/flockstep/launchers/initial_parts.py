@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import SplitModel
 from flockstep.messages import Address
+from flockstep.partitions.base import Partition
 from flockstep.partitions.split_facts import SplitFacts
 
 
@@ -18,13 +19,12 @@ from flockstep.partitions.split_facts import SplitFacts
 class InitialParts:
     """The initial values of each part of a model, in a file without a name, so that no process holds them in memory."""
 
+    partition: Partition
     facts: SplitFacts
     sizes: tuple[int, ...]
     """Number of elements of the parameters of each part."""
     values: tuple[npt.NDArray[np.uint8], ...]
     """For each part, the bytes that `ModelPart.values` returns."""
-    delayed: bool
-    """Whether micro-batches are in flight at the end of every step, as in a pipeline without flushes."""
     parameter_bytes: tuple[int, ...]
     """Number of bytes that the parameters take at the beginning of each part's values."""
 
@@ -48,8 +48,12 @@ class InitialParts:
             ) from None
         stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
         lengths = tuple(part.schema.nbytes for part in split.parts)
-        delayed = split.partition.delays is not None
-        return cls(split.facts, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
+        return cls(split.partition, split.facts, split.sizes, tuple(np.split(whole, stops)), lengths)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether micro-batches are in flight at the end of every step, as in a pipeline without flushes."""
+        return self.partition.delays is not None
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
         """Return the initial values for a node; `servers` is the number of servers of each part, which hold only

@@ -711,13 +711,14 @@ class Supervisor:
                 self._lose(address, f"{how} at about step {step}" if step else how)
 
     def _lose(self, address: Address, reason: str) -> None:
-        """Handle the loss of a node; the other stages of a lost worker's replica end with it if the others go on."""
+        """Handle the loss of a node; the other workers of a lost worker's replica end with it if the others go on."""
         if self._parts > 1 and address >= 0:
             replica, part = divmod(address, self._parts)
-            reason = f"{reason}; it held stage {part} of replica {replica}"
+            assert self._initial is not None
+            reason = f"{reason}; it held {self._initial.partition.part_name(part)} of replica {replica}"
             for other in range(replica * self._parts, (replica + 1) * self._parts):
                 if other != address and other not in self._state.gone and self._survived:
-                    why = f"{node_name(other)} ended with {node_name(address)}, a stage of the same replica"
+                    why = f"{node_name(other)} ended with {node_name(address)}, a worker of the same replica"
                     self._lose_node(other, why, quiet=True)
         self._lose_node(address, reason)
 

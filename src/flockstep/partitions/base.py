@@ -46,6 +46,8 @@ class Partition(Component):
     noun: ClassVar[str] = "partition"
     divides: ClassVar[Division] = "nothing"
     """Division of the model among the workers of a replica: layers, tensors or state."""
+    part_noun: ClassVar[str] = "part"
+    """What a part of the model is called: a stage, a way, or a shard."""
     addressing: ClassVar[Addressing] = "none"
     """Topology of the messages between the parts of a replica; see `Addressing`."""
 
@@ -72,6 +74,10 @@ class Partition(Component):
     def mean_delay(self) -> float:
         """Mean number of updates that the weights of a gradient are old because of the partition."""
         return 0.0
+
+    def part_name(self, part: int) -> str:
+        """Return the name of a part for the user, such as "stage 1"."""
+        return f"{self.part_noun} {part}"
 
     def batches_held(self, part: int) -> float:
         """Return the number of batches whose activations the worker of a part stores at the same time, for its part of

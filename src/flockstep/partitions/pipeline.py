@@ -24,6 +24,7 @@ class Pipeline(Partition):
     """
 
     divides: ClassVar[Division] = "layers"
+    part_noun: ClassVar[str] = "stage"
     addressing: ClassVar[Addressing] = "p2p mesh"
 
     stages: int

@@ -22,6 +22,7 @@ class Sharded(Partition):
     """
 
     divides: ClassVar[Division] = "state"
+    part_noun: ClassVar[str] = "shard"
     addressing: ClassVar[Addressing] = "distributed array abstraction"
 
     ways: int

@@ -25,6 +25,7 @@ class TensorParallel(Partition):
     """
 
     divides: ClassVar[Division] = "tensors"
+    part_noun: ClassVar[str] = "way"
     addressing: ClassVar[Addressing] = "distributed array abstraction"
 
     ways: int
@@ -66,7 +67,7 @@ class Product(Partition):
         if any(work.kind == "input_backward" for work in schedule.passes(0, *facts)):
             raise CompositionError(
                 f"the passes of {schedule} compute the gradients of inputs and of weights separately, which split "
-                "layers do not; use the schedule one_forward_one_backward"
+                "layers do not; use the schedule 1f1b"
             )
 
     @property
@@ -80,6 +81,10 @@ class Product(Partition):
     @property
     def mean_delay(self) -> float:
         return self.pipeline.mean_delay
+
+    def part_name(self, part: int) -> str:
+        stage, way = divmod(part, self.tensor.ways)
+        return f"{self.tensor.part_name(way)} of {self.pipeline.part_name(stage)}"
 
     def batches_held(self, part: int) -> float:
         """Return the number of batches whose activations a worker stores at the same time, as its stage of the pipeline

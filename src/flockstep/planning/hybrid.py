@@ -8,10 +8,12 @@ Every prediction is a rehearsal of the split model on the event queue of virtual
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flockstep.costs.cluster_reading import memory_bytes
 from flockstep.costs.pipedream import even_plan
 from flockstep.costs.stages import units
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -28,6 +30,7 @@ from flockstep.planning.advice import Advice, slower, unfit
 from flockstep.planning.criteria import DOUBT, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
+from flockstep.planning.plan_text import short
 from flockstep.planning.scaling import waiting
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
@@ -47,8 +50,61 @@ AHEAD = 16
 """Largest number of micro-batches per pipeline stage that a plan considers."""
 MOST = 64
 """Largest number of workers for which split models are planned."""
+ALONE = "all_reduce"
+"""Strategy of a single replica: without other replicas it is the optimizer alone, and sends nothing."""
 GAIN = 1.02
 """Factor by which a split model must train faster than whole replicas to be recommended."""
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """The part of a plan's arguments that concerns split models."""
+
+    search: bool = True
+    """Whether to look for the best partition together with the strategy."""
+    partitions: tuple[Partition, ...] = ()
+    """The partitions to consider; empty for the partitions that a search finds."""
+    strategies: tuple[Strategy, ...] = ()
+    """The strategies to consider; empty for the best strategies that meet the requirements and can train a split
+    model.
+    """
+    memory: float | None = None
+    """Memory of a worker in bytes; None for the memory that the cluster states."""
+    imports: tuple[str, ...] = ()
+    """Python files that register custom components, for the recommended command."""
+
+    @classmethod
+    def of(
+        cls,
+        search: bool,
+        partitions: Sequence[str],
+        memory: str | None,
+        strategies: Sequence[str],
+        imports: Sequence[str],
+    ) -> HybridOptions:
+        """Return the options that a user has written as text.
+
+        Raises:
+            ConfigurationError: a partition does not split the model, or the amount of memory has no unit.
+        """
+        known = tuple(map(Partition.parse, partitions))
+        for partition in known:
+            if partition.divides == "nothing":
+                raise ConfigurationError(
+                    f"a plan of split models predicts partitions that split the model, got {partition}; write for "
+                    "example 'pipeline(2, 1f1b, 4)', 'tensor(2)' or 'sharded(2)', or leave it out for whole replicas"
+                )
+        limit = None if memory is None else memory_bytes(memory)
+        return cls(search, known, tuple(map(Strategy.parse, strategies)), limit, tuple(imports))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the user asked for predictions of split models."""
+        return self.search or bool(self.partitions) or self.memory is not None
+
+
+SEARCH = HybridOptions()
+"""The search for the best partition and strategy."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +131,8 @@ class SplitPrediction:
 
     @property
     def name(self) -> str:
-        """Partition and strategy, written as options of a command."""
-        return f"{self.partition} with {self.strategy}"
+        """Partition and strategy as text; a single replica has nothing to exchange, and is named without strategy."""
+        return f"{self.partition} with {self.strategy if self.replicas > 1 else 'one replica'}"
 
     def document(self) -> dict[str, Any]:
         """Return the prediction as plain data, for JSON."""
@@ -103,6 +159,10 @@ class HybridAdvice:
     speedups: dict[str, float]
     """Name of a combination of partition and strategy → predicted speed relative to one worker."""
     sentences: tuple[str, ...]
+    """Sentences of advice: the recommended split, or why the model should not be split."""
+    reasons: tuple[str, ...]
+    command: str | None
+    """The command that trains with the recommended combination; None if no combination is recommended."""
     refused: tuple[tuple[str, str], ...]
     """Partitions and strategies that cannot be combined: the name and the reason."""
     planner: SplitPrediction | None
@@ -113,6 +173,15 @@ class HybridAdvice:
         """The partition of the recommended combination."""
         return self.choice.partition if isinstance(self.choice, SplitPrediction) else Unsplit()
 
+    def together(self, advice: Advice) -> Advice:
+        """Return the one recommendation that follows from this advice and from `advice`, which covers only whole
+        replicas.
+        """
+        if isinstance(self.choice, StepPrediction):
+            said, why = (*advice.sentences, *self.sentences), (*advice.reasons, *self.reasons)
+            return replace(advice, sentences=said, reasons=why)
+        return replace(advice, choice=None, sentences=self.sentences, reasons=self.reasons, changes=())
+
     def document(self) -> dict[str, Any]:
         """Return the advice as plain data, for JSON."""
         rows = [{**one.document(), "speedup": self.speedups[one.name]} for one in self.splits]
@@ -122,7 +191,9 @@ class HybridAdvice:
         return {
             "partition": str(self.partition),
             "strategy": None if self.choice is None else str(self.choice.strategy or self.choice.name),
+            "command": self.command,
             "sentences": list(self.sentences),
+            "reasons": list(self.reasons),
             "splits": rows,
             "pipedream": planner,
             "refused": [{"name": name, "why": why} for name, why in self.refused],
@@ -144,50 +215,33 @@ def predict_split(
     law = as_steady(site.compute(workers)) if short else site.compute(workers)
     found = rehearsed_split(strategy, site, workers, shape, law, SHORT if short else None)
     rate = found.used * task.batch * found.steps_per_second / partition.parts
-    sent, late = found.sent_bytes_per_step, found.staleness if has_versions(strategy) else None
+    seconds, late = found.seconds_per_step, found.staleness if has_versions(strategy) else None
+    between = max(0.0, found.sent_bytes_per_step - found.bytes_between_parts) * partition.parts
+    whole = StepPrediction(
+        str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, late, None, rate, 0.0, "rehearsal"
+    )
     return SplitPrediction(
         partition,
         strategy,
         replicas,
-        found.seconds_per_step,
+        seconds,
         found.utilization,
-        sent,
+        found.sent_bytes_per_step,
         rate,
         memory_of(shape, task) + found.held,
-        samples_needed(strategy, shape, site, replicas, found.seconds_per_step, sent, rate, late),
+        samples_needed(whole, partition, site),
         shape.layers,
     )
 
 
-def samples_needed(
-    strategy: Strategy,
-    shape: SplitShape,
-    site: Site,
-    replicas: int,
-    seconds: float,
-    sent: float,
-    rate: float,
-    staleness: float | None,
-) -> float:
-    """Return the factor by which `replicas` split replicas need more samples than one worker for the same accuracy. The
-    factor is that of equally many whole replicas, increased for the delays of a pipeline schedule.
+def samples_needed(whole: StepPrediction, partition: Partition, site: Site) -> float:
+    """Return the factor by which split replicas need more samples than one worker for the same accuracy. The factor is
+    that of whole replicas, increased for the delays of a pipeline schedule.
 
-    Args:
-        strategy: the strategy between the replicas.
-        shape: the split model.
-        site: the task and the cluster of the plan.
-        replicas: number of replicas.
-        seconds: seconds between two gradients of a replica.
-        sent: bytes that a worker sends per step, including activations.
-        rate: samples per second of all workers.
-        staleness: mean staleness of updates in versions; None if the strategy has no versions.
+    `whole` is the prediction for equally many whole replicas that take as long for a step, and that send other replicas
+    as many bytes, as the split replicas do.
     """
-    partition, task = shape.partition, site.task
-    between = max(0.0, sent * partition.parts - shape.bytes_between(task.dtype))
-    alike = StepPrediction(
-        str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, staleness, None, rate, 0.0, "rehearsal"
-    )
-    return _with_delays(relative_samples(alike, site), partition.mean_delay, replicas, task)
+    return _with_delays(relative_samples(whole, site), partition.mean_delay, whole.workers, site.task)
 
 
 def memory_of(shape: SplitShape, task: JobProfile) -> float:
@@ -203,22 +257,6 @@ def _with_delays(relative: float, mean: float, replicas: int, task: JobProfile) 
         return relative
     stable = 1 / math.sin(math.pi / (2 * (2 * mean + 1)))
     return DOUBT * (relative + replicas * (stable - 1) / (1 + task.noise))
-
-
-def partitions_of(texts: Sequence[str]) -> tuple[Partition, ...]:
-    """Return the partitions that a user wants a plan to consider.
-
-    Raises:
-        ConfigurationError: a partition does not split the model.
-    """
-    known = tuple(map(Partition.parse, texts))
-    for partition in known:
-        if partition.divides == "nothing":
-            raise ConfigurationError(
-                f"a plan of split models predicts partitions that split the model, got {partition}; write for example "
-                "'pipeline(2, 1f1b, 4)', 'tensor(2)' or 'sharded(2)', or leave it out for whole replicas"
-            )
-    return known
 
 
 def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
@@ -343,8 +381,7 @@ def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
 def advise_hybrid(
     outlook: Outlook,
     advice: Advice,
-    asked: Sequence[Partition] = (),
-    strategies: Sequence[Strategy] = (),
+    asked: HybridOptions = SEARCH,
     say: ProgressCallback = silent,
 ) -> HybridAdvice:
     """Choose partition and strategy together, based on the predictions and the advice for whole replicas.
@@ -352,9 +389,7 @@ def advise_hybrid(
     Args:
         outlook: the predictions for whole replicas; the memory of the cluster is the limit.
         advice: the advice on whole replicas, whose requirements also apply to split replicas.
-        asked: the partitions to consider; empty for the partitions that a search finds.
-        strategies: the strategies to consider; empty for the best strategies that meet the requirements and can train a
-            split model.
+        asked: the partitions and strategies to consider.
         say: function that is called with the partition and strategy that are predicted next.
     """
     site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
@@ -366,9 +401,9 @@ def advise_hybrid(
             raise ConfigurationError(
                 f"a plan of split models takes at most {MOST} workers, got {workers:,}; give fewer with --workers"
             )
-        wanted = _splittable(outlook, advice, strategies, refused)
-        tried = list(asked)
-        if wanted and not asked:
+        wanted = _splittable(outlook, advice, asked.strategies, refused)
+        tried = list(asked.partitions)
+        if wanted and not tried:
             say("partitions")
             failed: list[tuple[str, str]] = []
             tried = [one.partition for one in _best(_search(site, workers, wanted[0], limit, failed))]
@@ -383,7 +418,7 @@ def advise_hybrid(
         planner = _planner(wanted, site, workers, refused) if wanted else None
     except FlockstepError as error:
         refused.append(("splitting", str(error)))
-    return _concluded(outlook, advice, found, planner, tuple(refused))
+    return _concluded(outlook, advice, found, planner, tuple(refused), asked.imports)
 
 
 def _best(found: Iterator[SplitPrediction]) -> list[SplitPrediction]:
@@ -424,17 +459,16 @@ def _crossed(
     refused: list[tuple[str, str]],
     say: ProgressCallback,
 ) -> Iterator[SplitPrediction]:
-    """Yield the predictions of all combinations; a single replica exchanges nothing, whatever the strategy."""
+    """Yield the predictions of all combinations. A single replica has nothing to exchange, and trains with
+    `ALONE`.
+    """
     for done, partition in enumerate(tried):
-        for strategy in wanted:
+        for strategy in wanted if partition.parts < workers else [Strategy.parse(ALONE)] if wanted else []:
             say(f"{partition} with {strategy}", done, len(tried))
             try:
                 yield predict_split(strategy, partition, site, workers)
             except FlockstepError as error:
                 refused.append((f"{partition} with {strategy}", str(error)))
-                continue
-            if partition.parts == workers:
-                break
 
 
 def _planner(
@@ -457,6 +491,7 @@ def _concluded(
     found: Sequence[SplitPrediction],
     planner: SplitPrediction | None,
     refused: tuple[tuple[str, str], ...],
+    imports: Sequence[str],
 ) -> HybridAdvice:
     single, limit = outlook.alone.samples_per_second, outlook.site.cluster.memory
     longer = slower(advice.requirements)
@@ -471,9 +506,23 @@ def _concluded(
     if split is not None and (whole is None or speedups[split.name] > GAIN * advice.speedups[whole.name]):
         choice = split
     sentences = _sentences(outlook, advice, choice, split, ranked, speedups, refused)
-    if planner is not None:
-        sentences = (*sentences, _of_planner(planner, speedups))
-    return HybridAdvice(choice, ranked, speedups, sentences, refused, planner)
+    reasons = () if planner is None else (_of_planner(planner, speedups),)
+    command = None if choice is None else _command(outlook, choice, imports)
+    return HybridAdvice(choice, ranked, speedups, sentences, reasons, command, refused, planner)
+
+
+def _command(outlook: Outlook, choice: SplitPrediction | StepPrediction, imports: Sequence[str]) -> str:
+    """The command that trains with a combination. A reference model has no data; JOB stands for the user's job."""
+    task = outlook.task
+    if isinstance(choice, SplitPrediction):
+        workers, split = outlook.workers, ["--partition", str(choice.partition)]
+    else:
+        workers, split = choice.workers, []
+    job = task.identity if task.file is None else str(task.file)
+    words = ["flockstep", "train", "JOB" if task.job is None or job is None else job]
+    words += ["-s", short(str(choice.strategy or ALONE)), *split]
+    words += ["-n", str(workers), *([] if task.usual else ["--batch", str(task.batch)])]
+    return shlex.join([*words, *(word for file in imports for word in ("--import", file))])
 
 
 def _sentences(
@@ -521,12 +570,18 @@ def _least(outlook: Outlook) -> float:
 
 def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedups: dict[str, float]) -> tuple[str, ...]:
     whole, limit = advice.choice, outlook.site.cluster.memory
-    replicas = "1 replica" if choice.replicas == 1 else f"{choice.replicas} replicas"
-    said = (
-        f"Split each replica over {choice.partition.parts} workers: --partition '{choice.partition}' with --strategy "
-        f"'{choice.strategy}', {replicas}; predicted speed-up {number(speedups[choice.name])}, at most "
-        f"{size(choice.memory)} on a worker."
-    )
+    parts, partition = choice.partition.parts, choice.partition
+    if choice.replicas == 1:
+        said = (
+            f"Split the model over all {parts} workers with {partition}; there is one replica, so nothing is exchanged "
+            "between replicas"
+        )
+    else:
+        said = (
+            f"Split each replica over {parts} workers with {partition}, and coordinate the {choice.replicas} replicas "
+            f"with {short(str(choice.strategy))}"
+        )
+    said += f": predicted speed-up {number(speedups[choice.name])}, at most {size(choice.memory)} on a worker."
     if whole is None:
         need = min(one.memory for one in outlook.predictions)
         within = "" if limit is None else f": a whole replica needs at least {size(need)} of {size(limit)}"

@@ -23,7 +23,7 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import build_model, make_engine, make_split
+from flockstep.frameworks.job import build_model, make_engine, make_split, may_define
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
@@ -314,7 +314,12 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
             return _of_shape(file_shape(what), batch)
         if not _loadable(what):
             known = [*registry.names("workload"), *MODELS]
-            raise UnknownName.among("workload or reference model", what.partition("(")[0], known)
+            raise UnknownName.among(
+                "workload or reference model",
+                what.partition("(")[0],
+                known,
+                further="a custom job is a Python file with a function job()",
+            )
         imported = load_job(what, 0)
     task = _of_job(imported, batch)
 
@@ -345,7 +350,7 @@ def identity(what: str) -> str:
 
 
 def _has_job(path: Path) -> bool:
-    return not path.is_file() or "def job(" in path.read_text(encoding="utf-8", errors="replace")
+    return not path.is_file() or may_define(path, "job")
 
 
 def _of_shape(model: ModelShape, batch: int | None) -> JobProfile:

@@ -13,8 +13,6 @@ from flockstep.costs.layers import Layer
 from flockstep.costs.stages import Chain, chunks
 from flockstep.drivers.part_group import PartGroup
 from flockstep.errors import ConfigurationError
-from flockstep.feedback.nothing import NoFeedback
-from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
@@ -62,15 +60,6 @@ class PipelineShape(SplitShape):
 
     def passed(self) -> Sequence[float]:
         return [chunk.sends * self.batch / self.partition.microbatches for chunk in self.chunks]
-
-    def bytes_between(self, dtype: str) -> float:
-        samples = self.batch / self.partition.microbatches
-        total = 0.0
-        for chunk in self.chunks:
-            if count := round(samples * chunk.sends):
-                codec = bound_codec(self.partition.codec, NoFeedback(), ((count,),), 0)
-                total += 2 * self.partition.microbatches * codec.wire_bytes(count, dtype)
-        return total
 
     def elements_held(self, slots: int) -> float:
         """If a part has several chunks, the largest chunk counts for every micro-batch in flight."""

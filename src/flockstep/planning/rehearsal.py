@@ -123,6 +123,8 @@ class Rehearsal:
     """Ratio between the step times of the two halves of the rehearsal, at least 1."""
     updates: bool = True
     """Whether any node recorded an update in the rehearsal."""
+    bytes_between_parts: float = 0.0
+    """Mean payload bytes per step that a worker sends to the other workers of its replica, if replicas are split."""
 
     @property
     def computing(self) -> float:
@@ -153,6 +155,8 @@ class _Counts:
     """Number of servers that may drop gradients; 0 if none are dropped."""
     updates: bool = False
     """Whether any node recorded an update."""
+    between_parts: int = 0
+    """Bytes that the workers of split replicas sent to the other workers of their replicas."""
 
     @property
     def used(self) -> float:
@@ -248,7 +252,10 @@ class _Stage:
         else:
             simulation = SplitSimulation(self.split.model(engine), plan, compute, network, both)
         simulation.run()
-        groups = [simulation] if isinstance(simulation, Simulation) else simulation.groups
+        if isinstance(simulation, SplitSimulation):
+            groups, counts.between_parts = simulation.groups, simulation.bytes_between_parts
+        else:
+            groups = [simulation]
         states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]
         counts.held = statistics.fmean(map(_bytes_in, states))
         counts.late = max(0.0, simulation.now - max(step.seconds for step in counts.steps))
@@ -554,6 +561,7 @@ def _summary(
         counts.used,
         engine.factor * counts.held,
         updates=counts.updates,
+        bytes_between_parts=engine.factor * counts.between_parts / len(counts.steps),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import Entry, FlatArray, Schema
 from flockstep.codecs.base import Shape
 from flockstep.errors import ConfigurationError
@@ -47,10 +46,6 @@ class ShardsShape(SplitShape):
     def passed(self) -> Sequence[float]:
         return ()
 
-    def bytes_between(self, dtype: str) -> float:
-        """Two gathers and one scatter of every unit (Rajbhandari et al. 2020, section 7.2)."""
-        return 3.0 * (self.partition.ways - 1) * self.parameters * numpy_dtype(dtype).itemsize
-
     def elements_held(self, slots: int) -> float:
         stored = max(shape[0] for shape in self.tensors) * (2 + slots + self.partition.copies(0))
         return stored + TRANSIENT * max(self.units) + self.partition.batches_held(0) * self.batch * self.outputs
@@ -89,12 +84,6 @@ class SurrogateUnit(SurrogateHeld, ModelPart):
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
         self.add_gradient(chunk, batch, out)
         return None
-
-    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        raise NotImplementedError("shards compute whole backward passes")
-
-    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        raise NotImplementedError("shards compute whole backward passes")
 
 
 def _one_tensor(engine: SurrogateEngine, size: int) -> Schema:

@@ -48,10 +48,6 @@ class SplitShape(ABC):
         """Return the number of elements of each array of activations between parts, for one micro-batch."""
 
     @abstractmethod
-    def bytes_between(self, dtype: str) -> float:
-        """Return the bytes that the workers of a replica send each other in a step."""
-
-    @abstractmethod
     def elements_held(self, slots: int) -> float:
         """Return the number of elements in the memory of the worker that needs the most: parameters, their copies,
         gradient, `slots` arrays of the optimizer, and activations.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Shape
 from flockstep.codecs.identity import Identity
@@ -69,16 +68,6 @@ class WaysShape(SplitShape):
     def passed(self) -> Sequence[float]:
         samples = self.batch / self.pipeline.microbatches
         return [samples * size for one in chain(*self.outputs) for size in (one.forward, one.backward)]
-
-    def bytes_between(self, dtype: str) -> float:
-        """The sums count as those of a ring; chunks pass their outputs on without a codec."""
-        ways, summed, sent = self.tensor.ways, 0.0, 0.0
-        for blocks in self.outputs:
-            summed += sum(one.forward for one in blocks[:-1]) + sum(one.backward for one in blocks[1:])
-            sent += blocks[-1].forward + blocks[0].backward
-        copied = sum(way.copied for way in self.ways)
-        elements = self.batch * (2 * (ways - 1) * summed + ways * sent) + (ways - 1) * copied
-        return elements * numpy_dtype(dtype).itemsize
 
     def elements_held(self, slots: int) -> float:
         held: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -68,6 +69,12 @@ class Strategy(Component):
     """
     largest_message: ClassVar[int] = 0
     """Size in bytes of the largest array that a node sends, if the array is larger than the model; otherwise 0."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("worker", "master", "finish"):
+            if name in vars(cls) and not inspect.iscoroutinefunction(vars(cls)[name]):
+                raise ConfigurationError(f"{cls.__name__}.{name} must be a coroutine; write async def {name}")
 
     @property
     @abstractmethod

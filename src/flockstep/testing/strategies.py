@@ -27,6 +27,7 @@ from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
+from flockstep.strategies.awaits import check_awaits
 from flockstep.strategies.base import ResultPolicy, Strategy, choose_result
 from flockstep.testing.expressions import check_component
 from flockstep.workloads.sampler import Sampler
@@ -38,6 +39,10 @@ updates.
 """
 RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
 """Times at which a run is stopped and restarted, as fractions of its duration."""
+LONG = 25
+"""Factor by which `check_exchanges` lengthens a run in which nothing was exchanged."""
+SEPARATE = ("ensemble", "best")
+"""Default results of strategies that train a separate model on each worker."""
 COMPUTE = "exponential(0.05)"
 NETWORK = "1gbit"
 E = TypeVar("E", bound=Event)
@@ -45,8 +50,9 @@ E = TypeVar("E", bound=Event)
 
 def check_strategy(
     strategy: Strategy, workers: Sequence[int] = (1, 2, 4), steps: int = STEPS, alone_is_plain: bool = True
-) -> None:
-    """Run every check of this module that applies to the strategy's traits, with each number in `workers`.
+) -> str:
+    """Run every check of this module that applies to the strategy's traits, with each number in `workers`; return a
+    sentence that says with which numbers of workers the strategy passes.
 
     A number that the strategy refuses with `ConfigurationError` is skipped, but the strategy may not refuse all of
     them. `steps` must be a number after which the strategy holds no update back (local SGD: a multiple of its period).
@@ -57,6 +63,7 @@ def check_strategy(
         AssertionError: a check fails; the message names the violated rule.
     """
     check_traits(strategy)
+    check_programs(strategy)
     accepted = [n for n in workers if accepts(strategy, n)]
     assert accepted, f"{strategy} refuses every number of workers in {tuple(workers)}"
     for n in accepted:
@@ -67,9 +74,19 @@ def check_strategy(
         if strategy.traits.delivery == "synchronous":
             check_replicas_agree(run)
         check_restart(run)
+    together = [n for n in accepted if n > 1]
+    if together:
+        check_exchanges(strategy, together[0], steps)
     if alone_is_plain and 1 in accepted:
         check_alone(strategy, steps)
     check_component(strategy)
+    return _passed(strategy, accepted, [n for n in workers if n not in accepted])
+
+
+def _passed(strategy: Strategy, accepted: Sequence[int], refused: Sequence[int]) -> str:
+    numbers = " and ".join([", ".join(map(str, accepted[:-1])), str(accepted[-1])][len(accepted) == 1 :])
+    others = f"; it refuses {', '.join(map(str, refused))}" if refused else ""
+    return f"{strategy} passes every check with {numbers} workers{others}"
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
@@ -90,6 +107,42 @@ def check_traits(strategy: Strategy) -> None:
     held = strategy.servers_for(2) > 0
     assert held or "server" not in traits.results, (
         f"the result policy of {strategy} is server, but the strategy has no server"
+    )
+
+
+def check_programs(strategy: Strategy) -> None:
+    """Check that the programs of the strategy await every call whose result they drop."""
+    try:
+        check_awaits(strategy)
+    except ConfigurationError as error:
+        raise AssertionError(str(error)) from error
+
+
+def check_exchanges(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """Check that what one worker computes reaches another worker: if worker 0 trains on other samples, the parameters
+    of another worker differ.
+
+    The run has `steps` steps, and if nothing reaches another worker within them, `LONG` times as many. A strategy whose
+    default result is "ensemble" or "best" trains a separate model on each worker, and is not checked, nor is a strategy
+    whose workers compute on samples of other workers.
+    """
+    if strategy.traits.results[0] in SEPARATE or strategy.traits.samples == "others":
+        return
+    parts = GradientSource(workers).parts
+    others = [parts[0][::-1], *parts[1:]]  # the sampler shuffles places in the part, so the batches differ
+    for many in (steps, LONG * steps):
+        first, second = (run_or_fail(strategy, workers, many, parts=one).replicas for one in (parts, others))
+        if not equal_bits(first[1:], second[1:]):
+            return
+    assert not equal_bits(first, second), (
+        f"{strategy} on {workers} workers trains nothing: in {LONG * steps} steps no parameters depend on the samples "
+        "of worker 0; pass the gradient to me.optimizer_step(gradient), or send it to a server"
+    )
+    raise AssertionError(
+        f"{strategy} on {workers} workers exchanges nothing: in {LONG * steps} steps the parameters of the other "
+        "workers do not depend on the samples of worker 0; send the model or the gradient and apply what arrives, pass "
+        'more steps if the first exchange comes later, or declare results=("ensemble",) if each worker trains a '
+        "separate model"
     )
 
 
@@ -404,6 +457,7 @@ def run_strategy(
     restarts: Sequence[float] = (),
     schedule: Schedule | str | None = None,
     engine: Callable[[Job, int], Engine] = NumpyEngine,
+    parts: Sequence[Indices] | None = None,
 ) -> SimulatedRun:
     """Run a strategy in virtual time, by default on `small_job`.
 
@@ -415,6 +469,7 @@ def run_strategy(
         restarts: virtual seconds at which all nodes are stopped and restarted from bytes.
         schedule: schedule of learning rate and batch size over the steps of the run.
         engine: function that creates the engine for the job's gradients from job and seed.
+        parts: the training samples of each worker; None for equal parts.
 
     Raises:
         FlockstepError: the run failed, for example by a deadlock.
@@ -428,7 +483,7 @@ def run_strategy(
     if schedule is not None:
         facts = optimizer.lr, job.batch, workers, source.engine.train_size, steps
         timetable = Timetable.over_steps(Schedule.parse(schedule), *facts)
-    plan = Plan(strategy, cluster, optimizer, source.parts, job.batch, steps, seed, policy, every, timetable)
+    plan = Plan(strategy, cluster, optimizer, parts or source.parts, job.batch, steps, seed, policy, every, timetable)
     models = ComputeModel.parse(compute), Network.parse(network)
     virtual = simulation(source.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults], restarts)
     for rank, params in enumerate([] if replicas is None else replicas):
@@ -437,10 +492,16 @@ def run_strategy(
     return SimulatedRun(virtual)
 
 
-def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: Sequence[float] = ()) -> SimulatedRun:
+def run_or_fail(
+    strategy: Strategy,
+    workers: int,
+    steps: int = STEPS,
+    restarts: Sequence[float] = (),
+    parts: Sequence[Indices] | None = None,
+) -> SimulatedRun:
     """Run a strategy on the small job; an error of flockstep, such as a deadlock, becomes an `AssertionError`."""
     try:
-        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts)
+        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts, parts=parts)
     except FlockstepError as error:
         raise AssertionError(f"{strategy} on {workers} workers fails: {error}") from error
 

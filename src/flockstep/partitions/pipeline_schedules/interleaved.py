@@ -23,9 +23,7 @@ class Interleaved(FlushedSchedule):
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
-            raise ConfigurationError(
-                f"chunks of interleaved must be >= 2, got {self.chunks}; use one_forward_one_backward for one chunk"
-            )
+            raise ConfigurationError(f"chunks of interleaved must be >= 2, got {self.chunks}; use 1f1b for one chunk")
 
     def check(self, stages: int, microbatches: int) -> None:
         if microbatches % stages:
