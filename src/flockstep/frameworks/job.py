@@ -7,6 +7,7 @@ import importlib.util
 import shlex
 import sys
 import traceback
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -43,8 +44,9 @@ def make_engine(job: Job, seed: int) -> Engine:
     if torch is not None and isinstance(model, torch.nn.Module):
         from flockstep.frameworks.torch import TorchEngine
 
+        kept = weakref.ref(model)
         del model  # freed before the engine builds a model with its own seed
-        release()
+        release(collect=kept() is not None)
         return TorchEngine(job, seed)
     jax = sys.modules.get("flockstep.frameworks.jax")
     if jax is not None and isinstance(model, jax.JaxModel):
@@ -86,8 +88,9 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
             f"a model that is split must be a torch.nn.Module, got {type(model).__name__} of job {job.name!r}; use "
             "partition=none"
         )
-    del model
-    release()
+    kept = weakref.ref(model)
+    del model  # freed before the split builds a model with its own seed
+    release(collect=kept() is not None)
     if isinstance(partition, Pipeline):
         from flockstep.frameworks.torch_stages import split_torch
 
