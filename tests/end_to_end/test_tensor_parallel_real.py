@@ -34,6 +34,7 @@ FULL = pytest.mark.full
         pytest.param(CHAIN, "local_sgd(period=2)", "tensor(4)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "tensor(3, collective=recursive_doubling)", 3, marks=FULL),
         pytest.param(CHAIN, "local_sgd(period=2)", "pipeline(2, 1f1b, 3) * tensor(2)", 4, marks=FULL),
+        pytest.param(CHAIN, "all_reduce", "pipeline(2, zb_h1, 4) * tensor(2)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "pipeline(2, 1f1b, 3) * tensor(2)", 8, marks=FULL),
     ],
 )

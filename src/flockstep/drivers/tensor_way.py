@@ -51,10 +51,17 @@ class TensorWay(StageProgram):
         return given, loss
 
     async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        shares = self._part.shares[work.chunk]
+        shares, samples = self._part.shares[work.chunk], len(batch.indices)
+        if work.kind == "weight_backward":
+            await resumed(NeedPass(work.step, sum(one.weight_backward for one in shares), samples))
+            self._part.weight_backward(work.chunk, batch, self.gradient)
+            return None
         for block in reversed(range(len(shares))):
-            await resumed(NeedPass(work.step, shares[block].backward, len(batch.indices)))
-            errors = self._part.backward(work.chunk, block, batch, errors, self.gradient)
+            await resumed(NeedPass(work.step, getattr(shares[block], work.kind), samples))
+            if work.kind == "backward":
+                errors = self._part.backward(work.chunk, block, batch, errors, self.gradient)
+            else:
+                errors = self._part.input_backward(work.chunk, block, batch, errors)
             if block:
                 errors = await self._sum(errors)
         return errors

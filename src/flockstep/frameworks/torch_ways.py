@@ -172,7 +172,7 @@ def _assembled(
             buffers[stage],
             _others([layer for chain in within[stage] for layer in chain]),
             [
-                [BlockShares(0.0, 0.0)] * len(chunk.blocks)
+                [BlockShares(0.0, 0.0, 0.0)] * len(chunk.blocks)
                 if shape is None
                 else _shares(chunk.blocks, shape, batch, way, held[stage])
                 for chunk in stages[stage]
@@ -383,8 +383,19 @@ class BlockPass:
     """Inputs of the block's split layers."""
     term: torch.Tensor | None = None
     split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
+    error: FlatArray | None = None
+    """Gradient with respect to the outputs of a chunk, or to the inputs of the block's split layers, summed over the
+    ways; None behind the loss.
+    """
     residual_error: torch.Tensor | None = None
     """Gradient with respect to the residual connection after the block."""
+    term_error: torch.Tensor | None = None
+    """Gradient with respect to the sum of the terms."""
+
+    @property
+    def below(self) -> list[torch.Tensor]:
+        """The inputs of the split layers if they need a gradient."""
+        return [self.into] if self.into is not None and self.into.requires_grad else []
 
 
 class TorchWay(ModelWay):
@@ -493,20 +504,40 @@ class TorchWay(ModelWay):
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
     ) -> FlatArray | None:
         kept = self._kept.pop(_key(chunk, block, batch))
-        slopes = self._replicated_slopes(kept, errors)
+        kept.error = errors
+        slopes = _slopes(kept, [*kept.inputs, *(tensor for _, tensor in kept.trained)])
         inputs = slopes[: len(kept.inputs)]
         self._add(kept.trained, slopes[len(inputs) :], out)
         if not block:
             return native(inputs[0]) if inputs else None
+        before = self._before(chunk, block, batch, inputs)
+        slopes = _term_slopes(before, [*before.below, *(tensor for _, tensor in before.split)])
+        self._add(before.split, slopes[len(before.below) :], out)
+        return native(slopes[0]) if before.below else None
+
+    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        kept = self._kept[_key(chunk, block, batch)]
+        kept.error = errors
+        inputs = _slopes(kept, kept.inputs, retain=True)
+        if not block:
+            return native(inputs[0]) if inputs else None
+        before = self._before(chunk, block, batch, inputs)
+        slopes = _term_slopes(before, before.below, retain=True)
+        return native(slopes[0]) if slopes else None
+
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        for block in range(len(self._chunks[chunk].blocks)):
+            kept = self._kept.pop(_key(chunk, block, batch))
+            self._add(kept.trained, _slopes(kept, [tensor for _, tensor in kept.trained]), out)
+            self._add(kept.split, _term_slopes(kept, [tensor for _, tensor in kept.split]), out)
+
+    def _before(self, chunk: int, block: int, batch: MicroBatch, errors: Sequence[torch.Tensor]) -> BlockPass:
+        """The pass of the block before, given the gradients of the inputs of a block."""
         before = self._kept[_key(chunk, block - 1, batch)]
-        assert before.term is not None
-        assert before.into is not None
-        if len(inputs) > 1:
-            before.residual_error = inputs[1]
-        below = [before.into] if before.into.requires_grad else []
-        slopes = _grad([before.term], [*below, *(tensor for _, tensor in before.split)], [inputs[0]])
-        self._add(before.split, slopes[len(below) :], out)
-        return native(slopes[0]) if below else None
+        before.term_error = errors[0]
+        if len(errors) > 1:
+            before.residual_error = errors[1]
+        return before
 
     def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
         """The values of a tensor that travels to other parts; `samples`: length that its first axis must have.
@@ -521,19 +552,6 @@ class TorchWay(ModelWay):
                 f"{chunk.number}; cut elsewhere with split_at, or use partition=none"
             )
         return native(tensor.detach())
-
-    def _replicated_slopes(self, kept: BlockPass, errors: FlatArray | None) -> list[torch.Tensor]:
-        """Gradients of a block's inputs, and of the parameters that this way holds among those of all ways."""
-        wanted = [*kept.inputs, *(tensor for _, tensor in kept.trained)]
-        if kept.into is None and errors is None:  # the outputs are the loss
-            return _grad(kept.outputs, wanted, [None])
-        given = [None if errors is None else torch.from_numpy(errors.copy()), kept.residual_error]
-        pairs = [
-            (output, error)
-            for output, error in zip(kept.outputs, given, strict=False)
-            if error is not None and output.requires_grad
-        ]
-        return _grad([output for output, _ in pairs], wanted, [error for _, error in pairs])
 
     def _loss(self, chunk: WayChunk, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean loss, from the outputs of the model or from the terms of its last layer."""
@@ -604,13 +622,39 @@ def _starts(held: Sequence[Held]) -> list[int]:
     return list(accumulate((one.size for one in held[:-1]), initial=0)) if held else []
 
 
+def _slopes(kept: BlockPass, wanted: Sequence[torch.Tensor], retain: bool = False) -> list[torch.Tensor]:
+    """Gradients of the outputs of a block's computations that every way performs, with respect to `wanted`."""
+    if kept.into is None and kept.error is None:  # the outputs are the loss
+        return _grad(kept.outputs, wanted, [None], retain)
+    given = [None if kept.error is None else torch.from_numpy(kept.error.copy()), kept.residual_error]
+    pairs = [
+        (output, error)
+        for output, error in zip(kept.outputs, given, strict=False)
+        if error is not None and output.requires_grad
+    ]
+    return _grad([output for output, _ in pairs], wanted, [error for _, error in pairs], retain)
+
+
+def _term_slopes(kept: BlockPass, wanted: Sequence[torch.Tensor], retain: bool = False) -> list[torch.Tensor]:
+    """Gradients of the term of a block's split layers with respect to `wanted`; empty if there are no split layers."""
+    return [] if kept.term is None else _grad([kept.term], wanted, [kept.term_error], retain)
+
+
 def _grad(
-    outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor | None],
+    retain: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of outputs with respect to `wanted`; zeros for what they do not depend on."""
+    """Gradients of outputs with respect to `wanted`; zeros for what they do not depend on.
+
+    `retain`: whether the graph is needed again.
+    """
     if not outputs or not wanted:
         return [torch.zeros_like(one) for one in wanted]
-    return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True))
+    return list(
+        torch.autograd.grad(outputs, wanted, given, retain_graph=retain, allow_unused=True, materialize_grads=True)
+    )
 
 
 def _part_of(whole: Schema, number: int, held: Sequence[WayTensors]) -> Schema:
@@ -690,23 +734,27 @@ def _shares(
     """
     total = float(shape.work(batch))
     if not total:
-        return [BlockShares(*[1 / (2 * len(blocks))] * 2) for _ in blocks]
+        return [BlockShares(*[1 / (3 * len(blocks))] * 3) for _ in blocks]
     mine = {one.identity for one in held[way].copied}
-    forward, backward, holds = [0.0] * len(blocks), [0.0] * (len(blocks) + 1), [0.0] * len(blocks)
+    forward, holds = [0.0] * len(blocks), [0.0] * len(blocks)
+    by_input, by_weight = [0.0] * (len(blocks) + 1), [0.0] * (len(blocks) + 1)
     for number, block in enumerate(blocks):
         for one in block.whole:
             layers = one.layers(shape)
             forward[number] += sum(layer.work_forward(batch) for layer in layers)
-            backward[number] += sum(layer.by_input.work(batch) for layer in layers)
+            by_input[number] += sum(layer.by_input.work(batch) for layer in layers)
             holds[number] += sum(layer.writes for layer in layers)
             if any(id(each) in mine for each in one.parameters):
-                backward[number] += sum(layer.by_weight.work(batch) for layer in layers)
+                by_weight[number] += sum(layer.by_weight.work(batch) for layer in layers)
         if block.split is not None:
             layers, share = _layers_of(shape, block.split.layers), block.split.share(way)
             forward[number] += share * sum(layer.work_forward(batch) for layer in layers)
-            backward[number + 1] += share * sum(layer.work_backward(batch) for layer in layers)
+            by_input[number + 1] += share * sum(layer.by_input.work(batch) for layer in layers)
+            by_weight[number + 1] += share * sum(layer.by_weight.work(batch) for layer in layers)
             holds[number] += share * sum(layer.writes for layer in layers)
-    return [BlockShares(forward[n] / total, backward[n] / total, holds[n]) for n in range(len(blocks))]
+    return [
+        BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, holds[n]) for n in range(len(blocks))
+    ]
 
 
 def _layers_of(shape: ModelShape, names: Sequence[str]) -> list[Layer]:

@@ -25,11 +25,17 @@ class BlockShares:
     """
 
     forward: float
-    backward: float
+    input_backward: float
+    weight_backward: float
     holds: float = 0.0
     """Number of elements of the outputs of the block's layers on this way, for one sample, which the backward pass
     needs.
     """
+
+    @property
+    def backward(self) -> float:
+        """Share of the backward pass: the gradients of the inputs and of the weights together."""
+        return self.input_backward + self.weight_backward
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,18 @@ class ModelWay(HeldPart):
         Returns:
             The term that this way adds to the gradient of the inputs of the split layers before the block; for the
                 first block, the gradient of the chunk's inputs; None if no earlier layer needs the gradient.
+        """
+
+    @abstractmethod
+    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        """Return what `backward` returns, without the gradients of parameters. A call of `weight_backward` for the
+        chunk must follow.
+        """
+
+    @abstractmethod
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        """Add the gradients of this way's parameters in all blocks of a chunk to `out` (K,), after `input_backward` of
+        each block. These gradients need no sum over the ways.
         """
 
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.errors import CompositionError
 from flockstep.partitions.base import Addressing, Division, Partition, check_ways
 from flockstep.partitions.pipeline import Pipeline
 
@@ -61,14 +60,6 @@ class Product(Partition):
 
     pipeline: Pipeline
     tensor: TensorParallel
-
-    def __post_init__(self) -> None:
-        schedule, facts = self.pipeline.schedule, (self.pipeline.stages, self.pipeline.microbatches, 1)
-        if any(work.kind == "input_backward" for work in schedule.passes(0, *facts)):
-            raise CompositionError(
-                f"the passes of {schedule} compute the gradients of inputs and of weights separately, which split "
-                "layers do not; use the schedule 1f1b"
-            )
 
     @property
     def parts(self) -> int:

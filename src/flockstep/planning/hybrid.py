@@ -303,9 +303,7 @@ def _search(
         best = _with_microbatches(options, predicted)
         if best is None:
             continue
-        if isinstance(best.partition, Pipeline):
-            best = _with_schedules(best, best.partition, strategy, site, workers, limit)
-        yield best
+        yield _with_schedules(best, strategy, site, workers, limit)
 
 
 def _with_microbatches(
@@ -332,12 +330,19 @@ def _steady(partition: Partition) -> bool:
 
 
 def _with_schedules(
-    best: SplitPrediction, pipeline: Pipeline, strategy: Strategy, site: Site, workers: int, limit: float | None
+    best: SplitPrediction, strategy: Strategy, site: Site, workers: int, limit: float | None
 ) -> SplitPrediction:
-    """Return the fastest of a pipeline of 1F1B and the same pipeline with other synchronous schedules."""
+    """Return the fastest of a partition with 1F1B and the same partition with other synchronous schedules."""
+    found = best.partition
     for schedule in (ZeroBubbleH1(), Interleaved(2)):
         try:
-            other = Pipeline(pipeline.stages, schedule, pipeline.microbatches)
+            other: Partition
+            if isinstance(found, Product):
+                other = Product(replace(found.pipeline, schedule=schedule), found.tensor)
+            elif isinstance(found, Pipeline):
+                other = replace(found, schedule=schedule)
+            else:
+                return best
             if fits(other, site, limit):
                 best = min(best, predict_split(strategy, other, site, workers, short=True), key=_seconds)
         except ConfigurationError:  # too few layers, or a number of micro-batches that the schedule does not allow

@@ -19,6 +19,7 @@ from flockstep.frameworks.job import make_split
 from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.job_profile import JobProfile
@@ -121,7 +122,9 @@ def _usual(partition: TensorParallel | Product) -> TensorParallel | Product:
         return TensorParallel(partition.ways)
     pipeline = partition.pipeline
     count = min(pipeline.stages, pipeline.microbatches)
-    return Product(replace(pipeline, microbatches=count, codec=Identity()), TensorParallel(partition.tensor.ways))
+    schedule = pipeline.schedule if pipeline.schedule.chunks > 1 else OneForwardOneBackward()
+    usual = replace(pipeline, schedule=schedule, microbatches=count, codec=Identity())
+    return Product(usual, TensorParallel(partition.tensor.ways))
 
 
 def _shape_of(model: SplitModel, partition: TensorParallel | Product, batch: int) -> WaysShape:
@@ -167,8 +170,14 @@ class SurrogateWay(SurrogateHeld, ModelWay):
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
     ) -> FlatArray | None:
         if not block:
-            self.add_gradient(chunk, batch, out)
+            self.weight_backward(chunk, batch, out)
+        return self.input_backward(chunk, block, batch, errors)
+
+    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         return self._array(self._outputs(chunk)[block].backward, batch)
+
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        self.add_gradient(chunk, batch, out)
 
     def _outputs(self, chunk: int) -> tuple[BlockOutputs, ...]:
         return self._shape.outputs[chunk * self._shape.pipeline.stages + self._stage]
