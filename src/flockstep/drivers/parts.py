@@ -41,7 +41,9 @@ def program_of(
     Raises:
         CompositionError: there is no program for the parts of such a model.
     """
-    name, random = model.partition.part_name(part), partial(part_random, plan.seed, replica, part)
+    drawing = part - part % model.tensor.ways if isinstance(model, TensorModel) else part
+    """The part whose random numbers are used: all ways of a stage encode equal activations as equal bytes."""
+    name, random = model.partition.part_name(part), partial(part_random, plan.seed, replica, drawing)
     run = PartRun(replica, part, name, plan.steps, batch, send, random, taken)
     match model:
         case PipelineModel():

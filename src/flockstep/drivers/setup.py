@@ -119,6 +119,12 @@ def _require_plain_run(config: RunConfig, partition: Partition) -> None:
                 f"{what} a run of a split model on real processes yet, got {got} with {config.partition}; leave it "
                 "out, or use partition=none"
             )
+    if config.checkpoint_every is not None and partition.remembers:
+        raise CompositionError(
+            "checkpoints of a split model do not contain the activations that differences are taken from, got "
+            f"checkpoint_every={config.checkpoint_every} with {config.partition}; leave out differences, or "
+            "checkpoint_every"
+        )
     if config.checkpoint_every is not None and partition.delays is not None:
         raise CompositionError(
             f"checkpoints need a schedule in which no micro-batch is in flight at the end of a step, got "

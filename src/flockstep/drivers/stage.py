@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from itertools import dropwhile
 
 import numpy as np
 
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.codecs.base import Codec
+from flockstep.codecs.base import Codec, Shape
+from flockstep.drivers.activation_differences import ActivationDifferences
 from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
@@ -80,6 +82,9 @@ class StageProgram(PartProgram):
         self._versions: dict[int, FlatArray] = {}
         self._using: dict[tuple[int, int, int], int] = {}
         """Step, micro-batch and chunk of each forward pass whose backward pass is not complete → version."""
+        self._sent_before = [ActivationDifferences() for _ in range(self._schedule.chunks)]
+        self._received_before = [ActivationDifferences() for _ in range(self._schedule.chunks)]
+        """Chunk → activations of earlier steps, if differences from them travel."""
         self._own: dict[tuple[int, int], float] = {}
         """Step and micro-batch → loss of a forward pass through the last chunk, until its backward pass."""
 
@@ -173,45 +178,54 @@ class StageProgram(PartProgram):
                 f"{self._schedule} uses version {work.version} of the weights of {self.name} in step "
                 f"{work.step}, but {self.name} holds versions {self.versions}; fix the schedule"
             )
-        outputs, loss = await self._outputs(work, weights, batch, self._decoded(message))
+        outputs, loss = await self._outputs(work, weights, batch, self._decoded(message, work, batch))
         if outputs is None:
             self._own[work.step, work.microbatch] = loss
-        self._pass_on(work, outputs, 0.0)
+        self._pass_on(work, batch, outputs, 0.0)
         if self._schedule.one_forward_at_a_time and self._stage == self._pipeline.stages - 1 > 0:
             self._send(self._at(0), PASSED, None, StageNote(work.step, work.microbatch))
 
     async def _backward(self, work: PipelinePass, message: Message | None) -> None:
-        below = await self._slopes(work, self._microbatch(work), self._decoded(message))
+        batch = self._microbatch(work)
+        below = await self._slopes(work, batch, self._decoded(message, work, batch))
         if work.kind == "weight_backward":
             return
         loss = self._own.pop((work.step, work.microbatch)) if message is None else message.note.loss
         if work.chunk == 0:
             self.loss += loss
-        self._pass_on(work, below, loss)
+        self._pass_on(work, batch, below, loss)
 
-    def _pass_on(self, work: PipelinePass, array: FlatArray | None, loss: float) -> None:
+    def _pass_on(self, work: PipelinePass, batch: MicroBatch, array: FlatArray | None, loss: float) -> None:
         """Send the output of a pass to the stage that needs it."""
         target = self._schedule.target(work, self._stage, self._pipeline.stages)
         if target is not None:
             assert array is not None
             note = StageNote(work.step, work.microbatch, tuple(array.shape), name_of(array), loss)
-            codec = self._codec(note)
             if work.step not in self._randoms:
                 self._randoms[work.step] = self._run.random(work.step)
-            data = codec.encode(array.reshape(-1), random_of(codec, self._randoms[work.step], work.step))
+            codec = self._codec(work.step, note.shape)
+            random = random_of(codec, self._randoms[work.step], work.step)
+            if self._pipeline.differences and work.kind == "forward":
+                before, codec_of = self._sent_before[work.chunk], partial(self._codec, work.step)
+                data = before.encode(array, batch.indices.tolist(), codec_of, random)
+            else:
+                data = codec.encode(array.reshape(-1), random)
             self._send(self._at(target[0]), f"{TAGS[work.kind]} {target[1]}", data, note)
 
-    def _decoded(self, message: Message | None) -> FlatArray | None:
-        """The array that a message encodes."""
+    def _decoded(self, message: Message | None, work: PipelinePass, batch: MicroBatch) -> FlatArray | None:
+        """The array that the message with the input of a pass encodes."""
         if message is None:
             return None
         note: StageNote = message.note
-        found = self._codec(note).decode(message.payload, math.prod(note.shape), note.dtype)
+        if self._pipeline.differences and work.kind == "forward":
+            before, codec_of = self._received_before[work.chunk], partial(self._codec, work.step)
+            return before.decode(message.payload, note.shape, note.dtype, batch.indices.tolist(), codec_of)
+        found = self._codec(work.step, note.shape).decode(message.payload, math.prod(note.shape), note.dtype)
         return found.reshape(note.shape)
 
-    def _codec(self, note: StageNote) -> Codec:
-        """The codec of an array, as its sender and its receiver use it."""
-        return bound_codec(self._pipeline.codec, NoFeedback(), (note.shape,), note.step)
+    def _codec(self, step: int, shape: Shape) -> Codec:
+        """The codec of an array of this shape, as its sender and its receiver use it."""
+        return bound_codec(self._pipeline.codec, NoFeedback(), (shape,), step)
 
     def _microbatch(self, work: PipelinePass) -> MicroBatch:
         """The samples of a pass; the batch is drawn when the first pass needs it."""

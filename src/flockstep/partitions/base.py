@@ -71,6 +71,11 @@ class Partition(Component):
         return None
 
     @property
+    def remembers(self) -> bool:
+        """Whether the parts store activations of earlier steps."""
+        return False
+
+    @property
     def mean_delay(self) -> float:
         """Mean number of updates that the weights of a gradient are old because of the partition."""
         return 0.0

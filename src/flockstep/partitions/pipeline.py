@@ -36,12 +36,21 @@ class Pipeline(Partition):
     """
     codec: Codec = Identity()
     """Codec for the activations, and their gradients, that stages send each other."""
+    differences: bool = False
+    """Whether the codec encodes the change of a sample's activations since the previous epoch (AQ-SGD, Wang et al.
+    2022). Both ends of a link then store the activations of every sample of their replica.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):
             if value < 1:
                 raise ConfigurationError(f"{name} of pipeline must be >= 1, got {value}; use for example 4")
         self.schedule.check(self.stages, self.microbatches)
+        if self.differences and (self.codec.lossless or not self.codec.contraction):
+            raise ConfigurationError(
+                f"differences of pipeline need a lossy codec that is a contraction, got {self.codec}; use for example "
+                "codec=int8"
+            )
 
     @property
     def parts(self) -> int:
@@ -56,6 +65,10 @@ class Pipeline(Partition):
     def copies(self, part: int) -> int:
         """Return the number of versions of the weights that passes in progress use."""
         return self.schedule.versions(part, self.stages)
+
+    @property
+    def remembers(self) -> bool:
+        return self.differences
 
     @property
     def mean_delay(self) -> float:

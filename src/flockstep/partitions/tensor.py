@@ -70,6 +70,10 @@ class Product(Partition):
         return self.pipeline.delays
 
     @property
+    def remembers(self) -> bool:
+        return self.pipeline.remembers
+
+    @property
     def mean_delay(self) -> float:
         return self.pipeline.mean_delay
 

@@ -73,7 +73,8 @@ class PipelineShape(SplitShape):
         counts = [sum(len(chunk.tensors) for chunk in part) for part in self.parts]
         parts = tuple(SurrogatePart(engine, self, group) for group in groups_by_tensors(engine, counts))
         facts = SplitFacts(tuple(range(len(self.chunks))), (), False, 0)
-        return PipelineModel(engine, parts, self.layers, facts, self.partition)
+        every_sample_known = replace(self.partition, differences=False)
+        return PipelineModel(engine, parts, self.layers, facts, every_sample_known)
 
 
 def pipeline_shape(task: JobProfile, pipeline: Pipeline) -> PipelineShape:
@@ -121,7 +122,9 @@ def _require_cut(task: JobProfile, shape: PipelineShape) -> None:
     pipeline = shape.partition
     schedule = pipeline.schedule if pipeline.schedule.chunks > 1 else OneForwardOneBackward()
     count = min(pipeline.stages, pipeline.microbatches)  # one cut serves all numbers of micro-batches but 1
-    found = task.sizes_of_parts(replace(pipeline, schedule=schedule, microbatches=count, codec=Identity()))
+    found = task.sizes_of_parts(
+        replace(pipeline, schedule=schedule, microbatches=count, codec=Identity(), differences=False)
+    )
     planned = tuple(sum(chunk.parameters for chunk in part) for part in shape.parts)
     if found != planned:
         raise ConfigurationError(

@@ -89,7 +89,8 @@ class WaysShape(SplitShape):
         groups = groups_by_tensors(engine, [len(way.tensors) for way in self.ways])
         parts = tuple(SurrogateWay(engine, self, group) for group in groups)
         facts = SplitFacts(tuple(range(len(self.outputs))), (), False, 0)
-        return TensorModel(engine, parts, self.layers, facts, self.partition, self.pipeline, self.tensor, 0)
+        every_sample_known = replace(self.pipeline, differences=False)
+        return TensorModel(engine, parts, self.layers, facts, self.partition, every_sample_known, self.tensor, 0)
 
 
 def ways_shape(task: JobProfile, partition: TensorParallel | Product) -> WaysShape:
@@ -123,7 +124,7 @@ def _usual(partition: TensorParallel | Product) -> TensorParallel | Product:
     pipeline = partition.pipeline
     count = min(pipeline.stages, pipeline.microbatches)
     schedule = pipeline.schedule if pipeline.schedule.chunks > 1 else OneForwardOneBackward()
-    usual = replace(pipeline, schedule=schedule, microbatches=count, codec=Identity())
+    usual = replace(pipeline, schedule=schedule, microbatches=count, codec=Identity(), differences=False)
     return Product(usual, TensorParallel(partition.tensor.ways))
 
 
