@@ -249,4 +249,4 @@ def test_a_run_without_max_workers_takes_none(tmp_path: Path, capsys: pytest.Cap
     words = ["train", "softmax", "-s", "all_reduce", "-n", "1", "--steps", "2", "--out", str(tmp_path / "run")]
     assert run_command(words) == 0
     assert join(tmp_path) == 2
-    assert "workers can join only a run of flockstep train with --max-workers" in capsys.readouterr().err
+    assert "workers can join only a run with --max-workers" in capsys.readouterr().err

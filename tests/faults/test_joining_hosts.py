@@ -199,7 +199,9 @@ def test_a_run_without_max_workers_takes_no_worker_of_another_host(two: list[Hos
     wait_for_steps(tmp_path, runs[0], 2, 5)
     refused = Ended.of(join(two))
     assert refused.code == 2
-    assert "workers join only a run of flockstep train that was started with --max-workers" in refused.err
+    assert (
+        "workers of another host join only a run of flockstep train that was started with --max-workers" in refused.err
+    )
     runs[0].send_signal(signal.SIGINT)
     assert [Ended.of(one).code for one in runs] == [130, 1]
 

@@ -43,7 +43,6 @@ KILLS = [
     ("all_reduce", "worker-0", "gradient.computed", STEPS),
     ("all_reduce", "launcher", "run.ended", 1),
     ("ps(bsp)", "worker-0", "gradient.computed", 70),
-    ("ps(bsp)", "server-0", "shard.written", 2),
     ("ps(bsp, shards=2)", "worker-1", "shard.written", 2),
     ("local_sgd(8)", "worker-0", "gradient.computed", 70),
     ("local_sgd(8)", "worker-1", "shard.written", 2),
@@ -139,6 +138,23 @@ def test_a_script_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_w
     assert again.summary["notes"][0].startswith(f"resumed from step {least}; ")
     assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == [str(STEPS - least)] * 2
     assert same(outcome(tmp_path), uninterrupted(strategy))
+    check_record(tmp_path / "run", STEPS)
+
+
+@pytest.mark.parametrize(
+    ("point", "number"), few([("shard.written", 2), ("update.applied", 70)], ("update.applied", 70))
+)
+def test_a_script_whose_server_is_killed_goes_back_to_its_checkpoint_and_ends_with_the_same_bits(
+    point: str, number: int, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    kill = write_failpoint(tmp_path, Failpoint("server-0", point, number))
+    (tmp_path / "go").touch()
+    ended = begin(tmp_path, "ps(bsp)", "--checkpoint-every", "20", "--import", kill).end()
+    assert ended.code == 0, ended.err
+    assert signalled(tmp_path) is not None
+    assert "server 0 was killed by SIGKILL" in ended.err
+    assert "; the workers, and new servers, continued from step " in ended.err
+    assert same(outcome(tmp_path), uninterrupted("ps(bsp)"))
     check_record(tmp_path / "run", STEPS)
 
 

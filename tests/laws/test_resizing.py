@@ -17,6 +17,7 @@ from flockstep.drivers.plan import FIRST_BATCH, Batches, Plan
 from flockstep.drivers.resizing import faults_after, resized, resized_checkpoint
 from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
+from flockstep.nodes import Worker
 from flockstep.programs import NeedGradient
 from flockstep.simulation.attacks import Memory
 from flockstep.simulation.faults import Fault
@@ -220,6 +221,28 @@ def test_the_outer_optimizer_goes_on_and_block_momentum_follows_the_number_of_wo
     run, states, _ = changed("local_sgd(4, outer_optimizer=bmuf(nesterov=True))", 2, 3, steps=8)
     assert equal_bits(states[0].params, run.nodes[0].state.model), "not the result that was taken at the end"
     assert not equal_bits(states[0].params, run.replicas[0])
+
+
+@pytest.mark.parametrize("text", few([*ALL, "bucketed(accumulate=3)"], "all_reduce", "bucketed(accumulate=3)"))
+def test_strategies_whose_workers_step_at_the_end_say_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's number of workers cannot change under them."""
+    rule, ending, late = Strategy.parse(text), set[int](), list[int]()
+    finish, step = type(rule).finish, Worker.optimizer_step
+
+    async def finishing(self: Strategy, me: Worker) -> None:
+        ending.add(me.rank)
+        await finish(self, me)
+
+    def stepping(self: Worker, *arguments: Any, **names: Any) -> None:
+        if self.rank in ending:
+            late.append(self.rank)
+        step(self, *arguments, **names)
+
+    monkeypatch.setattr(type(rule), "finish", finishing)
+    monkeypatch.setattr(Worker, "optimizer_step", stepping)
+    run_strategy(rule, 4, 7, job=small_job())
+    assert ending == {0, 1, 2, 3}
+    assert bool(late) == rule.resizing.steps_at_end
 
 
 @pytest.mark.parametrize("text", ["ensemble", "codistillation"])

@@ -31,6 +31,8 @@ class Keeper:
 
     refusal = ""
     restored = 0
+    streams = True
+    """Whether the random streams are to be restored, too."""
 
     def at_boundary(self) -> Any:
         return None
@@ -42,7 +44,7 @@ class Keeper:
         raise AssertionError
 
     def restore_between_steps(self, kept: Any, random: bool) -> None:
-        assert (kept, random) == ("between", True)
+        assert (kept, random) == ("between", self.streams)
         self.restored += 1
 
 
@@ -69,10 +71,17 @@ class Checkpoints:
         self.dropped.append(why)
 
 
-def script(extra: Any = None) -> tuple[ScriptCheckpoints, Checkpoints, Keeper]:
-    """A script at its start, or one that goes on from a checkpoint with `extra`."""
+def script(
+    extra: Any = None, mailbox: object = "messages", joins: bool = False
+) -> tuple[ScriptCheckpoints, Checkpoints, Keeper]:
+    """A script at its start, or one that goes on from a checkpoint with `extra`; a checkpoint that was made for another
+    number of workers has no mailbox.
+    """
     node, keeper = Checkpoints(), Keeper()
-    kept: Any = None if extra is None else SimpleNamespace(script=ScriptState("between", extra))
+    state = ScriptState("between", extra)
+    kept: Any = None if extra is None else SimpleNamespace(script=state, saved=SimpleNamespace(mailbox=mailbox))
+    if kept is not None:
+        kept.joins, keeper.streams = joins, not joins
     return ScriptCheckpoints(node, keeper, kept), node, keeper  # type: ignore[arg-type]
 
 
@@ -120,6 +129,22 @@ def test_a_resumed_script_gets_its_values_and_must_restore_them() -> None:
         with pytest.raises(ConfigurationError, match=said):
             calls.checkpoint(now)
         assert (node.offers, keeper.restored) == (0, 0)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_another_number_of_workers_may_count_in_another_way_but_restores_every_name(joins: bool) -> None:
+    """A worker that joins keeps its own random streams."""
+    for now, said in [
+        ({"epoch": 2, "batch": 0}, r"extra\['rates'\] .* got nothing in place of"),
+        ({**EXTRA, "more": 1}, r"extra\['more'\] .* got 1 in place of nothing"),
+    ]:
+        calls, node, keeper = script(EXTRA, None, joins)
+        calls.resumed()
+        with pytest.raises(ConfigurationError, match=said):
+            calls.checkpoint(now)
+        assert (node.offers, keeper.restored) == (0, 0)
+    calls.checkpoint({**EXTRA, "epoch": 2, "batch": 0})
+    assert (node.offers, keeper.restored) == (1, 1)
 
 
 def test_a_change_of_the_returned_values_changes_no_comparison() -> None:
@@ -209,11 +234,10 @@ def test_a_script_that_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Pa
     with record.created(config, False):
         pass
 
-    def refused(why: str, workers: int | None = None) -> None:
+    def refused(why: str) -> None:
         with pytest.raises(ConfigurationError, match=why):
-            resume(record.path, workers)
+            resume(record.path)
 
-    refused("got -n 3 in place of 2; leave out -n", 3)
     refused("holds no complete checkpoint; repeat the run, with --checkpoint-every for checkpoints")
     arrays = {"w": np.zeros(3, np.float32)}
     folder = disk.new_folder(record.path)

@@ -25,6 +25,7 @@ from torch.utils.data import (
 import flockstep
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
+from flockstep.drivers.torch_data import set_epoch, split
 from flockstep.errors import ConfigurationError, MissingDependency
 
 WORKERS = 3
@@ -490,3 +491,24 @@ def test_loading_processes_that_read_the_same_are_told_of(
     assert [
         str(one.message) for one in caught if "the 2 processes of the loader read the same batches" in str(one.message)
     ] == ([str(caught[0].message)] if told else [])
+
+
+def used_by(workers: int, epoch: int, first: int = 0, last: int = 1000) -> list[int]:
+    """The samples of an epoch that all workers use in the batches from `first` to `last`, counted over all workers."""
+    samples = []
+    for rank in range(workers):
+        part = split(DataLoader(Numbers(101), batch_size=4, shuffle=True), rank, workers)
+        set_epoch(part, epoch)
+        samples += [x for batch, xs in enumerate(part) if first <= batch * workers < last for x in xs.tolist()]
+    return samples
+
+
+@pytest.mark.parametrize("now", [1, 3, 4])
+def test_an_epoch_goes_on_with_another_number_of_workers(now: int) -> None:
+    """By the count of docs/how-to/resume.md: none is used twice, and less than one batch of each worker is left out."""
+    for used in range(0, 24, 2):
+        before, after = used_by(2, 5, last=used), used_by(now, 5, first=used)
+        assert len(before) == 4 * used
+        assert len(set(before) & set(after)) < now, "the sampler's own padding"
+        left = set(range(101)) - {*before, *after}
+        assert len(left) <= 4 * (now - 1)

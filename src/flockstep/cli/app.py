@@ -268,7 +268,7 @@ def join(
     timeout: o.MeetTimeout = 600.0,
     host_address: o.HostAddress = "",
 ) -> None:
-    """Add workers to a run of flockstep train that is going on, on this machine or on another host."""
+    """Add workers to a run that is going on: on this machine, or on another host to a run of flockstep train."""
     from flockstep.launchers.join_requests import ask
     from flockstep.records.folder import RunFolder
 
@@ -415,6 +415,8 @@ def launch(
     out: o.Out = None,
     checkpoint_every: o.CheckpointEvery = None,
     keep: o.Keep = None,
+    min_workers: o.MinWorkers = None,
+    max_workers: o.MaxWorkers = None,
     resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,

@@ -448,7 +448,8 @@ MinWorkers = Annotated[
         min=1,
         help=(
             "Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
-            "worker is lost the other workers go back to the newest checkpoint."
+            "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
+            "after SIGTERM)."
         ),
         rich_help_panel=PROCESSES,
     ),
@@ -505,7 +506,7 @@ _NOT_OF = {
         *("checkpoint_every", "keep", "min_workers", "max_workers", "park"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("min_workers", "max_workers", "park", "output", "prefix", "rank_output"),
+    "launch": ("park", "output", "prefix", "rank_output"),
 }
 
 

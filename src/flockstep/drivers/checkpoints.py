@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -68,6 +68,8 @@ class NodeCheckpoint:
     """State that the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a
     declared job.
     """
+    joins: bool = False
+    """Whether the script's worker has not taken part in the run before, and keeps its own random streams."""
 
 
 def manifest_of(spec: NodeSpec) -> Manifest | None:
@@ -97,8 +99,10 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint 
     return kept
 
 
-def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
+def load_node(checkpoint: Checkpoint, address: Address, script: bool = True) -> NodeCheckpoint:
     """Return the state of a node from a checkpoint.
+
+    Without `script`, the state that a script added stays a dict of arrays, whose data classes only the script knows.
 
     Raises:
         ConfigurationError: the checkpoint is damaged.
@@ -108,7 +112,7 @@ def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
         arrays = checkpoint.arrays(address)
         kept = from_arrays(arrays)
         added = {name.removeprefix(OF_SCRIPT): one for name, one in arrays.items() if name.startswith(OF_SCRIPT)}
-        script = from_arrays(added) if added else None
+        added_state = from_arrays(added) if added and script else added or None
     except ProtocolError as error:
         raise ConfigurationError(
             f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
@@ -117,8 +121,14 @@ def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
         raise ConfigurationError(
             f"{folder} does not hold the state of a node; delete this folder to resume from the previous checkpoint"
         )
-    kept.script = script
+    kept.script = added_state
     return kept
+
+
+def arrays_of(kept: NodeCheckpoint) -> dict[str, FlatArray]:
+    """Return the state of a node as named arrays; its script's state must be a dict of arrays, or None."""
+    added = {OF_SCRIPT + name: array for name, array in (kept.script or {}).items()}
+    return {**to_arrays(replace(kept, script=None)), **added}
 
 
 class Connection(Protocol):

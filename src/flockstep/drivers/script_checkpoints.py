@@ -153,6 +153,8 @@ class ScriptCheckpoints:
         if self._kept is not None:
             kept = self._kept.script.extra
             before = _encoded(kept)
+            if self._kept.saved.mailbox is None:  # another number of workers may count batches in another way
+                before = {name: now.get(name, one) for name, one in before.items()}
             for name in [*before, *now]:
                 if before.get(name) != now.get(name):
                     part, got, wanted = _difference(extra.get(name, _NOTHING), kept.get(name, _NOTHING))
@@ -161,7 +163,7 @@ class ScriptCheckpoints:
                         f"taken, got {got} in place of {wanted}; restore extra[{name!r}] from flockstep.resumed() "
                         "before the loop, or leave it out of extra"
                     )
-            self._keeper.restore_between_steps(self._kept.script.between_steps, random=True)
+            self._keeper.restore_between_steps(self._kept.script.between_steps, random=not self._kept.joins)
             self._kept.script = None
         self._begun = self.may_stop = True
         self._checkpoints.offer()

@@ -13,7 +13,9 @@ import torch
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.torch_buffers import Buffers
 from flockstep.errors import ConfigurationError, SchemaMismatch
+from flockstep.expression import to_text
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.optimizers.base import Optimizer
 
 
 @dataclass
@@ -26,6 +28,8 @@ class OptimizerContent:
     """Name of the optimizer's class."""
     states: list[dict[str, Any]]
     """State of each parameter in the order of the parameter groups; empty if servers run the optimizer."""
+    rule: str
+    """The optimizer in the form that servers execute, as text."""
 
 
 @dataclass
@@ -52,10 +56,13 @@ class TorchKeeper:
         buffers: Buffers,
         server_side: bool,
         joining: Callable[[], bool],
+        rule: Callable[[], Optimizer],
     ):
-        """`server_side`: servers step in place of the optimizer. `joining`: whether the script is inside `join`."""
+        """`server_side`: servers step in place of the optimizer. `joining`: whether the script is inside `join`.
+        `rule`: returns the optimizer in the form that servers execute now.
+        """
         self._flat, self._optimizer, self._buffers, self._server_side = flat, optimizer, buffers, server_side
-        self._joining = joining
+        self._joining, self._rule = joining, rule
         self.closures = False
         """Whether the optimizer evaluates closures, and takes several steps of the strategy in one of its own."""
 
@@ -80,7 +87,7 @@ class TorchKeeper:
         copied.
         """
         states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
-        return OptimizerContent(self._flat.schema, self._kind, states)
+        return OptimizerContent(self._flat.schema, self._kind, states, to_text(self._rule()))
 
     def restore_at_boundary(self, kept: OptimizerContent) -> None:
         """Restore the optimizer's state.

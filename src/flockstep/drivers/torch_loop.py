@@ -101,7 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._spec: Optimizer = for_servers(optimizer, self.flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
         flat, packed = self.flat, self.buffers.packed
-        keeper = TorchKeeper(flat, optimizer, self.buffers, server_side, lambda: self._consent.joining)
+        keeper = TorchKeeper(
+            flat, optimizer, self.buffers, server_side, lambda: self._consent.joining, lambda: self._spec
+        )
         keeper.closures = closures
         self.loop = Loop(
             flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients, keeper

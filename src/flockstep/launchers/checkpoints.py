@@ -124,7 +124,7 @@ class Checkpointer:
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
         """Start a checkpoint if the interval since the previous checkpoint has passed."""
-        if self.busy or self._over or self._every is None or self._missing:
+        if self.busy or self._over or self._every is None or self.missing:
             return
         step = min((one.step for address, one in standings.items() if address >= 0), default=0)
         if self._every.due(step - self._step, time.monotonic() - self._since):
@@ -135,8 +135,8 @@ class Checkpointer:
         """Take a last checkpoint, because the run is about to end; return whether a checkpoint is now in progress."""
         self._staying = True
         self._again = self._phase == "writing"  # the nodes have gone on since
-        if self._missing and not self._over:
-            self.why_not = self._missing
+        if self.missing and not self._over:
+            self.why_not = self.missing
         elif not self.busy and not self._over:
             self._begin()
         return self.busy
@@ -204,8 +204,8 @@ class Checkpointer:
         """Abandon an incomplete checkpoint, because the run has ended; `failed` says that the run ended with an error,
         which the user has to see first.
         """
-        if not failed and self._every is not None and self._missing and self._links:
-            self._say(f"no checkpoint was taken, because {self._missing}")
+        if not failed and self._every is not None and self.missing and self._links:
+            self._say(f"no checkpoint was taken, because {self.missing}")
         self._over, self._staying = True, True
         self._give_up()
 
@@ -362,7 +362,7 @@ class Checkpointer:
             self._tell_all({"do": "go on"})
 
     @property
-    def _missing(self) -> str:
+    def missing(self) -> str:
         """Why no checkpoint can be taken yet: a script has not called `flockstep.checkpoint`; empty if all have."""
         late = [rank for rank in sorted(self._links) if rank >= 0 and rank not in self._offered]
         if not late or not self._scripts:

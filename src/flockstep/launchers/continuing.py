@@ -54,8 +54,9 @@ def continuation(config: RunConfig, folder: Path) -> Continuation:
 
 def _kept(record: RunFolder, config: RunConfig) -> list[RunConfig]:
     """Configurations of the run before its workers changed."""
-    files = (record.path / disk.CHECKPOINTS).glob("*.toml") if config.kind == "train" else ()
-    return [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
+    files = (record.path / disk.CHECKPOINTS).glob("*.toml")
+    kept = [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
+    return [replace(one, strategy=config.strategy) if config.kind == "launch" else one for one in kept]
 
 
 def _same(command: RunConfig, held: RunConfig) -> bool:

@@ -70,7 +70,7 @@ oldest of them.
 SHOWN = 16
 """Largest number of missing hosts or ranks that a message lists."""
 SAME_VERSION = "install the same version on every host"
-NONE_JOINS = "workers join only a run of flockstep train that was started with --max-workers"
+NONE_JOINS = "workers of another host join only a run of flockstep train that was started with --max-workers"
 """Default reason why workers of other hosts cannot join the run."""
 POLL = 0.05
 """Seconds between two checks of the connections while the coordinator waits for hosts to join."""

@@ -120,7 +120,7 @@ def ask(record: RunFolder, workers: int) -> str:
         raise ConfigurationError(f"the number of workers that join must be >= 1, got {workers}; use -n 1")
     if config.max_workers is None:
         raise ConfigurationError(
-            f"workers can join only a run of flockstep train with --max-workers, and {record.path} holds a run of "
+            f"workers can join only a run with --max-workers, and {record.path} holds a run of "
             f"flockstep {config.kind} without it; stop the run and resume it with flockstep resume {record.path} -n "
             f"{config.workers + workers}"
         )

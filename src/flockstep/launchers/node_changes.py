@@ -7,14 +7,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import FlockstepError, RunError
-from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.checkpoints import Checkpointer, require_checkpoints
 from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.run_state import Change, RunState
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
+from flockstep.strategies.base import Strategy
 
 LEAVE_AGAIN = 10.0
 """Seconds after which workers try again to leave the run, if no checkpoint could be written before they left."""
@@ -48,6 +50,14 @@ class NodeChanges:
         self._least, self._most, self._back_to = least, most, back_to
         self._joining = frozenset(joining)
         self._leavers = set[int]()
+
+    def require_possible(self, strategy: Strategy) -> None:
+        """Raise `CompositionError` if workers may leave or join this run of scripts, and its strategy does not allow
+        it.
+        """
+        if self._least is not None or self._most is not None:
+            require_checkpoints(strategy)
+            require_script_resizable(strategy, "leave out --min-workers and --max-workers")
 
     def end(self) -> None:
         """Refuse every later request of a worker to leave, because the run ends."""
@@ -126,13 +136,19 @@ class NodeChanges:
 
     def look_for_requests(self) -> None:
         """Start the processes of workers that want to join the run."""
-        if self._most is None or not self._state.running or self._cutting:
+        if self._most is None or not self._state.running or self._cutting or self._may_offer:
             return
         try:
             if self._requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
                 self._newcomers.invite(self._requests.workers)
         except RunError as error:
             self.refuse_joiners(str(error))
+
+    @property
+    def _may_offer(self) -> bool:
+        """Whether a script may still call `flockstep.checkpoint` for the first time, as its first step begins."""
+        steps = (one.step for address, one in self._state.standings.items() if address >= 0)
+        return self._checkpoints is not None and bool(self._checkpoints.missing) and min(steps, default=0) == 0
 
     def why_no_host_joins(self, workers: int) -> str:
         """Return why `workers` workers of another host cannot join now; an empty text if they can."""
@@ -159,6 +175,11 @@ class NodeChanges:
             return f"no worker can join, because {lost} was lost and no more checkpoints are taken"
         if self._state.done:
             return "no worker can join, because a worker has taken its last step"
+        if self._checkpoints is not None and (missing := self._checkpoints.missing):
+            return (
+                f"no worker can join, because {missing}; let the script call flockstep.checkpoint at the top of its "
+                "loop"
+            )
         total = len(self._state.view.ranks) - len(self._leavers) + workers
         if self._most is not None and total > self._most:
             return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"

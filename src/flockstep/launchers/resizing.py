@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import import_module
 
 from flockstep import __version__
-from flockstep.drivers.checkpoints import NodeCheckpoint, load_node
+from flockstep.drivers.checkpoints import NodeCheckpoint, arrays_of, load_node
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.resizing import faults_after, require_resizable, resized_checkpoint
+from flockstep.drivers.script_resizing import require_script_resizable, resized_scripts, script_plan
 from flockstep.drivers.setup import BuiltJob, prepare
-from flockstep.drivers.state import to_arrays
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.gathering import Gathering
 from flockstep.messages import Address
@@ -20,6 +21,7 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
 
 
 def moved(record: RunFolder, config: RunConfig, gathering: Gathering) -> RunConfig:
@@ -77,7 +79,7 @@ class ResizedRun:
         try:
             folder = disk.new_folder(record.path)
             shards = [
-                disk.write_shard(folder, node, state.before, to_arrays(state)) for node, state in self.states.items()
+                disk.write_shard(folder, node, state.before, arrays_of(state)) for node, state in self.states.items()
             ]
             strategy, seconds = str(self.plan.strategy), checkpoint.manifest.seconds
             facts = FORMAT, __version__, strategy, self.config.workers, self.config.digest, seconds
@@ -129,6 +131,50 @@ def resized_run(
     if lost := len({one.tick for one in checkpoint.manifest.unevaluated(evaluated)}):
         notes.append(f"evaluations were dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))
+
+
+def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int] = ()) -> ResizedRun:
+    """Prepare the run of a script to continue from a checkpoint with another number of workers; see `resized_run`.
+
+    Raises:
+        ConfigurationError: the strategy cannot have this number of workers, or the checkpoint is damaged.
+        CompositionError: the strategy has no rule for another number of workers.
+    """
+    import_module("flockstep.drivers.torch_keeper")  # the classes of the saved states
+    strategy = Strategy.parse(checkpoint.manifest.strategy)
+    require_script_resizable(strategy)
+    strategy.check(workers)
+    kept = {shard.node: load_node(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
+    plan, now = (script_plan(strategy, kept[0].at_boundary.rule, n, config.seed) for n in (config.workers, workers))
+    order = sorted(range(config.workers), key=lambda rank: rank in gone)
+    states = resized_scripts(plan, now, kept, order)
+    note = (
+        f"{workers} workers continue the run of {config.workers} workers, from step {states[0].before}, counted with "
+        f"{workers} workers"
+    )
+    return ResizedRun(dataclasses.replace(config, workers=workers), now, config, states, (note,))
+
+
+def require_limits(config: RunConfig) -> None:
+    """Check the smallest and the largest number of workers with which a run may continue.
+
+    Raises:
+        ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
+    """
+    least, most = config.min_workers, config.max_workers
+    if least is not None and least > config.workers:
+        raise ConfigurationError(
+            f"min_workers must be <= {config.workers}, the number of workers, got {least}; lower it"
+        )
+    if most is not None and most < config.workers:
+        raise ConfigurationError(
+            f"max_workers must be >= {config.workers}, the number of workers, got {most}; raise it"
+        )
+    if least is not None and config.checkpoint_every is None:
+        raise ConfigurationError(
+            "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
+            "--checkpoint-every 100"
+        )
 
 
 def config_of(record: RunFolder, checkpoint: Checkpoint, config: RunConfig) -> RunConfig:

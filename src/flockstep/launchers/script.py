@@ -29,11 +29,13 @@ from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
-from flockstep.launchers.resizing import config_of, moved
+from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
 from flockstep.launchers.run_state import Outcome
 from flockstep.launchers.script_forker import ScriptForker
+from flockstep.launchers.segment import NodesChanged, back_to, pause_notes
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.launchers.threads import JAX_THREADS
+from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint, newest
@@ -97,15 +99,93 @@ def launch(
     if gathering is not None:
         config = gathering.over(config)
     require_open_files(config.workers)
+    _require_changes(config, gathering)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        start = ScriptStarter(script, arguments, config, output, gathering)
-        stack.callback(start.close)
-        supervise(start, config, record, hosts, start.close, show, _checkpointer(config, record, hosts))
+        _with_changes(script, arguments, config, record, output, gathering, hosts, show)
     return record.read_summary()
+
+
+def _require_changes(config: RunConfig, gathering: Gathering | None) -> None:
+    """Check that workers may leave the run of a script, and join it, as far as this is known before the script runs.
+
+    Raises:
+        ConfigurationError: the limits are wrong, checkpoints are off, or the run is on several hosts.
+    """
+    require_limits(config)
+    if gathering is not None and (config.min_workers, config.max_workers) != (None, None):
+        raise ConfigurationError(
+            "the number of a script's workers changes during the run only if all processes are on one machine, got "
+            "several hosts; leave out --min-workers and --max-workers"
+        )
+
+
+def _with_changes(
+    script: Path,
+    arguments: Sequence[str],
+    config: RunConfig,
+    record: RunFolder,
+    output: Output,
+    gathering: Gathering | None,
+    hosts: OtherHosts,
+    show: Callable[[dict[Address, NodeProgress]], None],
+    resumed: Checkpoint | None = None,
+    said: Sequence[str] = (),
+) -> None:
+    """Run a script, and begin the script again from a checkpoint whenever workers leave or join."""
+    notes, left = [*said], None
+    while True:
+        start = ScriptStarter(script, arguments, config, output, gathering)
+        checkpoints = _checkpointer(config, record, hosts, resumed)
+        try:
+            supervise(start, config, record, hosts, start.close, show, checkpoints, notes, left)
+            return
+        except NodesChanged as change:
+            left = change
+        finally:
+            start.close()
+        config, resumed = _continued(record, config, newest(record.path), left.workers, notes, left)
+        output = Output.of(config, output.show)
+
+
+def _continued(
+    record: RunFolder,
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    workers: int | None,
+    said: list[str],
+    left: NodesChanged | None = None,
+) -> tuple[RunConfig, Checkpoint]:
+    """Prepare a record, whose folder this process owns, for the continuation of the run of a script.
+
+    Args:
+        record: the run's folder.
+        config: the configuration with which the checkpoint was written.
+        checkpoint: the checkpoint from which the run continues.
+        workers: number of workers from now on; None: as many as before.
+        said: sentences for the record, to which this adds.
+        left: how the workers have changed during the run; None: the run had stopped.
+
+    Returns:
+        The configuration and the checkpoint with which the run continues.
+    """
+    change = None
+    if workers is not None and workers != config.workers:
+        change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
+        require_open_files(workers)
+    with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
+        where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+        said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
+        if left is not None:
+            on_stderr(said[-1])
+        if change is not None:
+            config, checkpoint = change.config, change.write(record, checkpoint)
+            said += change.notes
+            record.write_config(config)
+    return config, checkpoint
 
 
 def resume_script(
@@ -124,11 +204,12 @@ def resume_script(
         folder: folder of the record.
         sink: shows the scripts' output.
         show: see `launch`.
-        workers: number of workers, which must be the number that the run had; None for this number.
+        workers: number of workers with which the run continues; None for the number that it had.
         gathering: the hosts of the run from now on; None: all processes are on this machine.
 
     Raises:
         ConfigurationError: the folder holds no run that can continue; nothing was started.
+        CompositionError: the script's strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """
     record = RunFolder(folder)
@@ -140,29 +221,28 @@ def resume_script(
         )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
-    if workers is not None and workers != config.workers:
-        raise ConfigurationError(
-            f"a script must be resumed with as many workers as it had, got -n {workers} in place of {config.workers}; "
-            "leave out -n"
-        )
     script, arguments = program_of(config)
     require_script(script)
     checkpoint = newest(record.path)
     config = config_of(record, checkpoint, config)
+    if gathering is not None and workers not in (None, config.workers):
+        raise ConfigurationError(
+            f"a script on several hosts must be resumed with as many workers as it had, got -n {workers} in place of "
+            f"{config.workers}; leave out -n"
+        )
     require_resumable(checkpoint, None, config.workers, config.digest)
     require_unchanged(config, _digest_of(script, arguments))
     import_components(config.imports)
     require_open_files(config.workers)
-    with record.resumed(checkpoint.manifest.seconds) as dropped, contextlib.ExitStack() as stack:
-        text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+    with owner.owned(record.path), contextlib.ExitStack() as stack:
+        said: list[str] = []
+        config, checkpoint = _continued(record, config, checkpoint, workers, said)
         hosts, settings = OtherHosts(), _settings(config, script, arguments)
         if gathering is not None:
             config = moved(record, config, gathering)
             hosts = gathering.hosts(config, settings, stack, resumes=True)
-        start = ScriptStarter(script, arguments, config, Output.of(config, sink), gathering)
-        stack.callback(start.close)
-        checkpoints = _checkpointer(config, record, hosts, checkpoint)
-        supervise(start, config, record, hosts, start.close, show, checkpoints, [text])
+        output = Output.of(config, sink)
+        _with_changes(script, arguments, config, record, output, gathering, hosts, show, checkpoint, said)
     return record.read_summary()
 
 
@@ -318,6 +398,7 @@ def supervise(
     show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
     checkpoints: Checkpointer | None = None,
     said: Sequence[str] = (),
+    left: NodesChanged | None = None,
 ) -> None:
     """Supervise a run of scripts as the coordinator, and complete the record.
 
@@ -328,23 +409,27 @@ def supervise(
         show: called from time to time with the state of every node, by address.
         checkpoints: takes the checkpoints of the script's first call to `distribute`.
         said: notes with which the record begins.
+        left: the change of the workers after which the scripts begin again; None: the run begins.
 
     Raises:
+        NodesChanged: the run continues with other workers.
         RunError: the run failed, or a part of its record was lost.
     """
-    run = _ScriptRun(start, config, record, hosts, show, checkpoints)
+    run = _ScriptRun(start, config, record, hosts, show, checkpoints, left)
     with contextlib.ExitStack() as stack:
         supervisor = run.supervisor(run.path)
         stack.callback(supervisor.forget)
         supervisor.run(result_of)
         ended()
         outcome, error = supervisor.outcome, supervisor.outcome.error
-        outcome.warnings[:0] = said
+        outcome.warnings[:0] = [*said, *pause_notes(left, supervisor)]
         outcome.warnings += [] if checkpoints is None else checkpoints.notes
         outcome.warnings += run.notes
         if error is not None and supervisor.failed_later:
             outcome.warnings.append(f"the script failed in a later call of distribute: {error}")
             outcome.error = None
+        if outcome.change is not None and error is None:
+            error = outcome.error = NodesChanged(outcome.change, supervisor, config.workers, run.epoch)
         conclude(record, config, outcome)
         if error is not None:
             raise error
@@ -360,6 +445,8 @@ class _ScriptRun:
     hosts: OtherHosts
     show: Callable[[dict[Address, NodeProgress]], None]
     checkpoints: Checkpointer | None
+    left: NodesChanged | None
+    """The change of the workers after which the scripts begin again; None: the run begins."""
     later: list[RunFolder] = field(default_factory=list)
     """Records of the later calls."""
 
@@ -367,6 +454,11 @@ class _ScriptRun:
     def path(self) -> Path:
         """Folder of the record of the first call."""
         return self.record.path.resolve()
+
+    @property
+    def epoch(self) -> int:
+        """Number of changes of the workers so far."""
+        return 0 if self.left is None else self.left.epoch + 1
 
     @property
     def notes(self) -> list[str]:
@@ -382,7 +474,7 @@ class _ScriptRun:
         self, place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
     ) -> Supervisor:
         """The supervisor of a call whose record is in `place`; see `Supervisor` for `within` and `ended`."""
-        config = self.config
+        config, left = self.config, self.left
         return Supervisor(
             config.workers,
             Transport.parse(config.transport or "shared_memory"),
@@ -402,6 +494,12 @@ class _ScriptRun:
             within=within,
             ended=ended,
             checkpoints=self.checkpoints if within is None else None,
+            least=config.min_workers,
+            most=config.max_workers,
+            requests=None if left is None else left.supervisor.requests,
+            joining=() if left is None else left.joining,
+            epoch=self.epoch,
+            back_to=back_to(config, None if self.checkpoints is None else self.checkpoints.resumed, left),
         )
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:

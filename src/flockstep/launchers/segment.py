@@ -54,6 +54,11 @@ class NodesChanged(Interrupted):
         self.remaining = {rank if same else new: rank for new, rank in enumerate(staying)}
         """New rank → old rank of the workers whose processes continue."""
 
+    @property
+    def joining(self) -> set[int]:
+        """Ranks of the workers that have not trained before the change."""
+        return set(range(self.workers)) - self.remaining.keys()
+
 
 @dataclass(frozen=True)
 class RunSegment:
@@ -123,15 +128,7 @@ class RunSegment:
 
     @property
     def _back_to(self) -> int | None:
-        """Smallest step of a checkpoint from which the run continues when a server is lost; None: from none.
-
-        A server that is lost again and again ends the run.
-        """
-        if self.config.checkpoint_every is None or self.parts is not None:
-            return None
-        if self.resumed is None or self.left is None or self.left.gone:
-            return 0
-        return min(self.resumed.manifest.steps.values()) + 1
+        return None if self.parts is not None else back_to(self.config, self.resumed, self.left)
 
     def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
         """Takes the checkpoints; None if micro-batches are in flight at every time.
@@ -181,7 +178,7 @@ class RunSegment:
     @property
     def _joining(self) -> set[int]:
         """Ranks of the workers that have not trained before the change."""
-        return set() if self.left is None else set(range(self.config.workers)) - self.left.remaining.keys()
+        return set() if self.left is None else self.left.joining
 
     def _newcomers(self) -> Newcomers:
         return Newcomers(partial(Newcomer, self.config, self._transport.zero_copy))
@@ -202,11 +199,7 @@ class RunSegment:
 
     def _notes(self, supervisor: Supervisor, evaluation: Evaluator, checkpoints: Checkpointer | None) -> list[str]:
         """Sentences for the record about what has happened."""
-        notes = []
-        if self.left is not None and supervisor.began is not None:
-            seconds = supervisor.began - self.left.since
-            notes.append(f"no worker trained for {seconds:.2f} s while the workers changed ({self.left})")
-        notes += supervisor.outcome.warnings
+        notes = [*pause_notes(self.left, supervisor), *supervisor.outcome.warnings]
         notes += [] if checkpoints is None else checkpoints.notes
         if evaluation.skipped:
             notes.append(
@@ -214,6 +207,26 @@ class RunSegment:
                 "could be evaluated; raise evaluate_every to evaluate less often"
             )
         return notes
+
+
+def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | None) -> int | None:
+    """Return the smallest step of a checkpoint from which a run continues when a server is lost; None: from none.
+
+    A server that is lost again and again ends the run. `resumed` is the checkpoint from which the run has continued,
+    and `left` is the change of nodes before that.
+    """
+    if config.checkpoint_every is None:
+        return None
+    if resumed is None or left is None or left.gone:
+        return 0
+    return min(resumed.manifest.steps.values()) + 1
+
+
+def pause_notes(left: NodesChanged | None, supervisor: Supervisor) -> list[str]:
+    """Return a sentence that says how long no worker trained during a change; none if nothing has changed."""
+    if left is None or supervisor.began is None:
+        return []
+    return [f"no worker trained for {supervisor.began - left.since:.2f} s while the workers changed ({left})"]
 
 
 def evaluated_in(record: RunFolder) -> set[float]:

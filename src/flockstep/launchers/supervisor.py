@@ -192,7 +192,7 @@ class Supervisor:
             self._start()
             self._watch(result)
             if self.outcome.change is not None:
-                self._let_go(self.outcome.change)
+                self._change_nodes(self.outcome.change)
                 return self.outcome
             reach("run.ended")
         except FlockstepError as error:
@@ -206,7 +206,7 @@ class Supervisor:
             self.outcome.error = RunError(f"the run could not be supervised: {in_short(error)}")
             self.outcome.error.__cause__ = error
         try:
-            self._end_all()
+            self._end_all(self.outcome.error)
         except KeyboardInterrupt:  # a second request to end
             kill_all(self._processes())
             why = self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
@@ -226,6 +226,14 @@ class Supervisor:
         """Give the process of a worker the node specification with which it continues; return the process."""
         self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config, "wait": 0})
         return self.children.pop(rank)
+
+    def _change_nodes(self, change: Change) -> None:
+        """End the scripts, which begin again with other workers, or let the workers of a job wait for this."""
+        if self._patience is not None:
+            self._let_go(change)
+            return
+        self._end_all(Interrupted(f"the script begins again with other workers: {change.reason}"))
+        self._clean_up()
 
     def _let_go(self, change: Change) -> None:
         """Let the workers that stay wait until the run continues, and let all other processes end."""
@@ -520,6 +528,8 @@ class Supervisor:
             self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
             replicas = self._workers // self._parts
             self.outcome.strategy.check(replicas)
+            if self._patience is None:
+                self._changes.require_possible(self.outcome.strategy)
             self._cluster = whole_cluster(self.outcome.strategy.cluster(replicas), self._parts)
             self._records.program_events = ProgramEvents(self._cluster)
             return
@@ -799,11 +809,10 @@ class Supervisor:
         for address, link in self._links.items():
             link.dismiss(None if address < 0 or self._records.hashes.get(address) == known else result, buffers)
 
-    def _end_all(self) -> None:
+    def _end_all(self, error: FlockstepError | None) -> None:
         """After a failure, ask all processes to end, keep what they still send, and kill those that do not
         end in time.
         """
-        error = self.outcome.error
         if error is not None:
             self._records.keep_own_flight()
             for one in self._calls:

@@ -22,7 +22,7 @@ from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.parking import ParkedWorkers
-from flockstep.launchers.resizing import config_of, moved, resized_run
+from flockstep.launchers.resizing import config_of, moved, require_limits, resized_run
 from flockstep.launchers.segment import NodesChanged, RunSegment, Show, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records import owner
@@ -147,26 +147,13 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
         ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
         CompositionError: the strategy has no checkpoints, or no rule for another number of workers.
     """
-    least, most = config.min_workers, config.max_workers
     if config.park is not None and config.checkpoint_every is None:
         raise ConfigurationError(
             "park needs checkpoints, from which flockstep resume continues; add for example --checkpoint-every 100"
         )
-    if least is None and most is None:
+    if config.min_workers is None and config.max_workers is None:
         return
-    if least is not None and least > config.workers:
-        raise ConfigurationError(
-            f"min_workers must be <= {config.workers}, the number of workers, got {least}; lower it"
-        )
-    if most is not None and most < config.workers:
-        raise ConfigurationError(
-            f"max_workers must be >= {config.workers}, the number of workers, got {most}; raise it"
-        )
-    if least is not None and config.checkpoint_every is None:
-        raise ConfigurationError(
-            "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
-            "--checkpoint-every 100"
-        )
+    require_limits(config)
     require_checkpoints(strategy)
     require_resizable(strategy, "leave out --min-workers and --max-workers")
 

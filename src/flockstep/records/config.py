@@ -50,7 +50,7 @@ _OPTIONS = (
 )
 _LAUNCH_OPTIONS = (
     *("workers", "transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep"),
-    *("max_gradient_norm", "output", "rank_output"),
+    *("min_workers", "max_workers", "max_gradient_norm", "output", "rank_output"),
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600

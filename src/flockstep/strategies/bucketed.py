@@ -48,7 +48,11 @@ class Bucketed(Strategy):
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")
     taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
-    resizing = Resizing(also="gradients that were accumulated for an unfinished step are dropped")
+    @property
+    def resizing(self) -> Resizing:
+        return Resizing(
+            also="gradients that were accumulated for an unfinished step are dropped", steps_at_end=self.accumulate > 1
+        )
 
     def worker_state(self, me: Worker) -> GradientAccumulator:
         return GradientAccumulator()

@@ -37,6 +37,10 @@ class Resizing:
     """Clause for the documentation about further changes of the state when the number of workers changes; empty if
     there are none.
     """
+    steps_at_end: bool = False
+    """Whether workers may step with their own optimizers after their last gradient. The optimizer of a script steps in
+    the script's process only, so that the number of a script's workers cannot change.
+    """
     refused: str = ""
     """Reason why the number of workers cannot change, as the end of a sentence; empty if the number can change."""
 
