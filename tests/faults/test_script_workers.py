@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from flockstep.chaos.base import Failpoint
+from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
@@ -117,6 +119,76 @@ def test_workers_join_a_script_with_an_asynchronous_strategy(strategy: str, tmp_
     record = end(tmp_path, run)
     assert (record.read_summary().status, record.read_config().workers) == ("finished", 4)
     assert all(steps_of(record, rank) for rank in range(4))
+
+
+OTHERS = [
+    "adpsgd",
+    "broadcast",
+    "decoupled_momentum",
+    "downpour(overlap=False)",
+    "dpsgd",
+    "easgd_sync(period=4)",
+    "majority_vote",
+    "mpca",
+    "overlap_local_sgd",
+    "partial",
+    "powersgd",
+    "ps(bsp, shards=2, replicas=1)",
+    "sgp(tau=2)",
+    "slice_servers",
+    "sparta",
+    "streaming_diloco(period=8, fragments=2, overlap=1)",
+    "tree_easgd",
+    "tree_server",
+    "two_way",
+]
+
+
+@pytest.mark.parametrize("strategy", few(OTHERS, "broadcast"))
+def test_a_script_is_resumed_with_another_number_of_workers(strategy: str, tmp_path: Path) -> None:
+    run = begin(tmp_path, strategy)
+    run.fault(signal.SIGTERM, "main")
+    assert run.end().code == 130
+    steps = sum(disk.newest(tmp_path / "run").manifest.steps.values())
+    (tmp_path / "go").touch()
+    ended = RealRun(["resume", "-n", "4"], tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    assert (record.read_summary().status, record.read_config().workers) == ("finished", 4)
+    assert [steps_of(record, rank)[0] for rank in (2, 3)] == [steps // 4 + 1] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("point", "number", "workers"), [("manifest.begun", 2, 2), ("manifest.renamed", 2, 3)])
+def test_a_launcher_killed_while_a_worker_joins_goes_on_from_before_or_after(
+    point: str, number: int, workers: int, tmp_path: Path
+) -> None:
+    """The first manifest of the change is that of the nodes that stopped, the second that of the new workers."""
+    kill = write_failpoint(tmp_path, Failpoint("launcher", point, number))
+    run = begin(tmp_path, "all_reduce", "--import", kill)
+    assert join(tmp_path) != 0
+    assert run.end().code != 0
+    assert signalled(tmp_path) is not None
+    (tmp_path / "go").touch()
+    ended = RealRun(["resume"], tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    assert (record.read_summary().status, record.read_config().workers) == ("finished", workers)
+
+
+@pytest.mark.full
+def test_a_worker_that_dies_as_it_joins_is_left_out(tmp_path: Path) -> None:
+    """Also without `--min-workers`."""
+    script = Path(write_script(tmp_path))
+    dies = "if rank == 2:\n    (HERE / 'died').touch()\n    import os; os._exit(9)\n\ndef samples("
+    script.write_text(script.read_text().replace("def samples(", dies))
+    run = RealRun(["launch", "-n", "2", *ELASTIC, str(script), "all_reduce", str(EPOCHS)], tmp_path / "run", torch=True)
+    run.wait_for_work(5)
+    assert join(tmp_path) == 0
+    assert (tmp_path / "died").exists()
+    record = end(tmp_path, run)
+    assert (record.read_summary().status, record.read_config().workers) == ("finished", 2)
+    assert any("worker 2 exited with code 9" in note for note in record.read_summary().notes)
 
 
 @pytest.mark.full

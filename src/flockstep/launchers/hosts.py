@@ -198,6 +198,8 @@ class Host:
 class OtherHosts:
     """Interface to the other hosts of a run. This base class is for runs on one host, which have none."""
 
+    here = True
+    """Whether all processes of the run are on this host."""
     rejected = 0
     """Number of connections that the coordinator has rejected."""
     waiting = False
@@ -315,6 +317,8 @@ class OtherHosts:
 
 class RemoteHosts(OtherHosts):
     """The other hosts of a run; each host has an agent."""
+
+    here = False
 
     def __init__(
         self,

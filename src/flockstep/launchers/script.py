@@ -99,7 +99,8 @@ def launch(
     if gathering is not None:
         config = gathering.over(config)
     require_open_files(config.workers)
-    _require_changes(config, gathering)
+    require_limits(config)
+    _require_unchanging(config, gathering)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
     with contextlib.ExitStack() as stack:
@@ -109,13 +110,10 @@ def launch(
     return record.read_summary()
 
 
-def _require_changes(config: RunConfig, gathering: Gathering | None) -> None:
-    """Check that workers may leave the run of a script, and join it, as far as this is known before the script runs.
-
-    Raises:
-        ConfigurationError: the limits are wrong, checkpoints are off, or the run is on several hosts.
+def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
+    """Raise `ConfigurationError` if workers may leave the run of a script, or join it, and the run is on several
+    hosts.
     """
-    require_limits(config)
     if gathering is not None and (config.min_workers, config.max_workers) != (None, None):
         raise ConfigurationError(
             "the number of a script's workers changes during the run only if all processes are on one machine, got "
@@ -230,6 +228,7 @@ def resume_script(
             f"a script on several hosts must be resumed with as many workers as it had, got -n {workers} in place of "
             f"{config.workers}; leave out -n"
         )
+    _require_unchanging(config, gathering)
     require_resumable(checkpoint, None, config.workers, config.digest)
     require_unchanged(config, _digest_of(script, arguments))
     import_components(config.imports)
@@ -475,6 +474,7 @@ class _ScriptRun:
     ) -> Supervisor:
         """The supervisor of a call whose record is in `place`; see `Supervisor` for `within` and `ended`."""
         config, left = self.config, self.left
+        resumed = None if self.checkpoints is None else self.checkpoints.resumed
         return Supervisor(
             config.workers,
             Transport.parse(config.transport or "shared_memory"),
@@ -499,7 +499,7 @@ class _ScriptRun:
             requests=None if left is None else left.supervisor.requests,
             joining=() if left is None else left.joining,
             epoch=self.epoch,
-            back_to=back_to(config, None if self.checkpoints is None else self.checkpoints.resumed, left),
+            back_to=back_to(config, resumed, left) if self.hosts.here else None,
         )
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:
