@@ -663,6 +663,10 @@ class Worker(Peer):
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
+        self.knows_finite: Callable[[], bool] = bool
+        """Function that returns whether the whole gradient is known to be finite, so that it need not be looked at;
+        set by the driver.
+        """
         self.overlaps = False
         """Whether parts of a gradient are passed on while the rest is computed, and may travel meanwhile; set by the
         driver.

@@ -58,9 +58,8 @@ def test_bits_at_any_address_have_the_same_digest() -> None:
 @pytest.mark.parametrize("size", [1, 100, 101, 250])
 def test_digests_of_blocks_are_the_blocks_own(size: int) -> None:
     array = np.random.default_rng(1).standard_normal(size, np.float32)
-    blocks = [array[start : start + 100] for start in range(0, size, 100)]
-    assert digests(array, 100) == ([digest(block.view(np.uint8))[0] for block in blocks], True)
+    bounds = np.array([(start, min(start + 100, size)) for start in range(0, size, 100)])
+    assert digests(array, bounds) == ([digest(array[a:b].view(np.uint8))[0] for a, b in bounds], True)
     array[-1] = np.inf
-    assert not digests(array, 100)[1]
-    wide = array.astype(np.float64)
-    assert digests(wide, 100)[0] == [digest(wide[i : i + 100].view(np.uint8))[0] for i in range(0, size, 100)]
+    assert not digests(array, bounds)[1]
+    assert digests(array, bounds[:-1])[1]

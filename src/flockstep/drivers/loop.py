@@ -244,6 +244,10 @@ class Loop:
         """Policy of this worker for gradients that are not finite or too large."""
         return self._worker.bad_gradients
 
+    def know_finite(self, known: Callable[[], bool]) -> None:
+        """Ask `known` before each step whether the whole gradient is known to be finite."""
+        self._worker.knows_finite = known
+
     @property
     def awaited(self) -> int:
         """Index of the first gradient element that the strategy has requested; 0 if the strategy waits for the whole

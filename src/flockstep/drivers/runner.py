@@ -389,7 +389,8 @@ class Runner:
                 "strategy sends the first parts of a gradient before the last are computed; use all_reduce, or "
                 "on_bad_gradient=stop"
             )
-        reason = reason or bad_gradient(node, gradient, part.start, part.stop, packed=bool(need.layers))
+        known = self.wrong_gradients is None and node.knows_finite()
+        reason = reason or bad_gradient(node, gradient, part.start, part.stop, bool(need.layers), known)
         if reason is not None:
             node.refuse(node.address, reason)
             gradient[part] = 0

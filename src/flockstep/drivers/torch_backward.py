@@ -29,6 +29,7 @@ class BackwardHooks:
     def __init__(self, flat: FlatModule, loop: Loop):
         self._flat = flat
         self._loop = loop
+        loop.know_finite(lambda: flat.finite.known())
         self._hooks: list[RemovableHandle] = []
         self._offsets = [entry.offset for entry in flat.schema.entries]
         self._complete = [False] * len(self._offsets)

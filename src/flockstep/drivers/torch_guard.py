@@ -55,6 +55,7 @@ class Guard:
         self._whole = self._small = self._count <= SMALL
         if not self._small:
             self._blocks += _runs([entry for entry in flat.schema.entries if entry.size <= BLOCK])
+        self._bounds = np.array([(block.start, block.stop) for block in self._blocks])
         """Whether every block is digested after each step."""
         self._written = False
         """Whether torch has counted a write to a large model after which the compared parts were equal."""
@@ -125,7 +126,7 @@ class Guard:
         self._turn += 1
         self._whole = self._whole or self._written
         self._kept = [] if self._whole else self._elements()
-        self._sums, self._finite = self._digests()
+        self._sums, self._finite = self._digests(range(self._count) if self._whole else self._window(), self._kept)
 
     def _window(self) -> list[int]:
         """Numbers of the blocks whose turn it is, then of those that hold the small tensors of a large model."""
@@ -139,18 +140,18 @@ class Guard:
         part = slice(self._turn % self._stride, None, self._stride)
         return [_copied(self._flat.params[part]), *(_copied(each.values[part]) for each in self._flat.narrow)]
 
-    def _digests(self) -> tuple[Any, Any]:
-        """Digests of all blocks, or of the window's, and whether what was read is finite; tensors for parameters on a
-        device.
+    def _digests(self, numbers: Sequence[int], elements: list[Any]) -> tuple[Any, Any]:
+        """Digests of the blocks of the given numbers and of `elements`, if any, and whether what was read is finite;
+        tensors for parameters on a device.
         """
         params: Any = self._flat.params
-        if self._whole and isinstance(params, np.ndarray) and params.itemsize % 4 == 0 and not self._flat.narrow:
+        last = [_digest(elements)] if elements else []
+        if isinstance(params, np.ndarray) and params.dtype == np.float32 and not self._flat.narrow:
             from flockstep.arrays.kernels.numpy_digest import digests
 
-            sums, known = digests(params, BLOCK)
-            return sums, known if params.dtype == np.float32 else bool(_finite(params))
-        parts = map(self._block, range(self._count) if self._whole else self._window())
-        found, finite = map(list, zip(*map(_digest, [*parts, *([self._kept] if self._kept else [])]), strict=True))
+            sums, known = digests(params, self._bounds[list(numbers)])
+            return sums + [one for one, _ in last], known and all(each for _, each in last)
+        found, finite = map(list, zip(*map(_digest, map(self._block, numbers)), *last, strict=True))
         return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
     def not_finite(self) -> str | None:
@@ -167,7 +168,7 @@ class Guard:
         every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
         looked = self._looked(every)
         elements = self._elements() if self._kept else []
-        found = _together([_digest(part)[0] for part in [*map(self._block, looked), *([elements] if elements else [])]])
+        found, _ = self._digests(looked, elements)
         known = _chosen(self._sums, looked) if self._whole else self._sums
         if _equal(found, known):  # one truth value leaves the device
             if every and not self._whole:

@@ -20,6 +20,7 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_finite import FiniteGradients
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -101,6 +102,8 @@ class FlatModule:
                 self._widen(0, self.schema.size)
             self._bind()
         self.grads = native(self._slopes)
+        self.finite = FiniteGradients(self._slopes, self.schema.slices, whole=not self.narrow)
+        """Which gradients are known to be finite."""
         self._hooks: list[RemovableHandle] = []
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
@@ -226,6 +229,7 @@ class FlatModule:
     def zero_grad(self) -> None:
         """Set every gradient to zero. Make each `.grad` a view of the flat array again if it was replaced."""
         self.grads[:] = 0
+        self.finite.zeroed()
         self.write_gradients()
         self._bind()
 
@@ -238,6 +242,7 @@ class FlatModule:
     def _put_gradients(self, home: FlatArray) -> None:
         """Bind the gradients to the array `home` (K,), which holds their values."""
         self.grads, self._slopes = home, as_tensor(home)
+        self.finite = FiniteGradients(self._slopes, self.schema.slices, whole=not self.narrow)
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
         self._bind()
 
@@ -248,12 +253,12 @@ class FlatModule:
         Afterwards each `.grad` remains a view of `gradients` until the parameter's next gradient, or until `zero_grad`;
         the caller must not change a parameter's elements of `gradients` before that.
         """
-        home = self.grads, self._slopes, self._grad_views
+        home = self.grads, self._slopes, self._grad_views, self.finite
         self._put_gradients(gradients)
         try:
             yield
         finally:
-            self.grads, self._slopes, self._grad_views = home
+            self.grads, self._slopes, self._grad_views, self.finite = home
 
     def return_gradients(self) -> None:
         """Copy gradients that lie outside of the flat array into the array."""
@@ -311,11 +316,22 @@ class FlatModule:
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
-        if parameter.grad is None:
+        self.finite.expect(0)
+        gradient = parameter.grad
+        if gradient is None:
             view.zero_()
         else:
-            copy_values(view, parameter.grad)
+            copy_values(view, gradient)
+        self.finite.written(index, zero=gradient is None)
         parameter.grad = view
+
+    def gather_completed(self, index: int) -> None:
+        """Gather a gradient that a backward pass has just completed, and look whether the gradient is finite."""
+        if self.in_place(index):
+            self.finite.expect(1)  # the write that has completed the gradient
+        else:
+            self.gather(index)
+        self.finite.look(index)
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""
@@ -493,7 +509,7 @@ def _take(of: weakref.ref[FlatBackward], index: int, parameter: torch.Tensor) ->
 def _gather(of: weakref.ref[FlatModule], index: int, parameter: torch.Tensor) -> None:
     flat = of()
     if flat is not None and parameter.grad is not None and not parameter.grad.requires_grad:
-        flat.gather(index)
+        flat.gather_completed(index)
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,17 +15,23 @@ from flockstep.strategies.base import Strategy
 
 
 def bad_gradient(
-    node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None, packed: bool = False
+    node: Node,
+    gradient: FlatArray,
+    start: int = 0,
+    stop: int | None = None,
+    packed: bool = False,
+    known: bool = False,
 ) -> str | None:
     """Return the reason for which elements `start` to `stop` of a worker's own gradient are refused; None if the
     elements are accepted.
 
-    `packed` says that the array holds factors, whose norm is not the norm of the gradient.
+    `packed` says that the array holds factors, whose norm is not the norm of the gradient, and `known` that all
+    elements are known to be finite.
     """
     part, most = gradient[start:stop], None if packed else node.bad_gradients.max_norm
     if most is not None and norm_of(part) <= most:  # every element is finite, too
         return None
-    where = first_not_finite(part)
+    where = -1 if known else first_not_finite(part)
     if where >= 0:
         return (
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "

@@ -47,18 +47,19 @@ def digest(bits: Any, before: int = 0) -> tuple[int, bool]:
 
 
 @jit
-def _digests(words: Any, size: int, weights: Any, totals: Any) -> Any:
+def _digests(words: Any, bounds: Any, weights: Any, totals: Any) -> Any:
     finite = True
     for index in range(len(totals)):
-        totals[index], known = _digest(words[index * size : (index + 1) * size], weights, np.uint64(0))
+        totals[index], known = _digest(words[bounds[index, 0] : bounds[index, 1]], weights, np.uint64(0))
         finite &= known
     return finite
 
 
-def digests(array: FlatArray, size: int) -> tuple[list[int], bool]:
-    """Return, for each block of `size` elements of a contiguous array, the digest of its bytes and whether all its
-    values are finite.
+def digests(array: FlatArray, bounds: Any) -> tuple[list[int], bool]:
+    """Return, for each part of a contiguous float32 array, the digest of its bytes and whether all parts are finite.
+
+    `bounds` (parts, 2) holds the first element of each part and the element after its last.
     """
-    totals = np.empty(-(-len(array) // size), np.uint64)
-    finite = _digests(array.view(np.uint32), size * array.itemsize // 4, _WEIGHTS, totals)
+    totals = np.empty(len(bounds), np.uint64)
+    finite = _digests(array.view(np.uint32), bounds, _WEIGHTS, totals)
     return totals.tolist(), bool(finite)

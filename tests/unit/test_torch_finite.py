@@ -1,0 +1,120 @@
+"""A step looks for values that are not finite again only if gradients may have changed since the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import flockstep  # noqa: E402
+from flockstep.errors import Diverged  # noqa: E402
+from flockstep.frameworks.torch_finite import LARGE, FiniteGradients  # noqa: E402
+
+HALF = LARGE // 2
+
+
+def gradients(dtype: Any = torch.float32, size: int = LARGE, whole: bool = True) -> tuple[Any, FiniteGradients]:
+    """Zeros, in two places of which both have been looked at."""
+    slopes = torch.zeros(size, dtype=dtype)
+    found = FiniteGradients(slopes, [slice(0, size // 2), slice(size // 2, size)], whole)
+    found.look(0)
+    found.look(1)
+    return slopes, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_known_until_torch_counts_a_write(dtype: Any) -> None:
+    slopes, found = gradients(dtype)
+    assert found.known()
+    slopes[HALF - 1] = math.nan
+    assert not found.known()
+    found.look(1)  # without the announcement of the write
+    found.expect(1)
+    assert not found.known()
+
+
+def test_an_announced_write_is_looked_at() -> None:
+    slopes, found = gradients()
+    for value, known in ((math.inf, False), (1.0, True)):
+        slopes[HALF] = value
+        found.expect(1)
+        found.look(1)
+        assert found.known() is known
+
+
+def test_another_write_between_two_announced_ones_is_noticed() -> None:
+    slopes, found = gradients()
+    slopes[0] = math.nan
+    slopes[HALF] = 1.0
+    found.expect(1)
+    found.look(1)
+    assert not found.known()
+
+
+def test_a_copy_is_not_known_and_zeros_are() -> None:
+    slopes, found = gradients()
+    slopes[0] = math.nan
+    found.written(0, zero=False)
+    assert not found.known()
+    slopes[:] = 0
+    found.zeroed()
+    assert found.known()
+
+
+def test_a_whole_gradient_that_is_written_uncounted_is_noticed() -> None:
+    slopes, found = gradients()
+    slopes.data[HALF:] = math.nan
+    assert not found.known()
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.bfloat16}, {"size": LARGE - 2}, {"whole": False}])
+def test_what_a_step_looks_at_itself_is_never_known(other: dict[str, Any]) -> None:
+    assert not gradients(**other)[1].known()
+
+
+def fill(values: Any) -> None:
+    values[-1] = math.nan
+
+
+def replace(parameter: Any) -> None:
+    parameter.grad = torch.full_like(parameter, math.nan)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    lambda p: fill(p.grad.view(-1)),
+    lambda p: p.grad.data.div_(0.0),
+    replace,
+    lambda p: p.register_hook(lambda gradient: gradient * math.inf),
+    lambda p: p.register_post_accumulate_grad_hook(lambda p: fill(p.grad.view(-1))),
+]
+
+
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_a_large_gradient_that_is_not_finite_is_refused(change: int, none: bool) -> None:
+    """Written after the backward pass, or within one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1))
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-4), "all_reduce")
+
+    def backward() -> None:
+        optimizer.zero_grad(set_to_none=none)
+        for _ in range(2):  # gradients are accumulated
+            model(torch.ones(1, 1024)).sum().backward()
+
+    backward()
+    optimizer.step()
+    within = change > 2
+    if within:
+        CHANGES[change](model[0].weight)
+    backward()
+    if not within:
+        CHANGES[change](model[0].weight)
+    with pytest.raises(Diverged, match=r"worker 0 must be finite, got (nan|-?inf) in '0.weight' at step 1"):
+        optimizer.step()
