@@ -244,6 +244,12 @@ class Loop:
         """Policy of this worker for gradients that are not finite or too large."""
         return self._worker.bad_gradients
 
+    @property
+    def only_steps(self) -> bool:
+        """Whether nothing reads this worker's gradients but its optimizer."""
+        alone = self.workers == 1 and self.bad_gradients.max_norm is None
+        return alone and self.strategy.steps_alone
+
     def know_finite(self, known: Callable[[], bool]) -> None:
         """Ask `known` before each step whether the whole gradient is known to be finite."""
         self._worker.knows_finite = known

@@ -29,7 +29,9 @@ class BackwardHooks:
     def __init__(self, flat: FlatModule, loop: Loop):
         self._flat = flat
         self._loop = loop
-        loop.know_finite(lambda: flat.finite.known())
+        loop.know_finite(flat.known_finite)
+        if loop.only_steps:
+            flat.leave_gradients()
         self._hooks: list[RemovableHandle] = []
         self._offsets = [entry.offset for entry in flat.schema.entries]
         self._complete = [False] * len(self._offsets)

@@ -213,7 +213,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backward.check()
         if self._watch is not None and self._watch.check(allowed=int(overflow is not None)):
             self.loop.revise()
-        self.flat.gather_gradients(self._backward.handed_from)
+        reads = self._closures is not None or self.__dict__.get("grad_scale") is not None
+        self.flat.gather_gradients(self._backward.handed_from, leave=not reads)
         self.clipping.begin()
         if self._consent.skips(overflow):
             self._backward.skip()

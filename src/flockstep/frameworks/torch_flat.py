@@ -20,7 +20,7 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_finite import FiniteGradients
+from flockstep.frameworks.torch_finite import LARGE, FiniteGradients, LooseGradients
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -104,6 +104,8 @@ class FlatModule:
         self.grads = native(self._slopes)
         self.finite = FiniteGradients(self._slopes, self.schema.slices, whole=not self.narrow)
         """Which gradients are known to be finite."""
+        self._loose: LooseGradients | None = None
+        self._left = False
         self._hooks: list[RemovableHandle] = []
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
@@ -278,14 +280,18 @@ class FlatModule:
         for parameter in without:
             parameter.grad = None
 
-    def gather_gradients(self, end: int | None = None) -> FlatArray:
+    def gather_gradients(self, end: int | None = None, leave: bool = True) -> FlatArray:
         """Return the flat gradient (K,) after a backward pass.
 
         A gradient outside the flat array (autograd creates new ones after `zero_grad(set_to_none=True)`) is copied into
         the array, and `.grad` becomes a view of the array again; a missing gradient counts as zero, as after
         `zero_grad`. `absent` lists the parameters without a gradient. Elements from `end` on were gathered earlier.
+        After `leave_gradients`, gradients that are known to be finite stay where they are, unless `leave` is False.
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        self._left = leave and self._loose is not None and self._loose.known()
+        if self._left:
+            return self.grads
         for index in range(len(self.parameters)):
             self.gather(index)
         if self.narrow:
@@ -329,9 +335,23 @@ class FlatModule:
         """Gather a gradient that a backward pass has just completed, and look whether the gradient is finite."""
         if self.in_place(index):
             self.finite.expect(1)  # the write that has completed the gradient
+        elif self._loose is not None:
+            self._loose.look(index)
+            return
         else:
             self.gather(index)
         self.finite.look(index)
+
+    def leave_gradients(self) -> None:
+        """From now on, leave gradients where autograd makes them if they are known to be finite: the caller steps along
+        each `.grad`, and reads the flat array only if they are not. Gradients of small models are gathered as before.
+        """
+        if not self.narrow and self.schema.size >= LARGE:
+            self._loose = LooseGradients(self.parameters)
+
+    def known_finite(self) -> bool:
+        """Return whether all gradients that `gather_gradients` has gathered or left are known to be finite."""
+        return self._left or self.finite.known()
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""

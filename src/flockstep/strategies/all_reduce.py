@@ -76,15 +76,24 @@ class AllReduce(Strategy):
 
     resizing = Resizing(own=("memory",))
 
+    @property
+    def steps_alone(self) -> bool:
+        return type(self).worker is AllReduce.worker and self._exact
+
+    @property
+    def _exact(self) -> bool:
+        """Whether gradients are exchanged as they are."""
+        return self.codec == Identity() and self.feedback == NoFeedback()
+
     def worker_state(self, me: Worker) -> AllReduceState:
         return AllReduceState()
 
     async def worker(self, me: Worker) -> None:
         kept: AllReduceState = me.state
-        scratch, before = None, me.now()
+        exact, scratch, before = self._exact, None, me.now()
         while me.training:
             tried = me.overlaps and kept.overlaps and me.params.nbytes > SIZES.first * 1e6
-            if self.codec != Identity() or self.feedback != NoFeedback():
+            if not exact:
                 gradient = await self._mean(me, await me.gradient())
             elif not tried:
                 gradient = await me.gradient()

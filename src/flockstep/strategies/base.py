@@ -123,6 +123,13 @@ class Strategy(Component):
         """
         return getattr(self, "codec", None)
 
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the only worker of a run passes each gradient to its optimizer unread, so that the gradients may lie
+        elsewhere than in the flat array.
+        """
+        return False
+
     def decodes(self, workers: int) -> int:
         """Number of times per step that a worker decodes a message of the whole model's size."""
         return 0 if self.servers_for(workers) else 1 if self.coding is None or self.coding.linear else workers

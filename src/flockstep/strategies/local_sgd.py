@@ -85,6 +85,10 @@ class LocalSGD(Strategy):
 
     taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
 
+    @property
+    def steps_alone(self) -> bool:
+        return type(self).worker is LocalSGD.worker
+
     resizing = Resizing(replicas="own", common=("model", "outer_state"))
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
