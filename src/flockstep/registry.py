@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import keyword
+import sys
 from typing import Any
 
 from flockstep.errors import ConfigurationError, UnknownName
@@ -127,7 +128,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "pipeline_schedule": {
         "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",
-        "1f1b": ("flockstep.partitions.pipeline_schedules.one_forward_one_backward:OneForwardOneBackward"),
+        "1f1b": "flockstep.partitions.pipeline_schedules.one_forward_one_backward:OneForwardOneBackward",
         "interleaved": "flockstep.partitions.pipeline_schedules.interleaved:Interleaved",
         "zb_h1": "flockstep.partitions.pipeline_schedules.zb_h1:ZeroBubbleH1",
         "pipedream": "flockstep.partitions.pipeline_schedules.pipedream:PipeDream",
@@ -411,12 +412,19 @@ def register(noun: str, name: str, target: type) -> None:
         raise ConfigurationError(f"a {noun}'s name must be an identifier, got {name!r}; use letters, digits and _")
     place = f"{target.__module__}:{target.__qualname__}"
     taken = _ALIASES.get(noun, {}).get(name) or table.get(name, place)
-    if taken != place:
+    if taken != place and not _same_source(taken, target):
         raise ConfigurationError(f"the {noun} name {name!r} is already used by {taken}; choose another name")
     _require_component(noun, target)
     table[name] = place
     _loaded[noun, name] = target
     _names[target] = name
+
+
+def _same_source(place: str, target: type) -> bool:
+    """Whether `place` is the class `target` of the same file, which was imported under another name."""
+    module, _, name = place.partition(":")
+    files = [getattr(sys.modules.get(one), "__file__", None) for one in (module, target.__module__)]
+    return name == target.__qualname__ and files[0] is not None and files[0] == files[1]
 
 
 def _require_component(noun: str, target: type) -> None:

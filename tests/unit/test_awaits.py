@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,53 @@ class DroppedByServer(Served):
         me.receive("pull")
 
 
+def logged(program: Any) -> Any:
+    @functools.wraps(program)
+    def call(*arguments: Any) -> Any:
+        return program(*arguments)
+
+    return call
+
+
+@dataclass(frozen=True)
+class AtTheMargin(Mine):
+    @logged
+    async def worker(self, me: Any) -> None:
+        assert """
+further left than the program"""
+        me.ask(1 - me.rank, "pull")
+
+
+@dataclass(frozen=True)
+class DroppedByHelper(Mine):
+    async def models(self, me: Any) -> AsyncIterator[Any]:
+        me.ask_all([1 - me.rank], "models")
+        yield me.params
+
+    async def worker(self, me: Worker) -> None:
+        async for model in self.models(me):
+            me.params[:] = model
+
+
+async def told(me: Worker) -> None:
+    await me.receive("told")
+
+
+@dataclass(frozen=True)
+class Right(Mine):
+    """Programs that await everything, in ways that are less common."""
+
+    half = functools.partial(told)
+
+    async def worker(self, me: Worker) -> None:
+        told = len
+        while me.training:
+            told(me.params)
+            later = me.gradient()
+            me.optimizer_step(await later)
+            len(one for one in (1, 2))  # type: ignore[arg-type]
+
+
 def line(text: str) -> int:
     return 1 + next(number for number, one in enumerate(Path(__file__).read_text("utf-8").split("\n")) if text in one)
 
@@ -146,11 +195,17 @@ def test_a_result_that_nobody_takes_is_found_before_the_strategy_runs() -> None:
     for strategy, number in (
         (Dropped(), line('  me.receive("model", 1 - me.rank)')),
         (DroppedByServer(), line('me.receive("pull")')),
+        (AtTheMargin(), line('me.ask(1 - me.rank, "pull")')),
+        (DroppedByHelper(), line('me.ask_all([1 - me.rank], "models")')),
     ):
-        with pytest.raises(
-            AssertionError, match=rf"line {number}\): me.receive\(\) must be awaited; write await me.rec"
-        ):
+        with pytest.raises(AssertionError, match=rf"line {number}\): (me\.\w+)\(\) must be awaited; write await \1"):
             check_strategy(strategy)
+
+
+def test_a_program_that_awaits_everything_is_not_accused() -> None:
+    check_awaits(Right())
+    with pytest.raises(TypeError, match="object of type 'generator' has no len"):
+        run_strategy(Right(), 2)
 
 
 def test_no_strategy_of_the_registry_is_accused() -> None:

@@ -120,6 +120,10 @@ def test_a_training_script_is_refused_before_it_runs(
         "from job_file_others import *",
         "globals()['job'] = __import__('job_file_others').job",
         "if True:\n    from job_file_others import job",
+        "exec('from job_file_others import job')",
+        "globals().update({'jo' + 'b': __import__('job_file_others').job})",
+        "import job_file_others\ndef __getattr__(name): return getattr(job_file_others, name)",
+        "import job_file_others\nmatch [job_file_others.job]:\n    case [job]: pass",
     ],
 )
 def test_a_job_may_be_defined_in_any_way(tmp_path: Path, text: str) -> None:

@@ -25,4 +25,7 @@ def test_torch_and_the_system_say_that_there_is_no_memory() -> None:
 
 @pytest.mark.parametrize("kind", [ConfigurationError, ValueError])
 def test_other_errors_with_the_same_words_keep_their_sentence(kind: type[Exception]) -> None:
-    assert not lacks_memory(kind("not enough memory cells in row 7 of data.csv"))
+    error = kind("not enough memory cells in row 7 of data.csv")
+    assert not lacks_memory(error)
+    error.__cause__ = error  # raised from itself
+    assert not lacks_memory(error)

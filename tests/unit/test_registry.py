@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from flockstep.codecs.half import Half
 from flockstep.codecs.identity import Identity
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.expression import Component, parse
+from flockstep.frameworks.job import import_components
 from flockstep.strategies.base import Strategy
 from flockstep.testing.expressions import base_of, check_component
 from flockstep.topologies.base import Topology
@@ -193,6 +195,42 @@ def test_names_that_cannot_be_registered(noun, name, message):
     with pytest.raises(ConfigurationError, match=message):
         registry.register(noun, name, Mine)
     assert name == "ring" or noun == "topologies" or name not in registry.names(noun)
+
+
+CODEC = """
+from dataclasses import dataclass
+from flockstep import register
+from flockstep.codecs.identity import Identity
+
+@dataclass(frozen=True)
+class Same(Identity):
+    pass
+
+register("codec", "{name}", Same)
+"""
+
+
+@pytest.mark.usefixtures("table")
+def test_a_file_may_be_imported_both_as_a_module_and_as_components(tmp_path, monkeypatch):
+    """A script imports its strategy, and --import names the same file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "other").mkdir()
+    files = {"components_of_a_user.py": "one", "other/components_of_a_user.py": "two", "taken.py": "one"}
+    for file, name in files.items():
+        (tmp_path / file).write_text(CODEC.format(name=name))
+    one, two, taken = (str(tmp_path / file) for file in files)
+    try:
+        module = importlib.import_module("components_of_a_user")
+        import_components([one, one, two])
+        assert registry.load("codec", "one") is not module.Same
+        assert registry.load("codec", "two") is not registry.load("codec", "one")
+        with pytest.raises(
+            ConfigurationError, match="name 'one' is already used by flockstep_job_components_of_a_user"
+        ):
+            import_components([taken])
+    finally:
+        for name in ("components_of_a_user", "flockstep_job_components_of_a_user", "flockstep_job_taken"):
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("table")

@@ -188,6 +188,27 @@ def test_a_parameter_of_one_number_has_its_shape() -> None:
     assert (module.scale.shape, flat.gather_gradients().tolist()) == (torch.Size(()), [3])
 
 
+def test_gradients_set_to_zero_leave_a_parameter_without_one() -> None:
+    module = mlp()
+    flat = FlatModule(module)
+    module.zero_grad(set_to_none=True)
+    module[0](torch.ones(1, 3)).sum().backward()
+    flat.zero_grad()
+    assert [None if p.grad is None else bool(p.grad.any()) for p in module.parameters()] == [False, False, None, None]
+
+
+def test_a_last_parameter_without_elements_has_a_gradient_without_a_sign() -> None:
+    module = nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 1, bias=False))
+    module[1].empty = nn.Parameter(torch.empty(0))
+    flat = FlatModule(module)
+    flat.signs = True
+    module.zero_grad(set_to_none=True)
+    module[0](torch.ones(1, 3)).sum().backward()
+    flat.gather_gradients()
+    flat.drop_absent_everywhere()
+    assert [p.grad is None for p in module.parameters()][:3] == [False, False, True]
+
+
 def test_a_gradient_is_minus_zero_if_there_is_none() -> None:
     module = mlp()
     flat = FlatModule(module)
@@ -212,7 +233,8 @@ def test_sparse_gradients_become_dense() -> None:
 def test_zero_grad_binds_again() -> None:
     module = mlp()
     flat = FlatModule(module)
-    module.zero_grad(set_to_none=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
     flat.zero_grad()
     backward(module)
     assert flat.grads.any()

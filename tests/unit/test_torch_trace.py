@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import make_split, without_whole
+from flockstep.frameworks.torch_effects import StateSnapshot
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_trace import traced_chain
 from flockstep.partitions.pipeline import Pipeline
@@ -236,6 +238,12 @@ class Late(Calls):
             case "tensor":
                 self.tensors[0] += 1
                 return float(self.tensors[0])
+            case "shape":
+                self.tensors[0].data = torch.ones(2)
+                return 2
+            case "dtype":
+                self.tensors[0].data = self.tensors[0].double()
+                return 0
             case "queue":
                 self.last.append(self.last[0] + 1)
                 return self.last[0]
@@ -323,6 +331,8 @@ WAYS = {
     "record": "global RECORD",
     "typed array": "global WORDS",
     "memory": "tensors",
+    "shape": "tensors",
+    "dtype": "tensors",
     "Python module": "global calls",
     "name": "global BY_NAME",
     "switch": "on, __dict__",
@@ -342,9 +352,17 @@ def test_state_that_a_traced_model_changes_is_found(way: str, title: str) -> Non
     assert (BY_NAME, RECORD.calls, WORDS[0], model.enclosed(), model.on) == (0, 0, 0, 1, False)
     assert (Late.bound(), vars(note), hasattr(OTHER.inner, "calls"), "inherited" in vars(Late)) == (0, {}, False, False)
     assert (model.noted, model.named["calls"], list(model.last)) == ([0], 0, [0]), "as before the trace"
-    assert (model.numbers[0], model.tensors[0]) == (0, 0)
+    assert (model.numbers[0], model.tensors[0], model.tensors[0].dtype) == (0, 0, torch.float32)
     assert model.drawn.random() == random.Random(0).random()
     assert model.legacy.normal() == np.random.RandomState(0).normal()
+
+
+def test_state_that_cannot_be_equal_to_itself_does_not_change() -> None:
+    module = nn.Module()
+    module.words, module.tensor = array.array("d", [math.nan]), torch.tensor([math.nan])
+    with warnings.catch_warnings(action="ignore"):
+        module.nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert not StateSnapshot(module).changed
 
 
 def test_state_that_a_module_inside_changes_changes_in_every_call() -> None:

@@ -620,6 +620,6 @@ class Loop:
             with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
                 sys.stderr.write(
                     "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
-                    "result of the run, and what the script saved or evaluated lacks the last exchange; call "
-                    "optimizer.finish() after the last step\n"
+                    "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
+                    "exchange; call optimizer.finish() after the last step\n"
                 )

@@ -667,7 +667,8 @@ def lacks_memory(error: BaseException) -> bool:
     """Return whether an error, or the error that caused it, says that memory could not be allocated."""
     if isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))):
         return True
-    return error.__cause__ is not None and lacks_memory(error.__cause__)
+    cause = error.__cause__
+    return cause is not None and cause is not error and lacks_memory(cause)
 
 
 def _limit() -> str:

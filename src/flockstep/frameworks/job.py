@@ -171,19 +171,30 @@ def launch_instead(path: str | Path) -> str:
 def may_define(file: Path, name: str) -> bool:
     """Return whether running a Python file may define `name`, as far as the file's syntax tree shows.
 
-    A file that imports `*` may define any name. A file with a syntax error counts as well: running it tells the error.
+    A file that imports `*`, calls `exec` or `globals`, or defines `__getattr__` may define any name. A file that cannot
+    be read or parsed counts as well: running it tells the error.
     """
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError):
         return True
-    return any(
-        (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name)
-        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
-        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
-        or (isinstance(node, ast.Constant) and node.value == name)  # globals()["job"] = …
-        for node in ast.walk(tree)
-    )
+    return any(_mentioned(node) in (name, "exec", "globals", "__getattr__", "import *") for node in ast.walk(tree))
+
+
+def _mentioned(node: ast.AST) -> object:
+    """The name that a syntax node reads, assigns, imports or defines, or the value of a constant, as in
+    `setattr(module, "job", …)`.
+    """
+    match node:
+        case ast.alias():
+            return "import *" if node.name == "*" else node.asname or node.name
+        case ast.Name(id=found) | ast.Constant(value=found):
+            return found
+        case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
+            return found
+        case ast.MatchAs(name=found) | ast.MatchStar(name=found):
+            return found
+    return None
 
 
 def import_components(files: Iterable[str]) -> None:
@@ -196,7 +207,8 @@ def import_components(files: Iterable[str]) -> None:
         file = Path(text)
         if file.suffix != ".py" or not file.is_file():
             raise ConfigurationError(f"there is no Python file {text!r} to import; check the path")
-        if f"flockstep_job_{file.stem}" not in sys.modules:
+        done = sys.modules.get(f"flockstep_job_{file.stem}")
+        if done is None or done.__file__ != str(file.resolve()):
             imported(file.resolve(), f"file {text!r}")
 
 

@@ -181,7 +181,10 @@ class StateSnapshot:
 
         def restore() -> None:
             with torch.no_grad():
-                value.copy_(kept)
+                if _alike(value, kept):
+                    value.copy_(kept)
+                else:
+                    value.data = kept
 
         self._kept.append(_Kept(place, same, restore))
 
@@ -234,7 +237,11 @@ class StateSnapshot:
                 found = _Kept(place, lambda: value.tobytes() == kept.tobytes(), lambda: np.copyto(value, kept))
             case array():
                 items = value[:]
-                found = _Kept(place, lambda: value == items, lambda: value.__setitem__(slice(None), items))
+                found = _Kept(
+                    place,
+                    lambda: value.tobytes() == items.tobytes(),
+                    lambda: value.__setitem__(slice(None), items),
+                )
             case torch.Generator():
                 drawn = value.get_state()
                 found = _Kept(place, lambda: torch.equal(value.get_state(), drawn), lambda: value.set_state(drawn))
@@ -345,10 +352,19 @@ def _same(found: Any, kept: Any) -> bool:
 
 
 def _equal(found: torch.Tensor, kept: torch.Tensor) -> bool:
-    """Whether tensors have equal elements; true for tensors without values, such as those on the device `meta`."""
-    if found.is_meta or found.layout != torch.strided:
+    """Whether tensors have equal elements; true for tensors whose elements cannot be compared, such as those on the
+    device `meta`, which have none.
+    """
+    if not _alike(found, kept):
+        return False
+    if found.is_meta or found.is_nested or found.layout != torch.strided:
         return True
     return torch.equal(found, kept) or bool(((found == kept) | (found != found) & (kept != kept)).all())
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have the same shape and dtype."""
+    return one.dtype == other.dtype and (one.is_nested or one.shape == other.shape)
 
 
 def _top(module: str | None) -> str:

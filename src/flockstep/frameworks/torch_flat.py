@@ -113,7 +113,8 @@ class FlatModule:
         """Whether the gradient of a parameter that had none is -0, and every other gradient begins with +0 in place of
         -0. A sum over ranks is then -0 exactly where no rank had a gradient."""
         self._offsets = [entry.offset for entry in self.schema.entries]
-        self._firsts = native(torch.tensor(self._offsets, device=self._values.device))
+        firsts = [min(offset, self.schema.size - 1) for offset in self._offsets]  # the last parameter may be empty
+        self._firsts = native(torch.tensor(firsts, device=self._values.device))
 
     def write_parameters(self) -> None:
         """Round the values of the flat array into the parameters of narrower dtypes."""
@@ -229,11 +230,14 @@ class FlatModule:
             self.grads[self._firsts[first:last]] += 0
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero. Make each `.grad` a view of the flat array again if it was replaced."""
+        """Set every gradient to zero, except that a parameter without a gradient still has none, as in torch. Make each
+        `.grad` a view of the flat array again if it was replaced.
+        """
         self.grads[:] = 0
         self.finite.zeroed()
         self.write_gradients()
-        self._bind()
+        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
+            parameter.grad = None if parameter.grad is None else view
 
     def move_gradients(self, home: FlatArray) -> None:
         """Move the gradients, with their values, to the array `home` (K,)."""

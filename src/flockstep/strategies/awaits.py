@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -26,9 +25,14 @@ def check_awaits(strategy: Strategy) -> None:
     Raises:
         ConfigurationError: the result of such a call is dropped.
     """
-    for name, program in inspect.getmembers(type(strategy), inspect.iscoroutinefunction):
+    for name, member in inspect.getmembers(type(strategy), inspect.isfunction):
+        program = inspect.unwrap(member)
+        if not _flags(program) & (_WAITS | inspect.CO_ASYNC_GENERATOR):
+            continue
         code, me = program.__code__, Server if name == "master" else Worker
-        names = {**program.__globals__, **dict(zip(code.co_varnames, (strategy, me), strict=False))}
+        local = {*code.co_varnames, *code.co_cellvars}
+        names = {one: value for one, value in program.__globals__.items() if one not in local}
+        names |= dict(zip(code.co_varnames, (strategy, me), strict=False))
         tree, first = _source(code)
         for statement in ast.walk(tree):
             if isinstance(statement, ast.Expr) and (problem := _lacks_await(statement.value, names)):
@@ -53,7 +57,9 @@ def explained(error: Exception) -> ConfigurationError | None:
 def _problem(code: CodeType, names: Mapping[str, Any], line: int) -> str | None:
     """The sentence about the last wrong call of a function up to the line that raised the exception."""
     tree, first = _source(code)
-    right = {id(one) for node in ast.walk(tree) for one in _awaited(node, names)}
+    awaited = [one for node in ast.walk(tree) for one in _awaited(node, names)]
+    kept = {one.id for one in awaited if isinstance(one, ast.Name)}
+    right = {id(one) for one in awaited} | {id(one) for node in ast.walk(tree) for one in _kept_as(node, kept)}
     found = [
         (node.lineno, problem)
         for node in ast.walk(tree)
@@ -75,6 +81,16 @@ def _awaited(node: ast.AST, names: Mapping[str, Any]) -> Iterator[ast.AST]:
             yield value
         case ast.Call(func=function, args=arguments) if _is(function, Node.background, names):
             yield from arguments
+
+
+def _kept_as(node: ast.AST, names: Collection[str]) -> Iterator[ast.AST]:
+    """The value that a syntax node assigns to one of `names`."""
+    match node:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value)
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+        ) if name in names:
+            yield value
 
 
 def _lacks_await(node: ast.AST, names: Mapping[str, Any]) -> str | None:
@@ -124,7 +140,8 @@ def _source(code: CodeType) -> tuple[ast.AST, int]:
     """The syntax tree of a function and its first line; an empty tree if the source is not known."""
     try:
         lines, first = inspect.getsourcelines(code)
-        return ast.parse(textwrap.dedent("".join(lines))), first
+        inside = lines[0][0].isspace()  # of a class; a comment or a text may begin further left
+        return ast.parse("".join(["if True:\n" * inside, *lines])), first - inside
     except (OSError, SyntaxError, TypeError):
         return ast.Module([], []), 1
 

@@ -73,7 +73,7 @@ class Strategy(Component):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in ("worker", "master", "finish"):
-            if name in vars(cls) and not inspect.iscoroutinefunction(vars(cls)[name]):
+            if name in vars(cls) and not inspect.iscoroutinefunction(inspect.unwrap(vars(cls)[name])):
                 raise ConfigurationError(f"{cls.__name__}.{name} must be a coroutine; write async def {name}")
 
     @property
