@@ -348,6 +348,7 @@ _ALIASES: dict[str, dict[str, str]] = {
 
 _FURTHER = {
     "network": "write link('10mbit', '1ms') for any other bandwidth",
+    "compute": "write constant(0.05) for gradients that take 0.05 s",
     "workload": "a custom job is a Python file with a function job()",
 }
 """Noun → how values are written for which no name stands in a table."""

@@ -17,7 +17,7 @@ import flockstep
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise, slower, value
 from flockstep.planning.advice_text import quantity
@@ -295,6 +295,18 @@ def test_a_plan_for_too_many_workers_is_refused_at_once(count: int, workers: int
 def test_hogwild_needs_one_machine() -> None:
     found = plan(TASK, cluster(), strategies=("hogwild",), further=False)
     assert [name for name, _ in found.refused] == ["hogwild"]
+
+
+def test_a_custom_strategy_that_ends_in_a_deadlock_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predict(strategy: Strategy, *arguments: Any) -> Any:
+        if str(strategy).startswith("gossip"):
+            raise RunError("deadlock: every program waits")
+        return predict_step(strategy, *arguments)
+
+    monkeypatch.setattr("flockstep.planning.plan.predict_step", predict)
+    found = plan(TASK, cluster(), strategies=("gossip", "all_reduce"), further=False)
+    assert found.refused == (("gossip", "deadlock: every program waits"),)
+    assert [one.name for one in found.predictions if one.strategy is not None] == ["all_reduce"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -601,6 +601,8 @@ class Loop:
             separate = self.strategy.traits.delivery != "synchronous"
             if separate:
                 self._tell_unfinished()
+            if self._worker.step == 0:
+                self._tell_unused()
             before = copied(self._params)
             with contextlib.suppress(FlockstepError):  # the supervisor has been notified
                 self.finish()
@@ -616,10 +618,27 @@ class Loop:
 
     def _tell_unfinished(self) -> None:
         """Say once in a run that the script has ended with another model than the run's result."""
-        if self.workers > 1 and self._worker.step > 0 and self.rank == 0 and sys.stderr is not None:
+        if self._worker.step > 0:
+            self._tell(
+                "the script ended without optimizer.finish(), so the models of its workers are not the result of the "
+                "run, and what the script saved or evaluated outside of consensus() lacks the last exchange; call "
+                "optimizer.finish() after the last step"
+            )
+
+    def _tell_unused(self) -> None:
+        """Say once in a run that the script has trained with another optimizer than the one of `distribute`."""
+        try:
+            if self.watch is not None:
+                self.watch.check()
+        except ConfigurationError:
+            self._tell(
+                "the script changed its model, but took no step with the optimizer that flockstep.distribute "
+                "returned, so its workers exchanged nothing; write optimizer = flockstep.distribute(model, optimizer, "
+                "…) and call step() of this optimizer"
+            )
+
+    def _tell(self, text: str) -> None:
+        """Print a sentence to standard error, on rank 0 of several workers."""
+        if self.workers > 1 and self.rank == 0 and sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
-                sys.stderr.write(
-                    "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
-                    "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
-                    "exchange; call optimizer.finish() after the last step\n"
-                )
+                sys.stderr.write(f"flockstep: {text}\n")

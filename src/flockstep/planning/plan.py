@@ -10,7 +10,7 @@ from typing import Any
 
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
 from flockstep.planning.criteria import Criteria, criteria, departures, effective_rate, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.scaling import WORKERS, Curve, ScalablePrediction, curve
@@ -191,7 +191,9 @@ def plan(
         try:
             _require_sense(strategy, site, count)
             found.append(replace(predict_step(strategy, site, count), name=name))
-        except ConfigurationError as error:
+        except Interrupted:
+            raise
+        except FlockstepError as error:  # a custom strategy may end in a deadlock
             refused.append((name, str(error)))
     found.sort(key=lambda one: -effective_rate(one.samples_per_second, relative_samples(one, site)))
     others = _scalable(found, site)
