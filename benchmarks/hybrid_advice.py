@@ -3,8 +3,9 @@
 For each pair `flockstep plan --hybrid` chooses a partition and one of five strategies before anything runs. Then every
 partition of a grid runs with every strategy in virtual time: whole replicas, for each number of stages four
 schedules with two numbers of micro-batches, layers split over each number of ways, also within the stages of a
-pipeline, and parameters in shards. Models have their full size there, and so have all messages, but gradients are those
-of a quadratic function, because only the time counts. The value of a run is its samples per second, the sum of the
+pipeline of three schedules, and parameters in shards. Models have their full size there, and so have all messages, but
+gradients are those of a quadratic function, because only the time counts.
+The value of a run is its samples per second, the sum of the
 workers' own rates while all of them train, divided by the factor by which it needs more samples (the planner's model,
 evaluated at the run's own figures). The advice is right if its own run is worth at least 90 % of the best run.
 
@@ -136,8 +137,9 @@ def grid(workers: int, batch: int) -> Iterator[Partition | None]:
         if ways <= batch:
             yield Partition.parse(f"sharded({ways})")
         for stages in (one for one in numbers if not workers % (one * ways)):
-            for count in (one for one in (stages, 2 * stages) if one <= batch):
-                yield Partition.parse(f"pipeline({stages}, 1f1b, {count}) * tensor({ways})")
+            for schedule in SCHEDULES[:3]:
+                for count in (one for one in (stages, 2 * stages) if one <= batch):
+                    yield Partition.parse(f"pipeline({stages}, {schedule}, {count}) * tensor({ways})")
     for stages in numbers:
         for schedule in SCHEDULES:
             for count in (stages, 2 * stages):

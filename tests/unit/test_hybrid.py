@@ -32,6 +32,8 @@ from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning import hybrid
@@ -304,6 +306,23 @@ def test_all_partitions_are_searched() -> None:
     ]
     advice = advised("100gbit", 'memory = "1200kB"')
     assert {type(one.partition) for one in advice.splits} & {TensorParallel, Sharded}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "compute", "preferred"), [("200mbit", "constant(0.006)", True), ("100gbit", "constant(0.5)", False)]
+)
+def test_gpipe_is_preferred_where_messages_take_long(bandwidth: str, compute: str, preferred: bool) -> None:
+    """A stage of 1F1B waits for its neighbors between two passes, so that it is faster with fewer micro-batches. Where
+    passes take long, 1F1B is as fast as GPipe and holds fewer activations.
+    """
+    site, strategy = site_of(wide_job(), bandwidth, compute=compute), Strategy.parse("all_reduce")
+    found = [one.partition for one in hybrid._search(site, 4, strategy, None, [])]
+    (pipeline,) = [one for one in found if isinstance(one, Pipeline) and one.stages == 4]
+    assert isinstance(pipeline.schedule, GPipe) == preferred
+    tried = [Pipeline(4, schedule, count) for schedule in (GPipe(), OneForwardOneBackward()) for count in (4, 8, 16)]
+    seconds = [predict_split(strategy, one, site, 4, short=True).seconds for one in (pipeline, *tried)]
+    assert seconds[0] <= 1.01 * min(seconds)
+    assert (min(seconds[1:4]) < 0.9 * min(seconds[4:])) == preferred
 
 
 def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.launchers import out_of_memory
 from flockstep.launchers.health import Health
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
+from flockstep.records.snapshots import LAST
 
 
 class Ended:
@@ -57,3 +62,17 @@ def test_the_counter_is_read_from_the_host_and_the_control_group(
     assert oom_kills() == 5
     (tmp_path / "cgroup").unlink()
     assert oom_kills() == 2
+
+
+def test_a_process_without_memory_still_reports_its_failure() -> None:
+    """Its newest parameters are lost, but the supervisor hears the reason, which is sent after them."""
+
+    class NoMemory:
+        def send_in_parts(self, *_: object) -> None:
+            raise MemoryError
+
+    node: Any = SimpleNamespace(params=np.zeros(3), run_step=1)
+    member: Any = NoMemory()
+    SnapshotSender(member).salvage(node, 0.0, 0)
+    with pytest.raises(MemoryError):
+        SnapshotSender(member).send_snapshot(node, LAST, 0.0, 0)

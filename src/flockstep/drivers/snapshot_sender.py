@@ -65,6 +65,6 @@ class SnapshotSender:
 
     def salvage(self, node: Node, t: float, sent: int) -> None:
         """Send the current parameters of a failing run, if they are finite."""
-        with contextlib.suppress(FlockstepError, RuntimeError):  # a GPU that has failed returns nothing
+        with contextlib.suppress(FlockstepError, RuntimeError, MemoryError):  # a GPU that has failed returns nothing
             if not self._closed and np.isfinite(to_host(node.params)).all():
                 self.send_snapshot(node, LAST, t, sent)

@@ -11,6 +11,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flockstep.costs.cluster_reading import memory_bytes
@@ -19,6 +20,8 @@ from flockstep.costs.stages import units
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.pipeline_schedules.interleaved import Interleaved
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
@@ -52,6 +55,8 @@ MOST = 64
 """Largest number of workers for which split models are planned."""
 ALONE = "all_reduce"
 """Strategy of a single replica: without other replicas it is the optimizer alone, and sends nothing."""
+MARGIN = 1.01
+"""Factor by which a schedule must be faster than 1F1B to be preferred."""
 GAIN = 1.02
 """Factor by which a split model must train faster than whole replicas to be recommended."""
 
@@ -285,8 +290,9 @@ def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
 def _search(
     site: Site, workers: int, strategy: Strategy, limit: float | None, refused: list[tuple[str, str]]
 ) -> Iterator[SplitPrediction]:
-    """Yield the best partition of each list of `partitions`, by short rehearsals: first the number of micro-batches,
-    then the other synchronous schedules of a pipeline. Partitions that a run would refuse are added to `refused`.
+    """Yield the best partition of each list of `partitions`, by short rehearsals: first the number of micro-batches of
+    1F1B, then, from this number on, that of the other synchronous schedules. Partitions that a run would refuse are
+    added to `refused`.
     """
     reasons: set[str] = set()
 
@@ -299,20 +305,27 @@ def _search(
             reasons.add(str(error))
             return None
 
+    def predicted_if_allowed(option: Partition) -> SplitPrediction | None:
+        try:
+            return predict_split(strategy, option, site, workers, short=True) if fits(option, site, limit) else None
+        except ConfigurationError:  # too few layers for the chunks of a schedule
+            return None
+
     for options in partitions(site, workers):
-        best = _with_microbatches(options, predicted)
-        if best is None:
-            continue
-        yield _with_schedules(best, strategy, site, workers, limit)
+        best = _with_microbatches(options, _steady, predicted)
+        if best is not None:
+            yield _with_schedules(best, options, predicted_if_allowed)
 
 
 def _with_microbatches(
-    options: Sequence[Partition], predicted: Callable[[Partition], SplitPrediction | None]
+    options: Sequence[Partition],
+    enough: Callable[[Partition], bool],
+    predicted: Callable[[Partition], SplitPrediction | None],
 ) -> SplitPrediction | None:
-    """Return the fastest of partitions with increasing numbers of micro-batches, uphill from one with at least as many
-    micro-batches as stages; None if none of them fits and can run. `predicted` returns None for one that does not.
+    """Return the fastest of partitions with increasing numbers of micro-batches, uphill from the first one with enough
+    micro-batches; None if none of them fits and can run. `predicted` returns None for one that does not.
     """
-    start = next((i for i, one in enumerate(options) if _steady(one)), len(options) - 1)
+    start = next((i for i, one in enumerate(options) if enough(one)), len(options) - 1)
     best: SplitPrediction | None = None
     for way in (options[start:], options[:start][::-1]):
         for option in way:
@@ -325,33 +338,52 @@ def _with_microbatches(
 
 def _steady(partition: Partition) -> bool:
     """Return whether there are at least as many micro-batches as stages."""
-    pipeline = partition.pipeline if isinstance(partition, Product) else partition
-    return not isinstance(pipeline, Pipeline) or pipeline.microbatches >= pipeline.stages
+    pipeline = _pipeline_of(partition)
+    return pipeline is None or pipeline.microbatches >= pipeline.stages
+
+
+def _pipeline_of(partition: Partition) -> Pipeline | None:
+    """The pipeline of a partition; None if there is none."""
+    found = partition.pipeline if isinstance(partition, Product) else partition
+    return found if isinstance(found, Pipeline) else None
 
 
 def _with_schedules(
-    best: SplitPrediction, strategy: Strategy, site: Site, workers: int, limit: float | None
+    best: SplitPrediction,
+    options: Sequence[Partition],
+    predicted: Callable[[Partition], SplitPrediction | None],
 ) -> SplitPrediction:
-    """Return the fastest of a partition with 1F1B and the same partition with other synchronous schedules."""
-    found = best.partition
-    for schedule in (ZeroBubbleH1(), Interleaved(2)):
-        try:
-            other: Partition
-            if isinstance(found, Product):
-                other = Product(replace(found.pipeline, schedule=schedule), found.tensor)
-            elif isinstance(found, Pipeline):
-                other = replace(found, schedule=schedule)
-            else:
-                return best
-            if fits(other, site, limit):
-                best = min(best, predict_split(strategy, other, site, workers, short=True), key=_seconds)
-        except ConfigurationError:  # too few layers, or a number of micro-batches that the schedule does not allow
-            continue
+    """Return the fastest of the best partition with 1F1B and of `options` with the other synchronous schedules.
+
+    1F1B holds fewer activations than GPipe, but a stage waits for a message from each neighbor between two passes, so
+    that the latency of a link counts once for each micro-batch.
+    """
+    pipeline = _pipeline_of(best.partition)
+    if pipeline is None:
+        return best
+    count = pipeline.microbatches
+    for schedule in (GPipe(), ZeroBubbleH1(), Interleaved(2)):
+        others = [other for option in options if (other := _scheduled(option, schedule)) is not None]
+        found = _with_microbatches(others, partial(_has_microbatches, count=count), predicted)
+        if found is not None and found.seconds * MARGIN < best.seconds:
+            best = found
     return best
 
 
-def _seconds(found: SplitPrediction) -> float:
-    return found.seconds
+def _scheduled(option: Partition, schedule: PipelineSchedule) -> Partition | None:
+    """A partition with another schedule; None if the schedule does not allow the number of micro-batches."""
+    pipeline = _pipeline_of(option)
+    assert pipeline is not None
+    try:
+        other = replace(pipeline, schedule=schedule)
+    except ConfigurationError:
+        return None
+    return Product(other, option.tensor) if isinstance(option, Product) else other
+
+
+def _has_microbatches(partition: Partition, count: int) -> bool:
+    pipeline = _pipeline_of(partition)
+    return pipeline is None or pipeline.microbatches >= count
 
 
 def fits(partition: Partition, site: Site, limit: float | None) -> bool:
