@@ -44,7 +44,7 @@ model.
 ELEMENTS = {"counts": "elements"}
 """Metadata of a dataclass field that counts elements, rather than steps."""
 WORKERS = math.inf
-"""Value for the upper end of a search range that makes the number of workers the upper end."""
+"""Upper end of a search range whose largest value is the number of workers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,7 @@ def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -
 
 
 def ranges(kind: type[Component]) -> dict[str, Range]:
-    """Return a mapping from the name of each hyper-parameter of the class `kind` that a search may vary to its
-    range.
-    """
+    """Return the ranges of the hyper-parameters of the class `kind` that a search may vary: name → range."""
     return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 

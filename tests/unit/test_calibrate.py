@@ -266,7 +266,9 @@ def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_oth
     wire = calibrate._wire({("0", "1"): flat, ("0", "2"): plain}, 0.0, notes)
     assert wire.bandwidth == pytest.approx(1e9, rel=1e-3)
     assert any("1 pair of workers left out" in note for note in notes)
-    with pytest.raises(ConfigurationError, match="which determines no bandwidth; calibrate an idle machine"):
+    with pytest.raises(
+        ConfigurationError, match="from which no bandwidth follows; calibrate while the machine is idle"
+    ):
         calibrate._wire({("0", "1"): flat}, 0.0, [])
 
 

@@ -87,7 +87,9 @@ def test_impossible_faults_are_refused(fault, rule):
 
 
 def test_a_server_is_never_slow():
-    with pytest.raises(ConfigurationError, match="needs a worker's rank"):
+    with pytest.raises(
+        ConfigurationError, match="needs a worker's rank, got -1, because servers compute no gradients; use 0 to"
+    ):
         run_strategy("asgd", 2, 2, faults=["slows(-1, 2)"])
 
 

@@ -263,7 +263,7 @@ def test_other_optimizers_and_other_groups_are_named():
     halves = torch.optim.SGD([{"params": list(part.parameters())} for part in (model[0], model[2])], lr=0.1)
     assert "the class of the optimizer must be the same on all workers" in refused(adam(net().parameters()))
     assert "got SGD on worker 0 and Adam on worker 1" in refused(adam(net().parameters()))
-    assert "the number of groups of parameters of SGD" in refused(halves)
+    assert "the number of parameter groups of SGD" in refused(halves)
 
 
 def refusal(strategy, *optimizers):

@@ -90,7 +90,7 @@ class Calls:
         self.require_open()
         node = self._engine.node
         if to in node.departed or (to in node.leaving and not closing):
-            raise PeerLost(f"{node.end_of(to)}; worker {self.rank} has a message for that worker")
+            raise PeerLost(f"{node.end_of(to)}, so worker {self.rank} cannot send worker {to} a message")
         self._engine.post(to, array.nbytes, lambda: node.send(to, tag, array, note))
 
     def asked(self, to: int, tag: str, array: Array | None, note: Encoded, timeout: float | None, what: str) -> Message:

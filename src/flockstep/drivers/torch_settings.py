@@ -74,7 +74,7 @@ def _difference(one: Fields, other: Fields) -> tuple[str, Any, Any] | None:
         return "the class of the optimizer", one["kind"], other["kind"]
     ours, theirs = json.loads(str(one["groups"])), json.loads(str(other["groups"]))
     if len(ours) != len(theirs):
-        return f"the number of groups of parameters of {one['kind']}", len(ours), len(theirs)
+        return f"the number of parameter groups of {one['kind']}", len(ours), len(theirs)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for name in a | b:
             if a.get(name) != b.get(name):

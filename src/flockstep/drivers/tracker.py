@@ -23,7 +23,7 @@ from flockstep.records.events import EvaluationEvent, ReplicaEvent
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
-"""Number of the tick of a node's final parameters."""
+"""Tick number that stands for the parameters of a node at the end of the run."""
 
 
 @dataclass

@@ -198,7 +198,7 @@ class VocabularyOfOutputs(SplitLayers):
 
     @staticmethod
     def cross_entropy(summed: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy, given the sum (…, ways + 1) of the terms of all ways."""
+        """Return the mean cross entropy, given the sum over all ways of what `term` returns, of shape (…, ways + 1)."""
         return (summed[..., :-1].logsumexp(-1) - summed[..., -1]).mean()
 
 

@@ -260,13 +260,13 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         (small, short), (large, long) = sorted(next(iter(found.values())).items())
         raise ConfigurationError(
             f"a message of {large:,} bytes must take longer than one of {small}, got {formatting.seconds(long)} and "
-            f"{formatting.seconds(short)}, which determines no bandwidth; calibrate an idle machine, or with more "
-            "--rounds"
+            f"{formatting.seconds(short)}, from which no bandwidth follows; calibrate while the machine is idle, or "
+            "with more --rounds"
         )
     if len(usable) < len(found):
         notes.append(
             f"{many(len(found) - len(usable), 'pair')} of workers left out: a large message took no longer than a "
-            "small one, which determines no bandwidth"
+            "small one, from which no bandwidth follows"
         )
     latencies, bandwidths = [], []
     for (small, short), (large, long) in usable.values():

@@ -88,7 +88,10 @@ class Slows(Fault):
     def check(self, cluster: Cluster) -> None:
         """Check that the node is a worker of the run."""
         if self.worker < 0:
-            raise ConfigurationError(f"slows needs a worker's rank, got {self.worker}; servers compute no gradients")
+            raise ConfigurationError(
+                f"slows needs a worker's rank, got {self.worker}, because servers compute no gradients; use 0 to "
+                f"{cluster.workers - 1}"
+            )
         _takes_part(self.worker, cluster)
 
     def stretch(self, rank: int, t: float) -> float:

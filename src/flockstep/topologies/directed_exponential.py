@@ -20,7 +20,7 @@ class DirectedExponentialGraph(Topology):
     """
 
     def graph(self, n: int) -> nx.DiGraph:
-        """Return the graph with the edges i → i + 2ᵏ mod n."""
+        """Return the graph with the edges i → i + 2ᵏ mod n, for every worker i and every 2ᵏ < n."""
         require_workers(n)
         graph = nx.empty_graph(n, create_using=nx.DiGraph)
         for hop in hops(n):

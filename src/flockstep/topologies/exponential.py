@@ -18,7 +18,9 @@ class ExponentialGraph(Topology):
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the graph with the edges (i, i + 2ᵏ mod n); i - 2ᵏ is the same edge from the other end."""
+        """Return the graph with the edges (i, i + 2ᵏ mod n), for every worker i and every 2ᵏ < n. Worker i is also the
+        end of the edge that begins at i - 2ᵏ.
+        """
         require_workers(n)
         graph = nx.empty_graph(n)
         for k in range((n - 1).bit_length()):

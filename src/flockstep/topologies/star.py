@@ -16,6 +16,6 @@ class StarGraph(Topology):
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the graph with the edges (0, i)."""
+        """Return the graph with the edges (0, i) for every worker i from 1 to n - 1."""
         require_workers(n)
         return nx.star_graph(n - 1)

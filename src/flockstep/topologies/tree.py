@@ -24,7 +24,7 @@ class TreeGraph(Topology):
             raise ConfigurationError(f"branching must be >= 1, got {self.branching}; use 2 for a binary tree")
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the graph with the edges (parent, child)."""
+        """Return the graph with an edge between every worker and each of its children."""
         require_workers(n)
         graph = nx.empty_graph(n)
         graph.add_edges_from(((i - 1) // self.branching, i) for i in range(1, n))
