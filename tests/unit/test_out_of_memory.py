@@ -69,10 +69,10 @@ def test_a_process_without_memory_still_reports_its_failure() -> None:
 
     class NoMemory:
         def send_in_parts(self, *_: object) -> None:
-            raise MemoryError
+            raise MemoryError("no room")
 
     node: Any = SimpleNamespace(params=np.zeros(3), run_step=1)
     member: Any = NoMemory()
     SnapshotSender(member).salvage(node, 0.0, 0)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match="no room"):
         SnapshotSender(member).send_snapshot(node, LAST, 0.0, 0)

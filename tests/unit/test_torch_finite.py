@@ -14,68 +14,6 @@ from torch import nn  # noqa: E402
 
 import flockstep  # noqa: E402
 from flockstep.errors import Diverged  # noqa: E402
-from flockstep.frameworks.torch_finite import LARGE, FiniteGradients  # noqa: E402
-
-HALF = LARGE // 2
-
-
-def gradients(dtype: Any = torch.float32, size: int = LARGE, whole: bool = True) -> tuple[Any, FiniteGradients]:
-    """Zeros, in two places of which both have been looked at."""
-    slopes = torch.zeros(size, dtype=dtype)
-    found = FiniteGradients(slopes, [slice(0, size // 2), slice(size // 2, size)], whole)
-    found.look(0)
-    found.look(1)
-    return slopes, found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_known_until_torch_counts_a_write(dtype: Any) -> None:
-    slopes, found = gradients(dtype)
-    assert found.known()
-    slopes[HALF - 1] = math.nan
-    assert not found.known()
-    found.look(1)  # without the announcement of the write
-    found.expect(1)
-    assert not found.known()
-
-
-def test_an_announced_write_is_looked_at() -> None:
-    slopes, found = gradients()
-    for value, known in ((math.inf, False), (1.0, True)):
-        slopes[HALF] = value
-        found.expect(1)
-        found.look(1)
-        assert found.known() is known
-
-
-def test_another_write_between_two_announced_ones_is_noticed() -> None:
-    slopes, found = gradients()
-    slopes[0] = math.nan
-    slopes[HALF] = 1.0
-    found.expect(1)
-    found.look(1)
-    assert not found.known()
-
-
-def test_a_copy_is_not_known_and_zeros_are() -> None:
-    slopes, found = gradients()
-    slopes[0] = math.nan
-    found.written(0, zero=False)
-    assert not found.known()
-    slopes[:] = 0
-    found.zeroed()
-    assert found.known()
-
-
-def test_a_whole_gradient_that_is_written_uncounted_is_noticed() -> None:
-    slopes, found = gradients()
-    slopes.data[HALF:] = math.nan
-    assert not found.known()
-
-
-@pytest.mark.parametrize("other", [{"dtype": torch.bfloat16}, {"size": LARGE - 2}, {"whole": False}])
-def test_what_a_step_looks_at_itself_is_never_known(other: dict[str, Any]) -> None:
-    assert not gradients(**other)[1].known()
 
 
 def fill(values: Any) -> None:

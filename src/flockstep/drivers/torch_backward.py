@@ -29,7 +29,7 @@ class BackwardHooks:
     def __init__(self, flat: FlatModule, loop: Loop):
         self._flat = flat
         self._loop = loop
-        loop.know_finite(flat.known_finite)
+        loop.know_finite(lambda: flat.left)
         if loop.only_steps:
             flat.leave_gradients()
         self._hooks: list[RemovableHandle] = []

@@ -267,7 +267,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check for a step
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
-        self.flat.finite.forget()  # strategies write to the gradients
         self._backward.begin()
 
     def _tell_servers(self) -> None:
@@ -319,7 +318,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _unscale(self) -> None:
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
-            self.flat.finite.forget()
             as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,63 +10,9 @@ import numpy as np
 import torch
 
 LARGE = 1 << 20
-"""Smallest number of elements of a flat gradient that is looked at one parameter at a time; a smaller one stays in the
-cache until the step.
-"""
+"""Smallest number of elements of a flat gradient whose parts stay where autograd makes them."""
 SMALL = 1 << 16
 """Smallest number of elements of a single gradient of which some are looked at once more in the step."""
-SAMPLES = 4096
-"""Number of elements of a flat gradient that are looked at once more in the step."""
-
-
-class FiniteGradients:
-    """Knows which gradients in the flat tensor `slopes` are finite; parameter i's gradient is `slopes[places[i]]`.
-
-    A gradient is looked at when a backward pass has completed it. torch counts writes to the tensor: after a write that
-    was not announced, no gradient is known to be finite. torch does not count writes through `.data` and numpy, so that
-    the step also looks at every k-th element, which finds a write of NaN to a whole gradient.
-    """
-
-    def __init__(self, slopes: torch.Tensor, places: Sequence[slice], whole: bool):
-        """`whole`: every gradient lies in `slopes` when a backward pass has completed the gradient."""
-        self._slopes = slopes
-        self._places = places
-        self._values = slopes.numpy() if slopes.is_cpu and slopes.dtype in (torch.float32, torch.float64) else None
-        self._looks = whole and self._values is not None and len(slopes) >= LARGE
-        self._known = [False] * len(places)
-        self._version = slopes._version
-
-    def forget(self) -> None:
-        """Count no gradient as finite until it has been looked at again."""
-        self._known = [False] * len(self._places)
-
-    def expect(self, writes: int) -> None:
-        """Forget everything unless torch has counted exactly `writes` writes since the last announced write."""
-        if self._slopes._version != self._version + writes:
-            self.forget()
-
-    def written(self, index: int, zero: bool) -> None:
-        """Note a write to a parameter's gradient, which is `zero` or has not been looked at."""
-        self._known[index], self._version = zero, self._slopes._version
-
-    def zeroed(self) -> None:
-        """Note that all gradients are zero."""
-        self._known, self._version = [True] * len(self._places), self._slopes._version
-
-    def look(self, index: int) -> None:
-        """Look at a parameter's gradient, which a backward pass has just completed."""
-        if self._looks:
-            assert self._values is not None
-            values = self._values[self._places[index]]
-            self._known[index], self._version = math.isfinite(np.vdot(values, values)), self._slopes._version
-
-    def known(self) -> bool:
-        """Return whether all gradients are known to be finite."""
-        if not self._looks or self._slopes._version != self._version or not all(self._known):
-            return False
-        assert self._values is not None
-        sample = self._values[:: len(self._values) // SAMPLES]
-        return math.isfinite(np.vdot(sample, sample))
 
 
 class LooseGradients:

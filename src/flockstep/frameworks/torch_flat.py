@@ -20,7 +20,7 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_finite import LARGE, FiniteGradients, LooseGradients
+from flockstep.frameworks.torch_finite import LARGE, LooseGradients
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -102,10 +102,9 @@ class FlatModule:
                 self._widen(0, self.schema.size)
             self._bind()
         self.grads = native(self._slopes)
-        self.finite = FiniteGradients(self._slopes, self.schema.slices, whole=not self.narrow)
-        """Which gradients are known to be finite."""
         self._loose: LooseGradients | None = None
-        self._left = False
+        self.left = False
+        """Whether the last call of `gather_gradients` has left the gradients, which are known to be finite."""
         self._hooks: list[RemovableHandle] = []
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
@@ -234,7 +233,6 @@ class FlatModule:
         `.grad` a view of the flat array again if it was replaced.
         """
         self.grads[:] = 0
-        self.finite.zeroed()
         self.write_gradients()
         for parameter, view in zip(self.parameters, self._grad_views, strict=True):
             parameter.grad = None if parameter.grad is None else view
@@ -248,7 +246,6 @@ class FlatModule:
     def _put_gradients(self, home: FlatArray) -> None:
         """Bind the gradients to the array `home` (K,), which holds their values."""
         self.grads, self._slopes = home, as_tensor(home)
-        self.finite = FiniteGradients(self._slopes, self.schema.slices, whole=not self.narrow)
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
         self._bind()
 
@@ -259,12 +256,12 @@ class FlatModule:
         Afterwards each `.grad` remains a view of `gradients` until the parameter's next gradient, or until `zero_grad`;
         the caller must not change a parameter's elements of `gradients` before that.
         """
-        home = self.grads, self._slopes, self._grad_views, self.finite
+        home = self.grads, self._slopes, self._grad_views
         self._put_gradients(gradients)
         try:
             yield
         finally:
-            self.grads, self._slopes, self._grad_views, self.finite = home
+            self.grads, self._slopes, self._grad_views = home
 
     def return_gradients(self) -> None:
         """Copy gradients that lie outside of the flat array into the array."""
@@ -293,8 +290,8 @@ class FlatModule:
         After `leave_gradients`, gradients that are known to be finite stay where they are, unless `leave` is False.
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
-        self._left = leave and self._loose is not None and self._loose.known()
-        if self._left:
+        self.left = leave and self._loose is not None and self._loose.known()
+        if self.left:
             return self.grads
         for index in range(len(self.parameters)):
             self.gather(index)
@@ -326,25 +323,20 @@ class FlatModule:
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
-        self.finite.expect(0)
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             view.zero_()
         else:
-            copy_values(view, gradient)
-        self.finite.written(index, zero=gradient is None)
+            copy_values(view, parameter.grad)
         parameter.grad = view
 
     def gather_completed(self, index: int) -> None:
-        """Gather a gradient that a backward pass has just completed, and look whether the gradient is finite."""
-        if self.in_place(index):
-            self.finite.expect(1)  # the write that has completed the gradient
-        elif self._loose is not None:
-            self._loose.look(index)
-            return
-        else:
+        """Gather a gradient that a backward pass has just completed. After `leave_gradients`, look whether the gradient
+        is finite instead.
+        """
+        if self._loose is None or self.in_place(index):
             self.gather(index)
-        self.finite.look(index)
+        else:
+            self._loose.look(index)
 
     def leave_gradients(self) -> None:
         """From now on, leave gradients where autograd makes them if they are known to be finite: the caller steps along
@@ -352,10 +344,6 @@ class FlatModule:
         """
         if not self.narrow and self.schema.size >= LARGE:
             self._loose = LooseGradients(self.parameters)
-
-    def known_finite(self) -> bool:
-        """Return whether all gradients that `gather_gradients` has gathered or left are known to be finite."""
-        return self._left or self.finite.known()
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""

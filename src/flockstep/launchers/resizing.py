@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib import import_module
 
 from flockstep import __version__
 from flockstep.drivers.checkpoints import NodeCheckpoint, arrays_of, load_node
@@ -140,7 +139,8 @@ def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone
         ConfigurationError: the strategy cannot have this number of workers, or the checkpoint is damaged.
         CompositionError: the strategy has no rule for another number of workers.
     """
-    import_module("flockstep.drivers.torch_keeper")  # the classes of the saved states
+    from flockstep.drivers import torch_keeper  # noqa: F401 - defines the classes of the saved states
+
     strategy = Strategy.parse(checkpoint.manifest.strategy)
     require_script_resizable(strategy)
     strategy.check(workers)
