@@ -28,8 +28,8 @@ def test_models_have_the_published_numbers_of_parameters(name: str, parameters: 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_is_written_counts(tmp_path: Path) -> None:
     peaks = benchmark("peaks")
-    peaks.ready(tmp_path)
     release()  # otherwise this process may free memory while it is watched
+    peaks.ready(tmp_path)
     with peaks.watching(tmp_path) as found:
         block = bytearray(b"x") * (64 << 20)
         most = 0.9 * len(block)  # what this process frees in the meantime is taken off
