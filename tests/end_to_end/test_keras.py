@@ -81,7 +81,7 @@ def test_the_statistics_of_batch_norm_are_the_mean(results: Any) -> None:
 def test_what_cannot_work_is_refused(results: Any) -> None:
     for each in results:
         found = each["refusals"]
-        assert 'pass for example optimizer="adam(lr=0.001)"' in found["servers"]
+        assert 'pass, for example, optimizer="adam(lr=0.001)"' in found["servers"]
         assert "a model with use_ema=True" in found["average"]
         # The refusal is that of JAX, whose train_step computes gradients and steps in one function.
         assert ("a model with a custom train_step" in found["step"]) == (each["backend"] == "jax"), found["step"]
