@@ -66,6 +66,15 @@ def test_a_large_gradient_that_is_not_finite_is_refused(change: int, none: bool,
         optimizer.step()
 
 
+def test_a_single_value_that_torch_does_not_see_written_is_refused_where_others_read_the_gradient() -> None:
+    model = large()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-4), "gossip")
+    model(torch.ones(1, 1024)).sum().backward()
+    fill(model[0].weight.grad.data.view(-1))
+    with pytest.raises(Diverged, match=r"worker 0 must be finite, got nan in '0.weight' at step 0"):
+        optimizer.step()
+
+
 def trained(strategy: str | None, none: bool = True, scale: float = 0.0) -> list[Any]:
     """The parameters after steps with accumulated and clipped gradients, and a step without zero_grad."""
     model = large()

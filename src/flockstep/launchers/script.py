@@ -32,7 +32,7 @@ from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
 from flockstep.launchers.run_state import Outcome
 from flockstep.launchers.script_forker import ScriptForker
-from flockstep.launchers.segment import NodesChanged, back_to, pause_notes
+from flockstep.launchers.segment import NodesChanged, back_to, continued_from, pause_notes
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.launchers.wait_monitor import on_stderr
@@ -175,8 +175,7 @@ def _continued(
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
-        where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
+        said.append(continued_from(checkpoint, dropped, left))
         if left is not None:
             on_stderr(said[-1])
         if change is not None:

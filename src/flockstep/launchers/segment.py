@@ -222,6 +222,15 @@ def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | 
     return min(resumed.manifest.steps.values()) + 1
 
 
+def continued_from(checkpoint: Checkpoint, dropped: int, left: NodesChanged | None) -> str:
+    """Return the sentence that says from which step a run continues, and that `dropped` recorded steps were repeated.
+
+    `left` is the change of nodes after which the run continues; None: the run had stopped.
+    """
+    where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+    return f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}"
+
+
 def pause_notes(left: NodesChanged | None, supervisor: Supervisor) -> list[str]:
     """Return a sentence that says how long no worker trained during a change; none if nothing has changed."""
     if left is None or supervisor.began is None:

@@ -23,7 +23,7 @@ from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.parking import ParkedWorkers
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_run
-from flockstep.launchers.segment import NodesChanged, RunSegment, Show, evaluated_in
+from flockstep.launchers.segment import NodesChanged, RunSegment, Show, continued_from, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records import owner
 from flockstep.records.checkpoints import newest
@@ -268,8 +268,7 @@ def _continued(
     if not jobs.keeps:
         release()
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
-        where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
+        said.append(continued_from(checkpoint, dropped, left))
         if left is not None:
             on_stderr(said[-1])
         if change is not None:
