@@ -1,7 +1,8 @@
 """The program of one way of a model whose parameters are stored in shards (Rajbhandari et al. 2020, ZeRO stage 3).
 
-For each unit of the model: gather its parameters, compute its forward pass on this way's share of the batch, and drop
-the parameters; then, backward, gather them again, compute, drop, and reduce and scatter the gradient.
+For each unit of the model: gather its parameters, and compute its forward pass on this way's share of the batch; then,
+backward, gather them again, compute, and reduce and scatter the gradient. All units use the same memory in turn; memory
+of their own, freed after each pass, would leave holes in the heap.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class ShardedWay(PartProgram):
         self._units, self._ways, self._collective = model.units, model.parts, model.sharded.collective
         self._group = Ways(range(len(self._ways)), run, self.mailbox)
         self._params: FlatArray = self.gradient.copy()
+        largest = max(unit.schema.size + unit.borrowed for unit in self._units)
+        self._gathered_unit: FlatArray = np.empty(largest, self._params.dtype)
+        """The parameters of one unit at a time; the passes over a unit compute with this memory."""
         self._ties = list(enumerate(model.ties))
         self._lent: dict[int, FlatArray] = {}
         """Number of a tie → the parameter, until its user's backward pass, then the gradient of this use."""
@@ -57,12 +61,10 @@ class ShardedWay(PartProgram):
             self._lent.update({one: params[tie.lent].copy() for one, tie in self._ties if tie.owner == number})
             await resumed(NeedPass(batch.step, unit.shares[0].forward, len(batch.indices)))
             between, own = unit.forward(0, params, batch, between)
-            unit.release(0, batch)
         errors = None
         for number, unit in reversed(list(enumerate(self._units))):
             params = await self._gathered(number)
             await resumed(NeedPass(batch.step, unit.shares[0].backward, len(batch.indices)))
-            unit.restore(0, batch, params)
             slope = np.zeros_like(params)
             errors = unit.backward(0, batch, errors, slope)
             for one, tie in self._ties:
@@ -76,10 +78,13 @@ class ShardedWay(PartProgram):
         self.loss = float(sum(one[0] for one in losses))
 
     async def _gathered(self, number: int) -> FlatArray:
-        """Return the parameters (K + B,) of a unit: K from the shards of all ways, then B that other units lend."""
+        """Return the parameters (K + B,) of a unit: K from the shards of all ways, then B that other units lend.
+
+        The next unit's parameters overwrite them.
+        """
         unit = self._units[number]
         own = self._params[self._part.places[number]]
-        params = np.empty(unit.schema.size + unit.borrowed, own.dtype)
+        params = self._gathered_unit[: unit.schema.size + unit.borrowed]
         for way, shard in zip(self._ways, await self._collective.all_gather(self._group, own), strict=True):
             params[way.spans[number]] = shard
         for one, tie in self._ties:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +106,10 @@ class ModelPart(HeldPart):
     """Work of the passes over each chunk, in order of the chunks."""
     borrowed: int = 0
     """Number B of elements that other parts train and with which this part also computes."""
+    overwritten: ClassVar[bool] = False
+    """Whether the array of the parameters holds other values between a forward pass and its backward pass, as the array
+    that all units of a sharded model share.
+    """
 
     @abstractmethod
     def forward(
@@ -115,7 +120,8 @@ class ModelPart(HeldPart):
 
         Args:
             chunk: index of the chunk in this part.
-            params: the parameters (K + B,) of the part, which do not change before the last backward pass.
+            params: the parameters (K + B,) of the part, which must have the same values in each backward pass over the
+                micro-batch.
             batch: the micro-batch.
             inputs: outputs of the previous chunk, with samples on the first axis; None for the first chunk of the
                 model.
@@ -140,16 +146,6 @@ class ModelPart(HeldPart):
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         """Add the gradient of a chunk's parameters to `out` (K + B,), after a call of `input_backward`."""
         raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
-
-    def release(self, chunk: int, batch: MicroBatch) -> None:
-        """Free the parameters that a forward pass has stored, if the part is able to. A call of `restore` must follow
-        before the backward pass.
-        """
-
-    def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Fill the memory of the parameters that `release` has freed with `params` (K + B,), which must be the values
-        of the forward pass.
-        """
 
 
 @dataclass(frozen=True, eq=False)

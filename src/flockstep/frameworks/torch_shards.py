@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,29 +38,15 @@ class TorchUnit(TorchPart):
     computed.
     """
 
+    overwritten: ClassVar[bool] = True
+
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
-        """Tensors with memory of their own, which `release` can free."""
-        places = self._places(chunk, as_tensor(params))
-        return [view.detach().to(dtype, copy=True).requires_grad_() for view, dtype in places]
+        """New tensors for each pass, so that no tensor keeps its gradient in memory after the pass."""
+        return [view.detach().to(dtype).requires_grad_() for view, dtype in self._places(chunk, as_tensor(params))]
 
     def _completes(self, chunk: int, batch: MicroBatch) -> bool:
         """Return true: the gradient of a unit travels behind the pass."""
         return True
-
-    def release(self, chunk: int, batch: MicroBatch) -> None:
-        """Free the memory of the weights, to which autograd's graph still refers, as PyTorch's `fully_shard` does."""
-        for weight in self._kept[self._key(chunk, batch)].weights:
-            weight.untyped_storage().resize_(0)
-
-    def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Fill the freed weights with their values again. Autograd counts no change of the weights, because the values
-        are the same.
-        """
-        weights = self._kept[self._key(chunk, batch)].weights
-        places = self._places(chunk, as_tensor(params))
-        for weight, (place, _) in zip(weights, places, strict=True):
-            weight.untyped_storage().resize_(weight.nbytes)
-            weight.data.copy_(place)
 
 
 class ShardsEngine(PartsEngine):

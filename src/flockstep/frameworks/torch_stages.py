@@ -663,17 +663,19 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
     with engine.trial():
         loss = engine.gradient(engine.initial(), batch.indices, expected)
         buffers = whole.buffers(0)
-    params = known.lent([part.initial() for part in known.parts])
-    slopes = [np.zeros_like(one) for one in params]
+    values = known.lent([part.initial() for part in known.parts])
+    params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
+    slopes = [np.zeros_like(one) for one in values]
     between: FlatArray | None = None
     with trial.trial(), whole.displaced():
         for number in range(count):
             local, of = divmod(number, len(split.parts))
             between, own = split.parts[of].forward(local, params[of], batch, between)
-            split.parts[of].release(local, batch)
+            if split.parts[of].overwritten:
+                params[of].fill(math.nan)
         for number in reversed(range(count)):
             local, of = divmod(number, len(split.parts))
-            split.parts[of].restore(local, batch, params[of])
+            params[of][:] = values[of]
             between = split.parts[of].backward(local, batch, between, slopes[of])
         held = joined(list(trial.buffers_of(0).values()))
     tolerance = whole.tolerance
