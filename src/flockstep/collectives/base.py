@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import LinkModel
-from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
+from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all, sum_shares
 from flockstep.collectives.group import Group
 from flockstep.expression import Component, fields_of
 
@@ -85,18 +85,7 @@ class Collective(Component):
         """
         n, rank = me.workers, me.rank
         parts = [self.share(n, len(array), r) for r in range(n)]
-        for hop in range(1, n):  # each worker begins with a different receiver
-            to = (rank + hop) % n
-            me.send(to, "scatter", array[parts[to]])
-        view = array[parts[rank]]
-        own = copied(view)
-        for source in range(n):
-            piece = own if source == rank else await me.receive_array("scatter", source)
-            if source:
-                view += piece
-            else:
-                view[:] = piece
-        return parts[rank], view
+        return parts[rank], await sum_shares(me, array, parts)
 
     def share(self, workers: int, size: int, rank: int) -> slice:
         """Return the slice of an array of `size` elements that rank `rank` holds after `reduce_scatter`. The slices of

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.group import Group
 from flockstep.nodes import Hosts
@@ -44,6 +47,35 @@ def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
     first = leaders.index(root)
     above = rank if rank == root else leaders[parent(number, count, first)]
     return above, below + [leaders[i] for i in children(number, count, first)]
+
+
+async def sum_shares(me: Group, array: FlatArray, shares: Sequence[slice]) -> FlatArray:
+    """Sum the arrays of all workers such that each worker ends with the sum of its share of the elements.
+
+    Every worker sends each other worker its share, and a share is summed in order of rank. The rest of `array` does not
+    change.
+
+    Args:
+        me: this worker's member of the group.
+        array: this worker's contribution, of shape (K,).
+        shares: the share of each rank.
+
+    Returns:
+        The view of this worker's share of `array`, which holds the sum.
+    """
+    n, rank = me.workers, me.rank
+    for hop in range(1, n):  # each worker begins with a different receiver
+        to = (rank + hop) % n
+        me.send(to, "scatter", array[shares[to]])
+    view = array[shares[rank]]
+    own = copied(view)
+    for source in range(n):
+        piece = own if source == rank else await me.receive_array("scatter", source)
+        if source:
+            view += piece
+        else:
+            view[:] = piece
+    return view
 
 
 async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:

@@ -307,6 +307,16 @@ class ModelShape:
         users = [one for one in self.layers if one is layer or one.tied == layer.name]
         return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
 
+    def pair_bytes(self, first: Layer, second: Layer, batch: int, workers: int) -> float:
+        """Return the bytes that a worker sends per step if `first` is split by outputs and `second`, which follows, by
+        inputs (Shoeybi et al. 2019), where each worker holds the inputs of its own `batch` samples.
+
+        All workers gather the inputs of `first`, and sum and scatter their gradients; the outputs of `second` are
+        summed on all workers. Between the two layers, nothing is sent.
+        """
+        ways = 2 if first.by_input.work(1) else 1
+        return (workers - 1) * batch * self.itemsize * (ways * first.reads + 2 * second.writes)
+
     def cheaper(self, layer: Layer, batch: int, workers: int) -> Parallelism:
         """Return the method that sends fewer bytes for a layer with `batch` samples per worker: "data" sends the
         gradient, "split" sends activations.

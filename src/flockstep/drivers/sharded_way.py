@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
 from flockstep.drivers.ways import Ways
-from flockstep.errors import ConfigurationError
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import MicroBatch
 
@@ -44,14 +43,8 @@ class ShardedWay(PartProgram):
 
     def _share(self, step: int) -> MicroBatch:
         """Draw the replica's batch, and return this way's share."""
-        samples, ways = self._run.batch(), len(self._ways)
-        if len(samples) < ways:
-            raise ConfigurationError(
-                f"ways of sharded must be at most the {len(samples)} samples of a batch, got {ways}; use a larger "
-                "batch or fewer ways"
-            )
-        mine = samples[slices(len(samples), ways)[self.number]]
-        return MicroBatch(self.rank, step, self.number, mine, len(mine) / len(samples))
+        batch = MicroBatch(self.rank, step, self.number, self._run.batch(), 1.0)
+        return batch.divided(len(self._ways), "sharded")[self.number]
 
     async def _compute(self, batch: MicroBatch) -> None:
         """Compute the loss of a batch, and this way's shards of its gradient."""

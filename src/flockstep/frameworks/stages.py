@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import FlatArray, slices
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
-from flockstep.partitions.base import Partition
+from flockstep.partitions.base import Partition, check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 
@@ -29,6 +29,19 @@ class MicroBatch:
     """Indices of the training samples of the micro-batch."""
     share: float
     """Number of samples of the micro-batch, as a share of the samples of the batch."""
+
+    def divided(self, ways: int, partition: str) -> list[MicroBatch]:
+        """Divide the samples among the ways of a partition, in shares whose sizes differ by at most one sample.
+
+        Raises:
+            ConfigurationError: there are fewer samples than ways.
+        """
+        count = len(self.indices)
+        check_samples(partition, ways, count)
+        return [
+            replace(self, indices=self.indices[part], share=self.share * (part.stop - part.start) / count)
+            for part in slices(count, ways)
+        ]
 
 
 @dataclass(frozen=True)

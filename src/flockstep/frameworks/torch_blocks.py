@@ -7,12 +7,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flockstep.costs.layers import Layer, ModelShape
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_split_layers import (
@@ -113,6 +115,44 @@ class LayerBlock:
 
     whole: Sequence[Replicated]
     split: SplitLayers | None
+    divided: bool = False
+    """Whether each way performs the computations before the split layers for its own samples only."""
+
+    def divided_by_samples(self, changing: Sequence[str], who: str) -> LayerBlock:
+        """Return the block, with the computations before its split layers divided by samples.
+
+        Args:
+            changing: names of the model's buffers that change in training.
+            who: name of the model in errors.
+
+        Raises:
+            ConfigurationError: there are no layers with parameters before the split layers, a residual connection
+                begins before the split layers, or a layer computes or stores statistics of its samples.
+        """
+        layers = [one.layer for one in self.whole if isinstance(one, Whole)]
+        if self.split is None or len(layers) < len(self.whole) or not any(one.parameters for one in self.whole):
+            names = ", ".join(one.name for one in layers) or "no layer"
+            raise ConfigurationError(
+                f"convolutions=divided needs layers with parameters before the first split layer of {who}, both in the "
+                f"first stage and outside of residual connections, got {names}; use convolutions=replicated"
+            )
+        for layer in layers:
+            if (why := _of_all_samples(layer, changing)) is not None:
+                raise ConfigurationError(
+                    f"layers that are divided by samples must compute each sample on its own, got {why} of {who}; use "
+                    "for example nn.GroupNorm, or convolutions=replicated"
+                )
+        return replace(self, divided=True)
+
+
+def _of_all_samples(layer: ChainLayer, changing: Sequence[str]) -> str | None:
+    """Return what a layer has that depends on all samples of a batch, in words; None if nothing is known."""
+    for name, module in layer.module.named_modules():
+        if isinstance(module, _BatchNorm):
+            return f"{type(module).__name__} in {layer.named(name) if name else layer.name}"
+    names = [layer.named(name) for name, _ in layer.module.named_buffers()]
+    changed = next((name for name in names if name in changing), None)
+    return None if changed is None else f"the buffer {changed}, which changes in training,"
 
 
 def uses_of(chain: Sequence[ChainLayer]) -> Counter[int]:

@@ -27,6 +27,7 @@ from flockstep.frameworks.torch_stages import (
     stage_torch,
     with_obstacle,
 )
+from flockstep.partitions.base import check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.sharded import Sharded
@@ -82,11 +83,7 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
             f"between them, got {next(iter(whole.changing_buffers))!r} of {who}; use layers without such buffers, such "
             "as group normalization in place of batch normalization, or partition=none"
         )
-    if job.batch < sharded.ways:
-        raise ConfigurationError(
-            f"ways of sharded must be at most the {job.batch} samples of a batch, got {sharded.ways}; use a larger "
-            "batch or fewer ways"
-        )
+    check_samples("sharded", sharded.ways, job.batch)
     chain = model_chain(whole.module, who)
     pipeline = Pipeline(len(places_of(chain, together=False)), GPipe(), sharded.ways)
     units = cut_chain(job, whole, chain, pipeline, TorchUnit, "partition=none")

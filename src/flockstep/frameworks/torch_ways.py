@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flockstep.arrays.namespace import as_tensor
-from flockstep.arrays.schema import Entry, FlatArray, Schema
+from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
@@ -43,6 +43,7 @@ from flockstep.frameworks.torch_stages import (
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
+from flockstep.partitions.base import check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.split_facts import SplitFacts
@@ -58,14 +59,16 @@ classes than these batches contain is not split.
 def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> TensorModel:
     """Build the job's model, cut it into stages if `partition` has any, and split its layers over ways.
 
-    Dropout between split layers draws from a stream for each replica, step, micro-batch, block and way; all other
-    dropout draws the same random numbers on every way.
+    Dropout between split layers, and in divided layers, draws from a stream for each replica, step, micro-batch, block
+    and way; all other dropout draws the same random numbers on every way.
 
     Raises:
         ConfigurationError: the model is neither an `nn.Sequential` nor can be traced, cannot be cut, no layer can be
             split, or the parts together do not compute what the model computes.
     """
     pipeline, tensor = _pipeline_of(partition)
+    if tensor.convolutions == "divided":
+        check_samples("tensor", tensor.ways, job.batch // pipeline.microbatches)
     whole = TorchEngine(job, seed)
     who = f"job {job.name!r}"
     layers = _chain(whole.module, who)
@@ -157,6 +160,9 @@ def _assembled(
         for number, chain in enumerate(chains)
     ]
     _require_split(chunks, layers, tensor.ways, who)
+    if tensor.convolutions == "divided":
+        first, *others = chunks[0].blocks
+        chunks[0] = replace(chunks[0], blocks=[first.divided_by_samples(facts.changing, who), *others])
     stages = [chunks[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     held = [_held([chunk.blocks for chunk in stage], whole, tensor.ways) for stage in stages]
     every = [one for stage in held for one in stage]
@@ -282,6 +288,8 @@ class Held:
     """Index of the chunk in the stage, index of the block in the chunk, and role of the parameter in the block's split
     layers.
     """
+    divided: bool = False
+    """Whether the parameter belongs to layers that are divided by samples."""
 
     @property
     def size(self) -> int:
@@ -297,11 +305,22 @@ class WayTensors:
 
     split: list[Held] = field(default_factory=list)
     copied: list[Held] = field(default_factory=list)
+    """The parameters of divided layers come first."""
+
+    @property
+    def every(self) -> list[Held]:
+        """All tensors that the way holds."""
+        return [*self.split, *self.copied]
+
+    @property
+    def divided(self) -> list[Held]:
+        """The parameters of divided layers that the way holds."""
+        return [one for one in self.copied if one.divided]
 
     @property
     def size(self) -> int:
         """Number of elements of all tensors that the way holds."""
-        return sum(one.size for one in [*self.split, *self.copied])
+        return sum(one.size for one in self.every)
 
 
 def _held(chunks: Sequence[Sequence[LayerBlock]], whole: TorchEngine | SkeletonEngine, ways: int) -> list[WayTensors]:
@@ -335,9 +354,12 @@ def _held(chunks: Sequence[Sequence[LayerBlock]], whole: TorchEngine | SkeletonE
         for one in block.whole:
             new = {id(each): each for each in one.parameters if id(each) in names and id(each) not in known}
             known.update(new)
-            layers.append([held(each, tuple(each.shape), partial(numbered, each)) for each in new.values()])
+            copied = [held(each, tuple(each.shape), partial(numbered, each)) for each in new.values()]
+            layers.append([replace(each, divided=block.divided) for each in copied])
     for layer in sorted(layers, key=lambda layer: -sum(one.size for one in layer)):
         min(found, key=lambda way: way.size).copied.extend(layer)
+    for tensors in found:
+        tensors.copied.sort(key=lambda one: not one.divided)
     return found
 
 
@@ -356,9 +378,7 @@ def _schema(held: Sequence[WayTensors], whole: Schema) -> Schema:
 
 def _order(held: Sequence[WayTensors]) -> Places:
     """Return the place of each element of the ways' arrays in the flat array of the unsplit model."""
-    return np.concatenate(
-        [one.offset + one.places().reshape(-1) for tensors in held for one in [*tensors.split, *tensors.copied]]
-    )
+    return np.concatenate([one.offset + one.places().reshape(-1) for tensors in held for one in tensors.every])
 
 
 Key = tuple[int, int, int, int, int]
@@ -432,7 +452,12 @@ class TorchWay(ModelWay):
         self._start = sum(one.size for one in held[: place.number])
         self._place, self._engine, self._chunks, self._own = place, engine, chunks, own
         self._ways = held[place.of_stage]
-        self._offsets = dict(zip(map(id, [*own.split, *own.copied]), _starts([*own.split, *own.copied]), strict=True))
+        lent = [one for each in self._ways if each is not own for one in each.divided]
+        self._offsets = dict(zip(map(id, [*own.every, *lent]), _starts([*own.every, *lent]), strict=True))
+        """Identity of a parameter's `Held` → first element of the parameter in the gradient (K + B,)."""
+        self.borrowed = sum(one.size for one in lent)
+        if chunks[0].blocks[0].divided:
+            self.divided_parameters = [self._span(each.divided) for each in self._ways]
         self._kept: dict[Key, BlockPass] = {}
         self._names, self._buffers = buffers, dict[int, dict[str, torch.Tensor]]()
 
@@ -464,41 +489,70 @@ class TorchWay(ModelWay):
     def copied(self, params: FlatArray) -> FlatArray:
         return params[sum(one.size for one in self._own.split) :]
 
+    def _span(self, held: Sequence[Held]) -> slice:
+        """The elements of consecutive parameters in the gradient (K + B,)."""
+        start = self._offsets[id(held[0])] if held else 0
+        return slice(start, start + sum(one.size for one in held))
+
+    def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
+        # a stream that no term draws from, because ways have other samples
+        outputs = self._compute(0, 0, weights, batch, None, 1 + len(self._ways) + self._place.way).x
+        return self._floats(outputs, self._chunks[0], len(batch.indices))
+
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
         of, engine = self._chunks[chunk], self._engine
         one, way = of.blocks[block], self._place.way
-        samples, targets = engine.whole.samples(batch.indices)
-        before = self._kept[_key(chunk, block - 1, batch)] if block else None
-        begun = _begun(samples, before, given)
-        copies = self._copies(one, weights)
-        fixed = {id(self._others[name]): value for name, value in engine.constants.items() if name in self._others}
-        tensors = {**fixed, **{held.identity: tensor for held, tensor in copies}, **self._buffers_of(batch.replica)}
-        with engine.stream(batch, of.number, block, 0):
-            passing = begun
-            for computation in one.whole:
-                passing = computation.run(passing, tensors)
-        loss = None
+        targets = engine.whole.samples(batch.indices)[1]
+        if one.divided:
+            assert given is not None
+            x = torch.from_numpy(given.copy())
+        else:
+            x = self._compute(chunk, block, weights, batch, given).x
+        kept = self._kept[_key(chunk, block, batch)]
         if one.split is None and of.number == of.last:
-            loss = self._loss(of, passing.x, targets) * batch.share
-        mine = {id(held) for held in self._own.copied}
-        kept = self._kept[_key(chunk, block, batch)] = BlockPass(
-            [one for one in (begun.x, begun.residual) if one is not None and one.is_leaf and one.requires_grad],
-            [one for one in (passing.x, passing.residual) if one is not None] if loss is None else [loss],
-            [(held, tensor) for held, tensor in copies if id(held) in mine],
-        )
-        if loss is not None:
+            loss = self._loss(of, x, targets) * batch.share
+            kept.outputs = [loss]
             return None, float(loss.item())
         if one.split is None:
-            return self._floats(passing.x, of, len(samples)), 0.0
-        kept.into = passing.x.detach().requires_grad_(passing.x.requires_grad)
+            return self._floats(x, of, len(batch.indices)), 0.0
+        kept.into = x.detach().requires_grad_(kept.outputs[0].requires_grad)
         kept.split = [
             (held, self._leaf(held, weights.own)) for held in self._own.split if held.role[:2] == (chunk, block)
         ]
         with engine.stream(batch, of.number, block, 1 + way):
             kept.term = one.split.term(way, kept.into, {held.role[2]: tensor for held, tensor in kept.split}, targets)
         return self._floats(kept.term, of), 0.0
+
+    def _compute(
+        self,
+        chunk: int,
+        block: int,
+        weights: WayWeights,
+        batch: MicroBatch,
+        given: FlatArray | None,
+        stream: int = 0,
+    ) -> Passing:
+        """Compute the layers of a block before its split layers. `stream`: number of the stream of random numbers."""
+        of, engine = self._chunks[chunk], self._engine
+        one = of.blocks[block]
+        before = self._kept[_key(chunk, block - 1, batch)] if block else None
+        begun = _begun(engine.whole.samples(batch.indices)[0], before, given)
+        copies = self._copies(one, weights)
+        fixed = {id(self._others[name]): value for name, value in engine.constants.items() if name in self._others}
+        tensors = {**fixed, **{held.identity: tensor for held, tensor in copies}, **self._buffers_of(batch.replica)}
+        with engine.stream(batch, of.number, block, stream):
+            passing = begun
+            for computation in one.whole:
+                passing = computation.run(passing, tensors)
+        mine = {id(held) for held in self._own.copied}
+        self._kept[_key(chunk, block, batch)] = BlockPass(
+            [one for one in (begun.x, begun.residual) if one is not None and one.is_leaf and one.requires_grad],
+            [one for one in (passing.x, passing.residual) if one is not None],
+            [(held, tensor) for held, tensor in copies if one.divided or id(held) in mine],
+        )
+        return passing
 
     def backward(
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
@@ -661,10 +715,15 @@ def _part_of(whole: Schema, number: int, held: Sequence[WayTensors]) -> Schema:
     """The tensors of one part, from the schema of all parts.
 
     Raises:
-        ConfigurationError: the part holds no parameter of the widest dtype.
+        ConfigurationError: the part holds no parameter, or none of the widest dtype.
     """
-    first = sum(len(one.split) + len(one.copied) for one in held[:number])
-    entries = whole.entries[first : first + len(held[number].split) + len(held[number].copied)]
+    first = sum(len(one.every) for one in held[:number])
+    entries = whole.entries[first : first + len(held[number].every)]
+    if not entries:
+        raise ConfigurationError(
+            f"every part of a split model must hold a parameter, and part {number} holds none, because the layers of "
+            "its stage cannot be split over the ways; use fewer stages, cut elsewhere with split_at, or use fewer ways"
+        )
     if not any(not entry.dtype for entry in entries):
         raise ConfigurationError(
             f"every part of a split model must hold a parameter of the widest dtype {whole.dtype}, and part {number} "
@@ -730,22 +789,24 @@ def _shares(
     """Work of one way for each block, relative to the work W of the model; of equal size if W is unknown.
 
     All ways compute the outputs of layers that are not split, and the gradients of their inputs; the way that holds the
-    weights computes the gradient of the weights.
+    weights computes the gradient of the weights. Each way computes divided layers for its own samples.
     """
     total = float(shape.work(batch))
     if not total:
         return [BlockShares(*[1 / (3 * len(blocks))] * 3) for _ in blocks]
     mine = {one.identity for one in held[way].copied}
-    forward, holds = [0.0] * len(blocks), [0.0] * len(blocks)
+    forward, divided, holds = ([0.0] * len(blocks) for _ in range(3))
     by_input, by_weight = [0.0] * (len(blocks) + 1), [0.0] * (len(blocks) + 1)
+    own = slices(batch, len(held))[way]
     for number, block in enumerate(blocks):
+        samples = (own.stop - own.start) / batch if block.divided else 1.0
         for one in block.whole:
             layers = one.layers(shape)
-            forward[number] += sum(layer.work_forward(batch) for layer in layers)
-            by_input[number] += sum(layer.by_input.work(batch) for layer in layers)
-            holds[number] += sum(layer.writes for layer in layers)
-            if any(id(each) in mine for each in one.parameters):
-                by_weight[number] += sum(layer.by_weight.work(batch) for layer in layers)
+            (divided if block.divided else forward)[number] += samples * sum(one.work_forward(batch) for one in layers)
+            by_input[number] += samples * sum(layer.by_input.work(batch) for layer in layers)
+            holds[number] += samples * sum(layer.writes for layer in layers)
+            if block.divided or any(id(each) in mine for each in one.parameters):
+                by_weight[number] += samples * sum(layer.by_weight.work(batch) for layer in layers)
         if block.split is not None:
             layers, share = _layers_of(shape, block.split.layers), block.split.share(way)
             forward[number] += share * sum(layer.work_forward(batch) for layer in layers)
@@ -753,7 +814,8 @@ def _shares(
             by_weight[number + 1] += share * sum(layer.by_weight.work(batch) for layer in layers)
             holds[number] += share * sum(layer.writes for layer in layers)
     return [
-        BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, holds[n]) for n in range(len(blocks))
+        BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, divided[n] / total, holds[n])
+        for n in range(len(blocks))
     ]
 
 
@@ -798,10 +860,10 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
     loss = engine.gradient(engine.initial(), batch.indices, expected)
     ways, stages = model.tensor.ways, model.pipeline.stages
     params = [part.initial() for part in known.parts]
-    found = [np.zeros_like(one) for one in params]
+    found = [np.zeros(part.schema.size + part.borrowed, part.schema.dtype) for part in model.parts]
     given: FlatArray | None = None
     largest, own = 0, math.nan
-    forward, backward = list[float](), list[float]()
+    forward, backward, divided = list[float](), list[float](), list[float]()
     order = [
         (range(stage * ways, stage * ways + ways), chunk, block)
         for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
@@ -810,23 +872,57 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
     with whole.displaced():
         for group, chunk, block in order:
             copied = [model.parts[one].copied(params[one]) for one in group]
-            terms = [
-                model.parts[one].forward(chunk, block, WayWeights(params[one], copied), batch, given) for one in group
-            ]
+            weights = [WayWeights(params[one], copied) for one in group]
+            divided.append(0)
+            if model.parts[group[0]].divides(chunk, block):
+                given = _gathered(model, weights, batch)
+                divided[-1] = given.size / len(batch.indices)
+            terms = [model.parts[one].forward(chunk, block, weights[one % ways], batch, given) for one in group]
             own = terms[0][1]
             given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
             largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
             forward.append(0 if given is None else given.size / len(batch.indices))
         errors: FlatArray | None = None
         for group, chunk, block in reversed(order):
-            errors = _joined(
-                [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
-            )
+            inputs = [(batch, errors)] * ways
+            if model.parts[group[0]].divides(chunk, block):
+                inputs = _returned(model, batch, errors)
+            slopes = [model.parts[one].backward(chunk, block, *inputs[one % ways], found[one]) for one in group]
+            errors = _joined(slopes, block == 0)
+            largest = max(largest, 0 if errors is None else errors.nbytes // len(batch.indices))
             backward.append(0 if errors is None else errors.size / len(batch.indices))
-    sizes = map(BlockOutputs, forward, reversed(backward))
+    sizes = map(BlockOutputs, forward, reversed(backward), divided)
     counts = [len(model.parts[group[0]].shares[chunk]) for group, chunk, block in order if not block]
     outputs = [list(islice(sizes, count)) for count in counts]
-    return difference(own, loss, np.concatenate(found), expected, whole.tolerance), largest, outputs
+    return difference(own, loss, _own_gradients(model, found), expected, whole.tolerance), largest, outputs
+
+
+def _gathered(model: TensorModel, weights: Sequence[WayWeights], batch: MicroBatch) -> FlatArray:
+    """Compute the divided layers on all ways of the first stage; return their outputs for all samples."""
+    own = batch.divided(model.tensor.ways, "tensor")
+    outputs = [part.divided(held, one) for part, held, one in zip(model.parts, weights, own, strict=False)]
+    return np.concatenate(outputs)
+
+
+def _returned(
+    model: TensorModel, batch: MicroBatch, errors: FlatArray | None
+) -> list[tuple[MicroBatch, FlatArray | None]]:
+    """The samples of each way, and the gradients of the divided layers' outputs for these samples."""
+    spans = slices(len(batch.indices), model.tensor.ways)
+    own = [None if errors is None else errors[span] for span in spans]
+    return list(zip(batch.divided(model.tensor.ways, "tensor"), own, strict=True))
+
+
+def _own_gradients(model: TensorModel, slopes: Sequence[FlatArray]) -> FlatArray:
+    """Return the gradients of all parts, one after another, from the gradients (K + B,) that the parts have computed;
+    gradients of divided layers are summed.
+    """
+    found = [slope[: part.schema.size].copy() for slope, part in zip(slopes, model.parts, strict=True)]
+    dividing = [(part, slope) for part, slope in zip(model.parts, slopes, strict=True) if part.divided_parameters]
+    for way, (part, _) in enumerate(dividing):
+        terms = [slope[other.divided_parameters[way]] for other, slope in dividing]
+        found[way][part.divided_parameters[way]] = sum(terms)
+    return np.concatenate(found)
 
 
 def _joined(terms: Sequence[FlatArray | None], alike: bool) -> FlatArray | None:

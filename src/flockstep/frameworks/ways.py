@@ -25,8 +25,11 @@ class BlockShares:
     """
 
     forward: float
+    """Share of the forward pass, without divided layers."""
     input_backward: float
     weight_backward: float
+    divided: float = 0.0
+    """Share of the forward pass over the way's own samples, of layers that are divided by samples."""
     holds: float = 0.0
     """Number of elements of the outputs of the block's layers on this way, for one sample, which the backward pass
     needs.
@@ -46,6 +49,8 @@ class BlockOutputs:
     """Number of elements of the block's outputs, for one sample."""
     backward: float
     """Number of elements of the gradient of the block's inputs, for one sample."""
+    divided: float = 0.0
+    """Number of elements of the outputs of divided layers, for one sample, which the ways gather."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +71,34 @@ class ModelWay(HeldPart):
 
     A chunk is a sequence of blocks. A block consists of layers that every way computes identically, followed by split
     layers, whose outputs are terms of a sum over the ways. The last block of a chunk has no split layers; the last
-    block of the last chunk ends with the loss.
+    block of the last chunk ends with the loss. In the first block of the model, the layers before the split layers may
+    be divided by samples instead: each way computes its own samples (Krizhevsky 2014).
+
+    Backward passes add to an array (K + B,): the gradient of the K parameters of the way, followed by the gradient of
+    B parameters of divided layers that other ways train.
     """
 
     shares: Sequence[Sequence[BlockShares]]
     """Work of the passes over each block of each chunk."""
     copies: bool
     """Whether any way holds parameters of layers that all ways compute."""
+    divided_parameters: Sequence[slice] = ()
+    """Elements, in the gradient (K + B,), of the parameters of divided layers that each way trains; empty if the stage
+    has no divided layers.
+    """
+    borrowed: int = 0
+    """Number B of parameters of divided layers that other ways train."""
+
+    def divides(self, chunk: int, block: int) -> bool:
+        """Return whether the layers before the split layers of a block are divided by samples."""
+        return bool(self.divided_parameters) and not chunk and not block
+
+    @abstractmethod
+    def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
+        """Compute and return the outputs of the divided layers for this way's samples, with samples on the first axis.
+
+        A call of `forward` for block 0 of chunk 0 must follow.
+        """
 
     @abstractmethod
     def copied(self, params: FlatArray) -> FlatArray:
@@ -91,7 +117,8 @@ class ModelWay(HeldPart):
             weights: the parameters, which do not change before the backward pass.
             batch: the micro-batch.
             given: sum over the ways of the terms of the previous block; for the first block, the outputs of the
-                previous chunk, or None for the first chunk.
+                previous chunk, or, for the first chunk, the outputs of the divided layers for all samples, or None if
+                no layer is divided.
 
         Returns:
             The term and 0; for the last block of a chunk, the outputs and 0; for the last block of the model, None and
@@ -104,15 +131,16 @@ class ModelWay(HeldPart):
     ) -> FlatArray | None:
         """Compute backward from a block's split layers, or from the loss, to the inputs of the split layers before it.
 
-        Gradients of this way's parameters are added to `out` (K,).
+        Gradients of parameters are added to `out` (K + B,).
 
         Args:
             chunk: index of the chunk in this part.
             block: index of the block in the chunk.
-            batch: the micro-batch.
+            batch: the micro-batch; for divided layers, this way's samples.
             errors: sum over the ways of the terms that the next block's backward pass has returned, or None if that
-                pass returned None; for the last block, the gradient of the chunk's outputs, or None for the last chunk.
-            out: array to which the gradient of this way's parameters is added, of shape (K,).
+                pass returned None; for divided layers, the sum for this way's samples; for the last block, the gradient
+                of the chunk's outputs, or None for the last chunk.
+            out: array to which gradients are added, of shape (K + B,).
 
         Returns:
             The term that this way adds to the gradient of the inputs of the split layers before the block; for the
@@ -127,8 +155,8 @@ class ModelWay(HeldPart):
 
     @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradients of this way's parameters in all blocks of a chunk to `out` (K,), after `input_backward` of
-        each block. These gradients need no sum over the ways.
+        """Add the gradients of this way's parameters in all blocks of a chunk to `out` (K + B,), after `input_backward`
+        of each block. Only the gradients of divided layers need a sum over the ways.
         """
 
 

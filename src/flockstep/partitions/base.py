@@ -36,6 +36,19 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
         )
 
 
+def check_samples(partition: str, ways: int, samples: int) -> None:
+    """Check that a batch has a sample for each way.
+
+    Raises:
+        ConfigurationError: a batch has fewer samples than ways.
+    """
+    if samples < ways:
+        raise ConfigurationError(
+            f"ways of {partition} must be at most the {samples} samples of a batch, got {ways}; use a larger batch or "
+            "fewer ways"
+        )
+
+
 class Partition(Component):
     """A way to split one replica of the model over several workers, which then compute each gradient together.
 

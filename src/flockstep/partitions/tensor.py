@@ -5,7 +5,7 @@ stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -16,7 +16,7 @@ from flockstep.partitions.pipeline import Pipeline
 @dataclass(frozen=True)
 class TensorParallel(Partition):
     """Tensor parallelism: layers split over `ways` workers, which compute the same batch (Shoeybi et al. 2019,
-    Megatron-LM).
+    Megatron-LM; Krizhevsky 2014).
 
     Of two fully connected layers, the first is split by its outputs and the second by its inputs; attention is split by
     heads; an embedding, and the layer before a cross entropy, by the vocabulary. Each such pair needs one sum over the
@@ -30,6 +30,12 @@ class TensorParallel(Partition):
     ways: int
     collective: Collective = Ring()
     """Collective that sums outputs, and the gradients of inputs, over the ways."""
+    convolutions: Literal["replicated", "divided"] = "replicated"
+    """How the ways compute the layers before the first split layer, such as convolutions: "replicated" if every way
+    computes all samples of the batch; "divided" if each way computes its share of the samples, so that these layers are
+    data parallel (Krizhevsky 2014, scheme (a)). The ways then gather the activations of all samples for the first split
+    layer, return their gradients to the ways that own the samples, and sum the gradients of these layers' parameters.
+    """
 
     def __post_init__(self) -> None:
         check_ways("tensor", self.ways, self.collective)

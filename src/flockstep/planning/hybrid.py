@@ -269,6 +269,7 @@ def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
     power of two: 1F1B with each number of stages, layers split over ways, both together, and sharded parameters.
 
     Layers are split over ways, and parameters stored in shards, only for a job, whose model tells what a run can split.
+    A model with convolutions is also split with its convolutions divided by samples.
     """
     model, job = site.task.shape, site.task.job is not None
     places = 0 if model is None else len(units(model))
@@ -283,6 +284,9 @@ def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
             yield list(pipelines)
         for ways in [one for one in numbers if job and not workers % (stages * one)]:
             yield [TensorParallel(ways)] if stages == 1 else [each * TensorParallel(ways) for each in pipelines]
+    convolutions = model is not None and any(layer.kind == "convolution" for layer in model.layers)
+    for ways in numbers if job and convolutions else ():
+        yield [TensorParallel(ways, convolutions="divided")]
     for ways in numbers if job else ():
         yield [Sharded(ways)]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Shape
 from flockstep.codecs.identity import Identity
+from flockstep.collectives.ring import Ring
 from flockstep.drivers.part_group import PartGroup
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_split
@@ -35,6 +36,8 @@ class WayShape:
     """Shapes of the trained tensors; those that other ways copy come last."""
     copied: int
     """Number of elements that other ways copy."""
+    divided: int
+    """Number of elements that belong to divided layers; they come first among those that other ways copy."""
     shares: tuple[tuple[BlockShares, ...], ...]
     """Work of each block of each chunk of the stage."""
 
@@ -68,18 +71,22 @@ class WaysShape(SplitShape):
 
     def passed(self) -> Sequence[float]:
         samples = self.batch / self.pipeline.microbatches
-        return [samples * size for one in chain(*self.outputs) for size in (one.forward, one.backward)]
+        sizes = [(one.forward, one.backward, one.divided) for one in chain(*self.outputs)]
+        return [samples * size for size in chain(*sizes)]
 
     def elements_held(self, slots: int) -> float:
         held: list[float] = []
         for stage in self.stages:
-            copied = sum(way.copied for way in stage)
+            copied, divided = sum(way.copied for way in stage), sum(way.divided for way in stage)
             for way in stage:
                 part = len(held)
-                own = way.parameters * (2 + slots + self.partition.copies(part)) + copied
+                own = way.parameters * (2 + slots + self.partition.copies(part)) + copied + divided - way.divided
                 outputs = max(
                     sum(one.holds for one in shares)
-                    + sum(one.forward for one in self.outputs[number * self.pipeline.stages + part // len(stage)])
+                    + sum(
+                        one.forward + one.divided
+                        for one in self.outputs[number * self.pipeline.stages + part // len(stage)]
+                    )
                     for number, shares in enumerate(way.shares)
                 )
                 held.append(own + self.partition.batches_held(part) * self.batch * outputs)
@@ -120,12 +127,12 @@ def ways_shape(task: JobProfile, partition: TensorParallel | Product) -> WaysSha
 def _usual(partition: TensorParallel | Product) -> TensorParallel | Product:
     """The partition that divides a model in the same way, with the usual settings for everything else."""
     if isinstance(partition, TensorParallel):
-        return TensorParallel(partition.ways)
+        return replace(partition, collective=Ring())
     pipeline = partition.pipeline
     count = min(pipeline.stages, pipeline.microbatches)
     schedule = pipeline.schedule if pipeline.schedule.chunks > 1 else OneForwardOneBackward()
     usual = replace(pipeline, schedule=schedule, microbatches=count, codec=Identity(), differences=False)
-    return Product(usual, TensorParallel(partition.tensor.ways))
+    return Product(usual, replace(partition.tensor, collective=Ring()))
 
 
 def _shape_of(model: SplitModel, partition: TensorParallel | Product, batch: int) -> WaysShape:
@@ -135,12 +142,18 @@ def _shape_of(model: SplitModel, partition: TensorParallel | Product, batch: int
         WayShape(
             tuple(entry.shape for entry in part.schema.entries),
             len(part.copied(part.initial())),
+            _divided(part, number % model.tensor.ways),
             tuple(map(tuple, part.shares)),
         )
-        for part in model.parts
+        for number, part in enumerate(model.parts)
     ]
     outputs = tuple(map(tuple, model.outputs))
     return WaysShape(partition, batch, model.layers, model.pipeline, model.tensor, tuple(ways), outputs)
+
+
+def _divided(part: ModelWay, way: int) -> int:
+    """Number of elements of the parameters of divided layers that a way trains."""
+    return part.divided_parameters[way].stop - part.divided_parameters[way].start if part.divided_parameters else 0
 
 
 class SurrogateWay(SurrogateHeld, ModelWay):
@@ -156,9 +169,20 @@ class SurrogateWay(SurrogateHeld, ModelWay):
         self.shares = way.shares
         self.copies = any(one.copied for one in shape.stages[self._stage])
         self._copied = round(self.schema.size * way.copied / way.parameters)
+        if any(one.divided for one in self._outputs(0)):
+            own = group.part % shape.tensor.ways
+            sizes = [round(engine.schema.size * one.divided / shape.parameters) for one in shape.stages[self._stage]]
+            lent = [0 if one == own else size for one, size in enumerate(sizes)]
+            ends = list(accumulate(lent, initial=self.schema.size))
+            spans = [slice(start, stop) for start, stop in pairwise(ends)]
+            self.divided_parameters = [*spans[:own], slice(0, sizes[own]), *spans[own + 1 :]]
+            self.borrowed = sum(lent)
 
     def copied(self, params: FlatArray) -> FlatArray:
         return params[len(params) - self._copied :]
+
+    def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
+        return self.activations(self._outputs(0)[0].divided * len(batch.indices))
 
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
@@ -170,7 +194,7 @@ class SurrogateWay(SurrogateHeld, ModelWay):
     def backward(
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
     ) -> FlatArray | None:
-        if not block:
+        if block == len(self._outputs(chunk)) - 1:  # its batch is never a way's share
             self.weight_backward(chunk, batch, out)
         return self.input_backward(chunk, block, batch, errors)
 
@@ -178,7 +202,7 @@ class SurrogateWay(SurrogateHeld, ModelWay):
         return self._array(self._outputs(chunk)[block].backward, batch)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        self.add_gradient(chunk, batch, out)
+        self.add_gradient(chunk, batch, out[: self.schema.size])
 
     def _outputs(self, chunk: int) -> tuple[BlockOutputs, ...]:
         return self._shape.outputs[chunk * self._shape.pipeline.stages + self._stage]
