@@ -60,6 +60,7 @@ from flockstep.records.events import StepEvent
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.split import Iid
+from support.images_job import images
 from support.matrix import few
 from support.split_jobs import job_of
 
@@ -131,6 +132,37 @@ def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) ->
     seconds, sent = measured(job, strategy, partition, site, 48)
     assert found.seconds == pytest.approx(seconds, rel=0.01)
     assert found.sent_bytes == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "partition"),
+    [
+        ("all_reduce", "tensor(2, convolutions=divided)"),
+        pytest.param("local_sgd(period=4)", "tensor(4, convolutions=divided)", marks=pytest.mark.full),
+        pytest.param(
+            "all_reduce", "pipeline(2, 1f1b, 3, (10,)) * tensor(2, convolutions=divided)", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_divided_convolutions_are_rehearsed_as_they_run(strategy: str, partition: str) -> None:
+    """Control: if every way computes the convolutions, a step takes at least a tenth longer."""
+    job, whole = images(), partition.replace(", convolutions=divided", "")
+    site = site_of(job, "100mbit")
+    found, other = (
+        predict_split(Strategy.parse(strategy), Partition.parse(one), site, 4) for one in (partition, whole)
+    )
+    seconds, sent = measured(job, strategy, partition, site, 16)
+    assert found.seconds == pytest.approx(seconds, rel=0.01)
+    assert found.sent_bytes == pytest.approx(sent, rel=0.01)
+    assert found.memory < other.memory
+    assert found.seconds * 1.1 < other.seconds
+
+
+@pytest.mark.parametrize(("job", "divided"), [(job_of(), []), (images(), [2, 4])])
+def test_a_search_divides_the_convolutions_of_models_that_have_any(job: Job, divided: list[int]) -> None:
+    found = [one for options in partitions(site_of(job), 4) for one in options]
+    ways = [one.ways for one in found if isinstance(one, TensorParallel) and one.convolutions == "divided"]
+    assert ways == divided
 
 
 @pytest.mark.parametrize(

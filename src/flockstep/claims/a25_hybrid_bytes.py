@@ -6,11 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from statistics import fmean
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual_split import SplitSimulation
+from flockstep.frameworks.base import Data, Engine, Job
+from flockstep.partitions.tensor import TensorParallel
+from flockstep.records.events import Event, NodeEvent
+from flockstep.simulation.compute import ConstantTime
+from flockstep.simulation.network import Link
+from flockstep.strategies.all_reduce import AllReduce
+from flockstep.workloads.split import Iid
+
+if TYPE_CHECKING:
+    import torch
 
 WORKERS, BATCH = (2, 4, 8), 128
 """WORKERS: numbers of workers in the paper's experiments. BATCH: number of samples per worker and step."""
@@ -19,6 +37,22 @@ MOST_WEIGHTS, LEAST_WORK = 0.06, 0.895
 of the work in convolutions ("about 90 to 95 %").
 """
 WEIGHTED = ("convolution", "linear")
+RUN_WORKERS, RUN_BATCH, STEPS, CLASSES, SEED = (2, 4), 6, 3, 10, 0
+"""Settings of the executed runs; RUN_BATCH: number of samples per worker and step."""
+CLOSE = 1e-12
+"""Largest relative distance between parameters that rounding explains."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What a run in virtual time has sent, how long it took, and how it ended."""
+
+    sent_bytes: float
+    """Mean bytes that a worker sent per step."""
+    seconds: float
+    """Seconds of all steps."""
+    params: FlatArray
+    """Final parameters of the unsplit model."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +69,18 @@ class HybridBytes(Claim):
     source = "Krizhevsky 2014 (One weird trick for parallelizing convolutional neural networks), sections 2 to 4"
     setting = (
         f"the layers of AlexNet, {', '.join(map(str, WORKERS))} workers with {BATCH} samples each; bytes of "
-        "gradients in a ring, and bytes of the activations and their gradients that a split layer exchanges"
+        "gradients in a ring, and bytes of the activations and their gradients that a split layer exchanges. Executed "
+        "in virtual time: two convolutions and two fully connected layers in float64, "
+        f"{' and '.join(map(str, RUN_WORKERS))} workers with {RUN_BATCH} samples each, with all_reduce, "
+        "tensor(ways, convolutions=divided) (the hybrid), and tensor(ways), with which every worker computes all "
+        "convolutions"
     )
     tolerance = (
         f"convolutions have at most {MOST_WEIGHTS:.0%} of the parameters and at least {LEAST_WORK:.1%} of the work; "
         "the layers for which splitting sends fewer bytes are exactly the fully connected ones; control: if "
-        "convolutions are split instead, workers send more than with either parallelism alone"
+        "convolutions are split instead, workers send more than with either parallelism alone. Executed: bytes of the "
+        f"hybrid equal those of the formula, and parameters those of the unsplit model up to {CLOSE:g}; control: "
+        "without division, workers do not sum the convolutions' gradients, and a step takes longer"
     )
     quick: ClassVar[bool] = True
 
@@ -91,10 +131,137 @@ class HybridBytes(Claim):
                 f"{workers} workers: each sends {hybrid / 1e6:.4g} MB per step with the hybrid, {data / 1e6:.4g} MB "
                 "with data parallelism"
             )
+        for workers in RUN_WORKERS:
+            rows += self._executed(workers, say)
         return Verdict(tuple(rows))
 
+    def _executed(self, workers: int, say: Say) -> list[ClaimRow]:
+        """Train a small network with data parallelism, the hybrid, and copied convolutions; compare their bytes."""
+        model = _shape()
+        layers = {layer.name: layer for layer in model.layers}
+        convolutions, first, second = (layers["0"], layers["2"]), layers["5"], layers["7"]
+        gradients = sum(layer.data_bytes(workers, model.itemsize) for layer in convolutions)
+        formula = gradients + model.pair_bytes(first, second, RUN_BATCH, workers)
+        all_split = self._sent(model, [], [*convolutions, first, second], workers, RUN_BATCH)
+        data, whole = _data_parallel(workers), _unsplit(workers)
+        hybrid = _split(TensorParallel(workers, convolutions="divided"))
+        copied = _split(TensorParallel(workers))
+        apart = float(np.linalg.norm(hybrid.params - whole.params) / np.linalg.norm(whole.params))
+        say(
+            f"{workers} workers, executed: each sends {hybrid.sent_bytes:g} bytes per step with the hybrid, "
+            f"{data.sent_bytes:g} with data parallelism"
+        )
+        name, sent = f"{workers} workers, executed:", hybrid.sent_bytes
+        return [
+            ClaimRow(f"{name} bytes sent per step with the hybrid", formula, sent, sent == formula),
+            ClaimRow(
+                f"{name} bytes sent per step with the hybrid, compared",
+                f"< {data.sent_bytes:g} (data parallelism), < {all_split:g} (all layers split, by the formula)",
+                sent,
+                sent < min(data.sent_bytes, all_split),
+            ),
+            ClaimRow(
+                f"{name} relative distance of the hybrid's parameters from the unsplit model", 0.0, apart, apart < CLOSE
+            ),
+            ClaimRow(
+                f"control: {name} bytes sent per step if every worker computes all convolutions",
+                f"{formula - gradients / 2:g}, without sums of the convolutions' gradients",
+                copied.sent_bytes,
+                copied.sent_bytes == formula - gradients / 2,
+            ),
+            ClaimRow(
+                f"control: {name} seconds if every worker computes all convolutions",
+                f"> {hybrid.seconds:.4g} (hybrid)",
+                copied.seconds,
+                copied.seconds > hybrid.seconds,
+            ),
+        ]
+
     @staticmethod
-    def _sent(model: ModelShape, data: Sequence[Layer], split: Sequence[Layer], workers: int) -> float:
+    def _sent(
+        model: ModelShape, data: Sequence[Layer], split: Sequence[Layer], workers: int, batch: int = BATCH
+    ) -> float:
         """Return the bytes that a worker sends in a step."""
         gradients = sum(layer.data_bytes(workers, model.itemsize) for layer in data)
-        return gradients + sum(layer.split_bytes(BATCH, workers, model.itemsize) for layer in split)
+        return gradients + sum(layer.split_bytes(batch, workers, model.itemsize) for layer in split)
+
+
+def _network() -> torch.nn.Sequential:
+    """Two convolutions and two fully connected layers; the last has no bias, which one worker would send to others."""
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        convolutions = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.ReLU(), nn.Flatten()
+        connected = nn.Linear(96, 400), nn.ReLU(), nn.Linear(400, CLASSES, bias=False)
+        return nn.Sequential(*convolutions, *connected).double()
+
+
+def _shape() -> ModelShape:
+    import torch
+
+    from flockstep.frameworks.torch_layers import shape_of
+
+    return shape_of(_network(), torch.zeros(1, 1, 12, 12, dtype=torch.float64))
+
+
+def _job(batch: int) -> Job:
+    from flockstep.workloads.models import cross_entropy, nats_per_character
+
+    random = np.random.default_rng(SEED)
+    x, y = random.standard_normal((160, 1, 12, 12)), random.integers(0, CLASSES, 160)
+    data = Data(x[:120], y[:120], x[120:], y[120:])
+    return Job(
+        _network,
+        lambda: data,
+        "sgd(lr=0.1)",
+        cross_entropy,
+        nats_per_character,
+        higher_is_better=False,
+        batch=batch,
+        name="images",
+    )
+
+
+def _plan(engine: Engine, replicas: int, batch: int) -> Plan:
+    strategy = AllReduce(Ring())
+    parts = Iid().assign(engine.labels, engine.train_size, replicas, SEED)
+    return Plan(strategy, strategy.cluster(replicas), engine.optimizer, parts, batch, STEPS, SEED, "mean", STEPS)
+
+
+def _ran(run: Simulation | SplitSimulation, engine: Engine, events: Sequence[Event]) -> Executed:
+    run.run()
+    run.stop()
+    assert run.tracker.result is not None
+    sent = fmean(one.sent_bytes for one in events if isinstance(one, NodeEvent)) / STEPS
+    return Executed(sent, run.now, engine.as_saved(run.tracker.result)[0])
+
+
+def _split(partition: TensorParallel) -> Executed:
+    """Train one replica whose layers are split over ways."""
+    from flockstep.frameworks.torch_ways import split_layers
+
+    batch, events = partition.ways * RUN_BATCH, list[Event]()
+    model = split_layers(_job(batch), SEED, partition)
+    plan = _plan(model.engine, 1, batch)
+    run = SplitSimulation(model, plan, ConstantTime(0.01), Link("1gbit", "50us"), events.append)
+    return _ran(run, model.engine, events)
+
+
+def _unsplit(workers: int) -> Executed:
+    """Train the unsplit model on one worker, with the batch of all workers."""
+    return _whole(1, workers * RUN_BATCH)
+
+
+def _data_parallel(workers: int) -> Executed:
+    """Train whole replicas on all workers."""
+    return _whole(workers, RUN_BATCH)
+
+
+def _whole(replicas: int, batch: int) -> Executed:
+    from flockstep.frameworks.torch import TorchEngine
+
+    engine, events = TorchEngine(_job(batch), SEED), list[Event]()
+    plan = _plan(engine, replicas, batch)
+    return _ran(Simulation(engine, plan, ConstantTime(0.01), Link("1gbit", "50us"), events.append), engine, events)
