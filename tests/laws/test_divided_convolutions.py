@@ -61,6 +61,17 @@ def test_divided_convolutions_compute_the_unsplit_model(
     check_trains_as_whole(images(model), strategy, partition)
 
 
+@pytest.mark.full
+def test_divided_convolutions_of_an_asynchronous_pipeline_use_its_versions() -> None:
+    """Oracle: the same pipeline without ways, whose delays change the result."""
+    pipeline = "pipeline(2, pipedream, 1, (10,))"
+    facts: dict[str, Any] = {"replicas": 1, "steps": 8}
+    alone = simulated(images(), "all_reduce", pipeline, **facts)
+    split = simulated(images(), "all_reduce", f"{pipeline} * {DIVIDED}", **facts)
+    np.testing.assert_allclose(split.result, alone.result, rtol=0, atol=1e-12)
+    assert np.abs(split.result - simulated(images(), "all_reduce", **facts).result).max() > 1e-3
+
+
 def test_every_way_computes_its_own_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shares of five ways are disjoint, and cover the batch."""
     seen = defaultdict[int, list[tuple[int, ...]]](list)
@@ -200,7 +211,7 @@ class Counting(nn.Module):
         (lambda: nn.BatchNorm2d(3, track_running_stats=False), DIVIDED, 12, "got BatchNorm2d in 1 of job"),
         (Counting, DIVIDED, 12, "each sample on its own, got the buffer 1.seen, which changes in training, of job"),
         (Centered, DIVIDED, 12, "split over 2 ways, must compute what the model computes, got a "),
-        (nn.Tanh, "tensor(4, convolutions=divided)", 3, "ways of tensor must be at most the 3 samples of a batch, got"),
+        (nn.Tanh, "tensor(4, convolutions=divided)", 3, "ways of tensor must be at most the 3 samples of a batch"),
         (nn.Tanh, f"pipeline(2, 1f1b, 1, (3,)) * {DIVIDED}", 12, "before the first split layer of job 'images', both"),
     ],
 )  # fmt: skip

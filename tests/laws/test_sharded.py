@@ -306,7 +306,7 @@ def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     [
         (lambda: job_of(normed), 2, r"buffers that change in training would differ between them, got '1.running_mean'"),
         (lambda: job_of(furtive), 2, r"run one after another, must compute what the model computes, got a loss of nan"),
-        (lambda: job_of(batch=2), 3, r"ways of sharded must be at most the 2 samples of a batch, got 3"),
+        (lambda: job_of(batch=2), 3, r"ways of sharded must be at most the 2 samples of a batch or micro-batch, got 3"),
         (lambda: job_of(lambda: nn.Linear(6, 1, bias=False).double()), 7, r"got none for way 5 in job 'chain', whose"),
         (
             lambda: dataclasses.replace(job_of(), loss=summed),
@@ -330,5 +330,7 @@ def test_partitions_that_do_not_exist_are_refused() -> None:
 
 def test_a_batch_that_shrinks_below_the_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flockstep.drivers.plan.Batches.next", lambda self, need: np.arange(1))
-    with pytest.raises(ConfigurationError, match=r"ways of sharded must be at most the 1 samples of a batch, got 2"):
+    with pytest.raises(
+        ConfigurationError, match=r"ways of sharded must be at most the 1 samples of a batch or micro-batch, got 2"
+    ):
         simulated(job_of(), "all_reduce", "sharded(2)")

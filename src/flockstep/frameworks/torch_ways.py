@@ -876,6 +876,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
             divided.append(0)
             if model.parts[group[0]].divides(chunk, block):
                 given = _gathered(model, weights, batch)
+                largest = max(largest, given.nbytes // len(batch.indices))
                 divided[-1] = given.size / len(batch.indices)
             terms = [model.parts[one].forward(chunk, block, weights[one % ways], batch, given) for one in group]
             own = terms[0][1]

@@ -37,15 +37,15 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
 
 
 def check_samples(partition: str, ways: int, samples: int) -> None:
-    """Check that a batch has a sample for each way.
+    """Check that a batch, or a micro-batch, has a sample for each way.
 
     Raises:
-        ConfigurationError: a batch has fewer samples than ways.
+        ConfigurationError: there are fewer samples than ways.
     """
     if samples < ways:
         raise ConfigurationError(
-            f"ways of {partition} must be at most the {samples} samples of a batch, got {ways}; use a larger batch or "
-            "fewer ways"
+            f"ways of {partition} must be at most the {samples} samples of a batch or micro-batch, got {ways}; use a "
+            "larger batch, fewer micro-batches or fewer ways"
         )
 
 

@@ -20,7 +20,8 @@ class TensorParallel(Partition):
 
     Of two fully connected layers, the first is split by its outputs and the second by its inputs; attention is split by
     heads; an embedding, and the layer before a cross entropy, by the vocabulary. Each such pair needs one sum over the
-    ways in the forward pass and one in the backward pass. Every way computes all other layers.
+    ways in the forward pass and one in the backward pass. Every way computes all other layers, except
+    layers that `convolutions` divides by samples.
     """
 
     divides: ClassVar[Division] = "tensors"
