@@ -443,7 +443,7 @@ class TorchWay(ModelWay):
             shares: this way's work for each block of each chunk.
         """
         own = held[place.number]
-        self.schema = _part_of(engine.schema, place.number, held)
+        self.schema = _part_of(engine.schema, place, held)
         self.train_size = engine.train_size
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in others.values())
         self.shares = shares
@@ -711,23 +711,23 @@ def _grad(
     )
 
 
-def _part_of(whole: Schema, number: int, held: Sequence[WayTensors]) -> Schema:
+def _part_of(whole: Schema, place: WayPlace, held: Sequence[WayTensors]) -> Schema:
     """The tensors of one part, from the schema of all parts.
 
     Raises:
         ConfigurationError: the part holds no parameter, or none of the widest dtype.
     """
-    first = sum(len(one.every) for one in held[:number])
-    entries = whole.entries[first : first + len(held[number].every)]
+    first = sum(len(one.every) for one in held[: place.number])
+    entries = whole.entries[first : first + len(held[place.number].every)]
     if not entries:
         raise ConfigurationError(
-            f"every part of a split model must hold a parameter, and part {number} holds none, because the layers of "
-            "its stage cannot be split over the ways; use fewer stages, cut elsewhere with split_at, or use fewer ways"
+            f"every way must hold a parameter, got none for way {place.way} of stage {place.stage}, because no layer "
+            "of the stage can be split over the ways; use fewer stages or ways, or cut elsewhere with split_at"
         )
     if not any(not entry.dtype for entry in entries):
         raise ConfigurationError(
-            f"every part of a split model must hold a parameter of the widest dtype {whole.dtype}, and part {number} "
-            "holds none; use fewer ways, or convert the model with model.float()"
+            f"every part of a split model must hold a parameter of the widest dtype {whole.dtype}, and part "
+            f"{place.number} holds none; use fewer ways, or convert the model with model.float()"
         )
     start = entries[0].offset
     return Schema(whole.dtype, tuple(Entry(e.name, e.shape, e.offset - start, e.dtype) for e in entries))
