@@ -445,7 +445,7 @@ def test_fewer_batches_than_workers_are_refused_on_every_worker(rank: int, as_ra
     as_rank(rank)
     with pytest.raises(
         ConfigurationError,
-        match=r"each of 3 workers equally many batches, but the epoch has only 2; use at most 2 workers",
+        match=r"each of 3 workers the same number of batches, but the epoch has only 2; use at most 2 workers",
     ):
         list(flockstep.shard(DataLoader(Stream(4), batch_size=2)))
     assert list(flockstep.shard([])) == []

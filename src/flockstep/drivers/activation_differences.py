@@ -11,16 +11,16 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 
 CodecOf = Callable[[Shape], Codec]
-"""Function that returns the codec for an array of a shape."""
+"""Function that takes the shape of an array and returns the codec for the array."""
 
 
 class ActivationDifferences:
     """One end of a link between two stages, with the activations m of each sample that the receiver knows (AQ-SGD, Wang
     et al. 2022).
 
-    Activations a of a sample travel unencoded the first time, m ← a. Later C(a - m) travels, and both ends compute
-    m ← m + C(a - m), with which the receiver continues. The error is that of a change between two visits of the
-    sample, which becomes small as the weights converge.
+    A sample's activations a travel unencoded the first time, m ← a. Later, only the encoded difference C(a - m)
+    travels, and both ends compute m ← m + C(a - m), with which the receiver continues. The encoding error shrinks as
+    the weights converge, because the activations of a sample then change little between two passes over it.
     """
 
     def __init__(self) -> None:

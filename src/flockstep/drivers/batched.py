@@ -43,7 +43,9 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def keep(self, rank: int) -> None:
-        """Compute a gradient that worker `rank` has requested before the worker's parameters change."""
+        """Compute the gradient that worker `rank` has requested, if any, because the worker's parameters may change
+        afterwards.
+        """
 
     @abstractmethod
     def forget(self, rank: int) -> None:

@@ -53,8 +53,8 @@ class NodeCheckpoint:
     totals: dict[str, int | float | list[int | float]]
     """Totals of the node's metrics at the checkpoint."""
     progress: tuple[dict[int, int], int, int] | None
-    """Progress as a server knows it: number of steps of each worker, their sum, and the sum at which the next tick of
-    progress is due.
+    """Progress of the run as a server knows it: the number of steps of each worker, the sum of these numbers, and the
+    number of the next tick of progress. None if the node does not count progress.
     """
     memories: list[Memory]
     """State that each injected fault of the worker's gradients keeps between two gradients."""
@@ -69,7 +69,7 @@ class NodeCheckpoint:
     declared job.
     """
     joins: bool = False
-    """Whether the script's worker has not taken part in the run before, and keeps its own random streams."""
+    """Whether the worker joins the run with this checkpoint; its script then keeps its own random streams."""
 
 
 def manifest_of(spec: NodeSpec) -> Manifest | None:
@@ -102,7 +102,8 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint 
 def load_node(checkpoint: Checkpoint, address: Address, script: bool = True) -> NodeCheckpoint:
     """Return the state of a node from a checkpoint.
 
-    Without `script`, the state that a script added stays a dict of arrays, whose data classes only the script knows.
+    Without `script`, the state that a script added stays encoded, as a dict of arrays, because only the script knows
+    the data classes of this state.
 
     Raises:
         ConfigurationError: the checkpoint is damaged.

@@ -13,7 +13,7 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.drivers.membership import membership_here
 
 MOST = 1 << 16
-"""Number of bytes of each array that enter the digest: bytes beyond this number are ignored."""
+"""Maximum number of bytes of each array that enter the digest; further bytes are ignored."""
 
 
 def digest_of(batch: object) -> str:

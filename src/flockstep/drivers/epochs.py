@@ -62,7 +62,9 @@ class EpochBatches(ABC, Generic[B]):
 
 
 def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
-    """Iterate with torch's generator seeded by `seed` alone, even if scripts seed their own generators by rank."""
+    """Iterate over `batches` with torch's global generator seeded by `seed` alone, even if the script seeds the
+    generator by rank.
+    """
     torch = sys.modules.get("torch")
     if torch is None:  # nothing draws from it
         yield from batches

@@ -18,7 +18,7 @@ PERIOD = 0.02
 loses at most the steps of its last 0.02 s, and none if its steps take longer.
 """
 MOST = 128
-"""Largest number of events in one message, which keeps the message far below the smallest size limit."""
+"""Maximum number of events in one message, so that the message stays far below every limit on the size of messages."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Event])
 

@@ -33,15 +33,15 @@ class ShardedBatches(EpochBatches[B]):
             turns += 1
         if turn and not turns:
             raise ConfigurationError(
-                f"flockstep.shard gives each of {self._workers} workers equally many batches, but the epoch has only "
-                f"{len(turn)}; use at most {len(turn)} workers, or smaller batches"
+                f"flockstep.shard gives each of {self._workers} workers the same number of batches, but the epoch has "
+                f"only {len(turn)}; use at most {len(turn)} workers, or smaller batches"
             )
         if turn and not self._told and self._rank == 0:
             self._told = True
             warnings.warn(
                 f"flockstep.shard leaves out the last {len(turn)} batches of an epoch because all {self._workers} "
-                f"workers must take equally many steps; yield a multiple of {self._workers} batches, or let each "
-                "worker read different data, with private=True",
+                f"workers must take the same number of steps; yield a multiple of {self._workers} batches, or let "
+                "each worker read different data, with private=True",
                 UserWarning,
                 stacklevel=2,
             )
@@ -56,8 +56,8 @@ class ShardedBatches(EpochBatches[B]):
         loading = getattr(self._batches, "num_workers", 0)
         if loading > 1 and self._rank == 0 and digests[0] == digests[1]:
             warnings.warn(
-                f"the {loading} processes of the loader read the same batches, so every sample occurs in an epoch "
-                f"{loading} times; let the __iter__ of the data set yield a different part in each process, with "
+                f"the {loading} processes of the loader read the same batches, so every sample occurs {loading} times "
+                "in an epoch; let the __iter__ of the data set yield a different part in each process, with "
                 "torch.utils.data.get_worker_info()",
                 UserWarning,
                 stacklevel=3,

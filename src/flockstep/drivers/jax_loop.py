@@ -68,8 +68,8 @@ class Trainer:
 
     @property
     def params(self) -> Tree:
-        """This worker's parameters as new arrays. They are those of rank 0 before the first step, and the result of the
-        run after `finish`.
+        """This worker's parameters as new arrays. Before the first step, they are the parameters of rank 0; after
+        `finish`, they are the result of the run.
         """
         return self._tree.read(self._flat)
 

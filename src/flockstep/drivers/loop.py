@@ -246,7 +246,7 @@ class Loop:
 
     @property
     def only_steps(self) -> bool:
-        """Whether nothing reads this worker's gradients but its optimizer."""
+        """Whether only this worker's optimizer reads this worker's gradients."""
         alone = self.workers == 1 and self.bad_gradients.max_norm is None
         return alone and self.strategy.steps_alone
 
@@ -314,7 +314,7 @@ class Loop:
 
         Raises:
             ConfigurationError: the run has been finished.
-            CompositionError: a worker that waits here would delay steps of others.
+            CompositionError: a worker that waits here would delay steps of other workers.
             PeerLost: a worker that `program` waits for died or left.
         """
         self._require_running(f"make every exchange before finish(), got {name} after finish()")

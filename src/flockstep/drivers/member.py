@@ -3,15 +3,15 @@
 node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
 supervisor → node   "linked"; from then on both use the node's link
 supervisor → node   "welcome": the nodes of the run, and the addresses of the peers
-node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, passed on along
-                    a tree; if the model is split, supervisor → node "values" instead, of the node's part
-node ⇄ supervisor   "clock", a few times: the offset of the node's clock to the supervisor's
-node → supervisor   "ready"; supervisor → node "go": the clock started at that time of the supervisor's
-node → supervisor   "alive" after a time without a message, which fails if the link is broken
-node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
+node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, forwarded along
+                    a tree; if the model is split, instead supervisor → node "values": the values of the node's part
+node ⇄ supervisor   "clock", a few times, to measure the offset between the node's clock and the supervisor's clock
+node → supervisor   "ready"; supervisor → node "go": the time on the supervisor's clock at which the run's clock started
+node → supervisor   "alive" after some time without a message; sending it fails if the link is broken
+node → supervisor   "events" for the record; "waiting": what the node waits for; "done" or "failed";
                     "quarantine": a worker to remove from the run;
-                    "snapshot", and its parameters in as many messages "part" as needed
-supervisor → node   "taken" for each part
+                    "snapshot", followed by its parameters in one or more "part" messages
+supervisor → node   "taken" for each "part"
 node → supervisor   "leave": a signal asks this worker to leave the run
 supervisor → node   "again": wait until the run continues with other workers, take part in that run, or leave
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
@@ -120,7 +120,7 @@ class NodeLost(Note, frozen=True):
     reason: str
     view: View
     replaced: bool = False
-    """Whether the lost process belongs to a server that another process continues."""
+    """Whether another process continues the server to which the lost process belonged."""
 
 
 SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
@@ -183,7 +183,9 @@ class NodeSpec:
     link_timeout: float = LINK_TIMEOUT
     """Seconds for which the connection to another host may be interrupted before a node counts as lost."""
     facts: SplitFacts | None = None
-    """Cuts of a split model, if this process holds one part of the model."""
+    """Facts about the whole model, such as where it is cut, if this process holds one part of a split model; otherwise
+    None.
+    """
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. On another
     host than the coordinator's, a relative path is relative to `directory`.
@@ -691,11 +693,11 @@ def stopped(message: Message) -> Exception:
 def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: os._exit(1)) -> None:
     """End this process as soon as process `pid` of this host has ended, for any reason; with 0, do nothing.
 
-    `ended` is called, in a thread of its own, in place of ending this process.
+    `ended` replaces the end of this process: a separate thread calls it after process `pid` has ended.
 
-    The folders of the supervisor's sockets are then removed, because a supervisor that was killed leaves them behind. A
-    signal on the parent's death would not work: forked workers are children of a fork server, which outlives a killed
-    supervisor.
+    First, the folders `directories` of the supervisor's sockets are removed, because a supervisor that was killed
+    leaves them behind. A signal on the parent's death would not work: forked workers are children of a fork server,
+    which outlives a killed supervisor.
     """
     if pid:
         watch = Thread(target=_watch, args=(pid, directories, ended), name="flockstep-supervisor-watch", daemon=True)

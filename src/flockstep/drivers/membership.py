@@ -70,8 +70,8 @@ def end_membership(membership: Membership) -> None:
 
 
 def require_side_by_side(more: int = 0) -> None:
-    """Refuse several simultaneous runs if the strategy of one of them has background tasks; `more` has the runs that
-    are about to begin.
+    """Refuse several simultaneous runs if the strategy of one of them has background tasks; `more` is the number of
+    further runs that are about to begin.
 
     While the process waits in another run, these tasks would stop, or they would write to parameters between the
     script's forward and backward pass.
@@ -104,7 +104,7 @@ def barrier() -> None:
     """Wait until every rank has called this function.
 
     Raises:
-        ConfigurationError: this process follows no strategy at this time.
+        ConfigurationError: this process is not between `distribute` and `finish()`.
     """
     for one in reversed(memberships_here()):
         if one.barrier is not None:

@@ -52,7 +52,7 @@ class Messenger(ABC):
 
     @abstractmethod
     def drive(self, runner: Runner) -> None:
-        """Wait for messages and deliver them, until the program waits for no message."""
+        """Wait for messages and deliver them, until the program no longer waits for a message."""
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a peer, and wait until the bus has room for the message.

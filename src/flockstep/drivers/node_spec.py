@@ -106,7 +106,7 @@ def joining_run(name: str, timeout: float = TIMEOUT) -> Iterator[None]:
     """Context manager in which `flockstep.{name}` joins the run: custom components are imported, and errors are
     reported.
 
-    `timeout` is that of `enter_run`.
+    `timeout` is passed to `enter_run`.
 
     Raises:
         ConfigurationError: the script of a launched run has started this process, or the run cannot begin.

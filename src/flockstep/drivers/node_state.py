@@ -30,8 +30,8 @@ class Saved:
     """
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
-    """Addresses of the dead nodes, of the nodes that have left, and of the departed nodes of which the program has been
-    told.
+    """Three sets of addresses: the nodes that have died, the nodes that have died or left, and the nodes whose
+    departure the program has been told of.
     """
     view: tuple[int, tuple[int, ...]] | None = None
     """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""

@@ -41,7 +41,9 @@ class NeedPass:
 
 @dataclass(frozen=True, slots=True)
 class NeedRequest:
-    """Request of a part, which has answered its worker's last request for a gradient, to wait for the next one."""
+    """Request of a part to wait for its worker's next request for a gradient, after the part has answered the previous
+    one.
+    """
 
 
 PartEffect = Wanted | NeedPass | NeedRequest
@@ -69,7 +71,9 @@ class PartRun:
     random: Callable[[int], np.random.Generator]
     """Function that returns the random generator of a step, for the random choices of codecs and collectives."""
     taken: int = 0
-    """Number of steps that the part has taken before its run was continued, when no message was in flight."""
+    """Number of steps that the part had taken when the run was continued from a checkpoint; no message was in flight
+    then.
+    """
 
 
 class PartProgram(ABC):
@@ -131,7 +135,7 @@ class PartRunner:
             self._look()
 
     def passed(self) -> None:
-        """Continue the part's program after a pass, because the time of the pass is over."""
+        """Continue the part's program after a pass, because the duration of the pass has elapsed."""
         self._resume(None)
 
     def close(self) -> None:

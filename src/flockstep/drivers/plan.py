@@ -113,7 +113,7 @@ def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def whole_cluster(group: Cluster, parts: int) -> Cluster:
-    """Return the nodes of a run of a split model, of which each of `parts` parts has a group of nodes like `group`.
+    """Return the cluster of a run of a split model in which each of `parts` parts has a group of nodes like `group`.
 
     The worker of replica r and part p has rank r × parts + p; the servers of a part follow the servers of the previous
     part.
@@ -176,7 +176,7 @@ class Batches:
     def next(self, need: NeedGradient) -> Indices:
         """Return the indices of the samples of the requested gradient.
 
-        The n-th batch of a block of data is equal for all workers.
+        The n-th batch of a block of data is the same for all workers.
         """
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)

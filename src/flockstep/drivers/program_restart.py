@@ -197,7 +197,7 @@ async def all_here(me: Worker) -> None:
     """Wait until every other worker has also called this function.
 
     Raises:
-        PeerLost: a worker died, or left the run before.
+        PeerLost: a worker has died or left the run.
     """
     me.send_all(me.peers, "here")
     for rank in range(me.workers):

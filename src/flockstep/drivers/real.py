@@ -221,8 +221,8 @@ class NodeConnection(Messenger):
         return mean
 
     def exchange_slices(self, own: FlatArray, into: FlatArray) -> None:
-        """Copy this worker's slice `own` to all workers, so that `into` holds the slices of all workers; the traffic
-        counts as if messages had carried gradients and slices.
+        """Copy this worker's slice `own` to all workers, so that `into` holds the slices of all workers; the traffic is
+        counted as if messages had carried gradients and slices.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -260,8 +260,8 @@ class NodeConnection(Messenger):
         return here
 
     def gather_on_host(self, array: FlatArray, shares: int) -> None:
-        """Copy the shares of all workers of this host into `array`; the traffic counts as if messages had carried the
-        shares.
+        """Copy the shares of all workers of this host into `array`; the traffic is counted as if messages had carried
+        the shares.
 
         Raises:
             PeerLost: a worker has left or died.

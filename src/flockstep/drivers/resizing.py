@@ -40,8 +40,8 @@ def resized_checkpoint(
     """Return the states from which the nodes of plan `now` continue a run of `plan` with another number of workers.
 
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
-    last in the list leave. Each worker's step count is converted so that all workers together keep their total number
-    of samples.
+    workers at the end of the list leave. Each worker's step count is converted so that all workers together keep their
+    total number of samples.
     """
     network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
     alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers

@@ -55,7 +55,7 @@ class Driver(Protocol):
         """Deliver the messages that have arrived, without waiting."""
 
     def drive(self, runner: Runner) -> None:
-        """Wait for messages and deliver them, until the program waits for no message."""
+        """Wait for messages and deliver them, until the program no longer waits for a message."""
 
 
 class OneProcess:

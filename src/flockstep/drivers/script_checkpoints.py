@@ -125,8 +125,8 @@ class ScriptCheckpoints:
         self._steps += 1
 
     def before_restart(self) -> None:
-        """Check that a script may continue from a model that it has loaded, which discards a copy of the state that is
-        not complete.
+        """Check that a script may continue from a model that it has loaded, and discard an incomplete copy of the
+        state.
 
         Raises:
             ConfigurationError: the model of the checkpoint would be lost.

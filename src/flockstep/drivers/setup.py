@@ -127,9 +127,9 @@ def _require_plain_run(config: RunConfig, partition: Partition) -> None:
         )
     if config.checkpoint_every is not None and partition.delays is not None:
         raise CompositionError(
-            f"checkpoints need a schedule in which no micro-batch is in flight at the end of a step, got "
-            f"checkpoint_every="
-            f"{config.checkpoint_every} with {config.partition}; use a schedule such as 1f1b, or leave it out"
+            "checkpoints need a schedule in which no micro-batch is in flight at the end of a step, got "
+            f"checkpoint_every={config.checkpoint_every} with {config.partition}; use a schedule such as 1f1b, or "
+            "leave out checkpoint_every"
         )
 
 

@@ -18,14 +18,14 @@ B = TypeVar("B")
 def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
     """Return this worker's part of `loader`; without several workers, `loader` itself.
 
-    All workers must read the same data, of which each gets a part; `private` is for data that each worker has alone. A
+    All workers must read the same data, of which each gets a part; `private` is for data that only this worker reads. A
     `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
     loader with a `batch_sampler`, worker i of n takes every n-th of the sampler's batches. From an `IterableDataset` or
     any other iterable, the worker takes every n-th batch, so the order must be equal on every worker. Remaining batches
-    at the end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
-    samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
-    order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
-    epoch.
+    at the end are dropped with a warning, so that every worker takes the same number of steps; of an indexable data set
+    a few samples are repeated instead, unless its loader has `drop_last`. An order that is drawn with torch's global
+    generator is the same on every worker and in every run, whatever seed the script sets, because it depends only on
+    the number of the epoch.
 
     With `private`, a worker's part is all of `loader`, of any kind and size, and the order depends on the number of the
     epoch and the rank. An epoch ends when every worker has used all of its batches once: until then a worker without
@@ -33,7 +33,7 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     strategies that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each
     other.
 
-    Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next epoch, so that a
+    Each iteration in this process counts as one epoch, from 0; `epoch` sets the number of the next epoch, so that a
     script that continues from a checkpoint does not draw the order of its first epochs again.
 
     Raises:

@@ -26,8 +26,8 @@ USUAL_RATE = 1e9
 NEWEST_PERIOD = 5.0
 """Seconds between two snapshots that are sent between evaluations; longer if sending is slow (see `NEWEST_SHARE`)."""
 NEWEST_SHARE = 50
-"""Minimum ratio of the time between two snapshots to the time that sending one takes, so that sending takes at most 2 %
-of a node's time.
+"""Minimum ratio of the time between two snapshots to the time that it takes to send a snapshot, so that a node spends
+at most 2 % of its time on sending.
 """
 
 

@@ -49,7 +49,7 @@ class StageNote(Note, frozen=True):
     """Shape of the array that the message encodes; the first axis counts samples."""
     dtype: str = ""
     loss: float = 0.0
-    """The micro-batch's share in the mean loss of its batch; only in messages of the backward pass."""
+    """The micro-batch's share of the mean loss of its batch; only in messages of the backward pass."""
 
 
 def stage_notes(schedule: PipelineSchedule, ties: int = 0) -> Notes:
@@ -61,7 +61,7 @@ def stage_notes(schedule: PipelineSchedule, ties: int = 0) -> Notes:
 class StageProgram(PartProgram):
     """One stage of one replica, with the versions of its weights and the gradient of the current step.
 
-    If the layers of a stage are split over ways, each way is a part; stage s has the parts s W to s W + W - 1.
+    If the layers of a stage are split over W ways, each way is a part; stage s has the parts sW to sW + W - 1.
     """
 
     _ways = 1
@@ -165,7 +165,7 @@ class StageProgram(PartProgram):
         note: StageNote = message.note
         if (note.step, note.microbatch) != (step, microbatch):
             raise ProtocolError(
-                f"{self.name} expected {tag!r} of micro-batch {microbatch} of step {step}, got that of "
+                f"{self.name} expected {tag!r} of micro-batch {microbatch} of step {step}, got "
                 f"micro-batch {note.microbatch} of step {note.step}; a message was lost, start the run again"
             )
         return message

@@ -26,7 +26,9 @@ WINDOW = 4
 """Number of blocks of a larger model that are compared before each step; the next step compares the following blocks.
 """
 STRIDE = 1021
-"""Distance between the single elements of a large model that are also compared; each step starts at another element."""
+"""Minimum distance, in elements, between the single elements of a large model that are also compared; each step starts
+at another element.
+"""
 SENT = 4
 """Number of blocks that are compared in each part of a gradient; the next gradient is compared in the following blocks.
 """
@@ -35,12 +37,12 @@ SENT = 4
 class Guard:
     """Compares a module before a step with its state after the previous step.
 
-    A model of at most a million parameters is compared completely. In a larger model, the guard compares the digests of
-    all tensors of at most `BLOCK` elements, such as biases, of `WINDOW` other blocks in turn, and every `STRIDE`-th
-    element, because a digest of all parameters takes as long as a copy of them. torch counts writes to each tensor,
-    except writes through `.data` and numpy. If torch has counted a write, but all compared elements are equal, as when
-    averaged weights are put in and taken out again, the guard warns unless it has compared the whole tensor, and
-    compares the whole model from then on.
+    A model of at most a million parameters is compared completely. In a larger model, a digest of all parameters would
+    take as long as a copy of them. The guard therefore compares the digests of all tensors of at most `BLOCK` elements,
+    such as biases, the digests of `WINDOW` other blocks, which change from step to step, and single elements at least
+    `STRIDE` apart. torch counts writes to each tensor, except writes through `.data` and numpy. If torch has counted a
+    write although all compared elements are equal, as when averaged weights are swapped in and out again, the guard
+    digests the whole model from then on, and warns if it had not compared the whole tensor.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
@@ -53,10 +55,10 @@ class Guard:
         self._blocks = [slice(at, min(at + BLOCK, len(flat.params))) for at in range(0, len(flat.params), BLOCK)]
         self._count = len(self._blocks)
         self._whole = self._small = self._count <= SMALL
+        """Whether every block is digested after each step."""
         if not self._small:
             self._blocks += _runs([entry for entry in flat.schema.entries if entry.size <= BLOCK])
         self._bounds = np.array([(block.start, block.stop) for block in self._blocks])
-        """Whether every block is digested after each step."""
         self._written = False
         """Whether torch has counted a write to a large model after which the compared parts were equal."""
         self._sums: Any = []

@@ -79,8 +79,8 @@ class Consent:
     ) -> Iterator[None]:
         """Context manager in which ranks may have different numbers of batches.
 
-        A rank that reaches the end takes part in the steps of the other ranks until all have reached it, except if
-        `stepped` returns False, because the rank took no step, as in an evaluation.
+        A rank that reaches the end takes part in the steps of the other ranks until all have reached it. If `stepped`
+        returns False, because the rank took no step, as in an evaluation, the rank continues at once.
         """
         if self.joining:
             raise CompositionError("join() is already open; leave its with block before entering join() again")

@@ -421,7 +421,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the slices of the optimizer's state on rank `to`, which may call `state_dict` then, until its next
+        """Collect the slices of the optimizer's state on rank `to`, which may then call `state_dict` until its next
         step.
 
         Every rank must call this between two steps, as with `torch.distributed.optim.ZeroRedundancyOptimizer`. Under
@@ -452,8 +452,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the original optimizer.
 
-        Call `sync()` on every rank afterwards if servers step, or ranks share a gradient, or the state holds a
-        `master`; the module must then have been loaded from the same checkpoint before.
+        Before a state that holds a `master` is loaded, the module must have been loaded from the same checkpoint.
+        Afterwards, call `sync()` on every rank if servers step, if ranks share a gradient, or if the state holds a
+        `master`.
 
         Raises:
             ConfigurationError: `master` is not the master copy of the module's parameters, or workers would round

@@ -28,8 +28,8 @@ FINAL = math.inf
 
 @dataclass
 class Tick:
-    """The parameters that the nodes sent at one tick of progress. Sums are of differences from the first replica, so
-    that the divergence of equal replicas is exactly 0.
+    """The parameters that the nodes sent at one tick of progress. The sums are taken over differences from the first
+    replica, so that the divergence of equal replicas is exactly 0.
     """
 
     missing: set[Address]
@@ -267,7 +267,7 @@ class Progress:
     tick: int = 0
 
     def heard(self, message: Message) -> None:
-        """Record the progress of the sender of a message; a message of another server may give the `steps` of that
+        """Record the progress of the sender of a message; a message from another server may give the `steps` of that
         server's workers.
         """
         source = message.source

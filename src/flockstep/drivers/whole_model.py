@@ -1,4 +1,4 @@
-"""Relates the parts of a split model to the whole model: who holds which part, and the addresses in the record."""
+"""Relates the parts of a split model to the whole model: which node holds which part, and addresses in the record."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
 
 
 def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
-    """Return the event with the address in the whole run of the other node that it names; an event that names no other
-    node is returned unchanged.
+    """Return an event of the given group in which the other node's address in the group is replaced by the node's
+    address in the whole run; an event that names no other node is returned unchanged.
     """
     if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
         return msgspec.structs.replace(event, source=group.outside(event.source))
@@ -46,7 +46,8 @@ def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
 def by_worker(emit: Emit, parts: int) -> Emit:
     """Return a function that passes a tracker's events to `emit`, with replicas converted to workers.
 
-    A replica gets the rank of the worker that holds its first part, and bytes are those of one worker.
+    A replica gets the rank of the worker that holds its first part, and the number of sent bytes is divided by the
+    number of parts.
     """
     return emit if parts == 1 else partial(_of_replica, emit, parts)
 
