@@ -161,8 +161,8 @@ def test_what_cannot_travel_is_refused_before_anything_starts(tmp_path: Path) ->
         "locks uses lock, which cannot be sent to another process (lock is _thread.lock",
         "reads uses texts, which cannot be sent to another process (texts is numpy.ndarray",
         "plain uses args[0], which cannot be sent to another process (args[0] is _thread.lock",
-        "launch takes a function that is defined at the top of a notebook's cell or of a module, got within.<locals>.i",
-        "launch takes a function that is defined at the top of a notebook's cell or of a module, got <lambda>",
+        "launch takes a function that is defined at the top level of a notebook cell or module, got within.<locals>.i",
+        "launch takes a function that is defined at the top level of a notebook cell or module, got <lambda>",
         "launch takes a function, got partial",
         "the source of changed is not known, or was changed since",
     ]

@@ -144,7 +144,7 @@ def test_a_host_that_is_stopped_leaves_and_one_whose_worker_dies_goes_back(two: 
     assert ended.code == 0, ended
     notes = RunFolder(tmp_path / "run").read_summary().notes
     assert any(note.startswith("worker 3 was killed by SIGKILL") for note in notes), notes
-    assert any(note.startswith("worker 2 left, as SIGTERM asked; ") for note in notes), notes
+    assert any(note.startswith("worker 2 left after SIGTERM; ") for note in notes), notes
 
 
 @pytest.mark.full

@@ -71,7 +71,7 @@ def test_the_others_go_on_in_their_processes(strategy: str, sign: signal.Signals
     record = RunFolder(tmp_path / "run")
     summary, config = record.read_summary(), record.read_config()
     assert (summary.status, config.workers, config.steps) == ("finished", 2, 3 * STEPS // 2)
-    how = "worker 1 left, as SIGTERM asked" if sign == signal.SIGTERM else "worker 1 was killed by SIGKILL"
+    how = "worker 1 left after SIGTERM" if sign == signal.SIGTERM else "worker 1 was killed by SIGKILL"
     assert summary.notes[0].startswith(how)
     repeated = int(summary.notes[0].split("; ")[-1].split()[0])
     assert repeated == 0 or sign == signal.SIGKILL
@@ -85,7 +85,9 @@ def test_too_few_workers_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run.fault(signal.SIGTERM, "worker-2")
     ended = run.end()
     assert ended.code == 130
-    said = "worker 2 left, as SIGTERM asked, and the 2 workers left are fewer than --min-workers 3; everything computed"
+    said = (
+        "worker 2 left after SIGTERM, and the 2 remaining workers are fewer than --min-workers 3; everything computed"
+    )
     assert said in ended.err
     assert "continues from step" in ended.err
 
@@ -153,7 +155,7 @@ def test_workers_leave_one_after_another(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     record = RunFolder(tmp_path / "run")
     assert (record.read_config().workers, record.read_config().steps) == (1, 3 * STEPS)
-    assert sum("worker 0 left, as SIGTERM asked" in note for note in record.read_summary().notes) == 2
+    assert sum("worker 0 left after SIGTERM" in note for note in record.read_summary().notes) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
     supervisor._changes.look()
-    said = "worker 1 did not leave, although SIGTERM asked it to: "
+    said = "worker 1 did not leave after SIGTERM: "
     assert [text.startswith(said) for text in supervisor.outcome.warnings] == [True]
     assert len(supervisor.outcome.warnings[0]) > len(said), "the reason"
     assert said in capfd.readouterr().err
@@ -79,7 +79,7 @@ def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(t
     supervisor._state.gone.add(0)
     checkpoints.lose(0)
     supervisor._changes.look()
-    assert supervisor._state.condemned == {1: "worker 1 left, as SIGTERM asked"}
+    assert supervisor._state.condemned == {1: "worker 1 left after SIGTERM"}
     assert supervisor._changes._leavers == set()
     assert supervisor.outcome.warnings == []
 

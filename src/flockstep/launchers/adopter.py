@@ -219,9 +219,9 @@ def _introduced(sock: socket.socket, place: Place) -> Adopted:
     one = Adopted(sock, words)
     if (words.workers, words.version) != (place.workers, __version__):
         error = ConfigurationError(
-            f"all processes of a host must have the same flockstep and the same number of workers: rank {words.rank} "
-            f"has flockstep {words.version} and {words.workers} workers, another process has {__version__} and "
-            f"{place.workers}; start all processes by one launcher, with one Python"
+            "all processes of a host must have the same version of flockstep and the same number of workers: rank "
+            f"{words.rank} has flockstep {words.version} and {words.workers} workers, another process has "
+            f"{__version__} and {place.workers}; start all processes by one launcher, with one Python"
         )
         one.refuse(error)
         raise error

@@ -386,8 +386,8 @@ class Checkpointer:
 
 
 def require_checkpoints(strategy: Strategy) -> None:
-    """Raise `CompositionError` if a run with this strategy has no checkpoints, because its state cannot be saved in
-    mid-run.
+    """Raise `CompositionError` if a run with this strategy has no checkpoints, because its state cannot be saved during
+    the run.
     """
     if not strategy.traits.restarts:
         raise CompositionError(

@@ -40,8 +40,8 @@ ENDED = HOST_LOST + 1
 UNGUARDED = 83
 """Exit code of a forked process that would start another run while it imports the program that started the run."""
 NODE = "flockstep-node"
-"""Name of every process that is forked for a run, by which the process recognizes this before it imports the user's
-program.
+"""Name of every process that is forked for a run; from this name, the process knows that it belongs to a run before it
+imports the user's program.
 """
 _GUARD = (
     "every process of a run, or of a pool, imports the program that starts the run, and this program starts a run "
@@ -192,7 +192,7 @@ def forkserver(kernels: bool = False) -> ForkServerContext:
 
 def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
     """Start `target(*arguments)`, with plain values as arguments, in a forked process; signals that stop a run are
-    blocked in it until it ignores them.
+    blocked in the process until the process ignores them.
 
     `kernels` says whether the process may compute sums in shared memory, see `forkserver`.
     """

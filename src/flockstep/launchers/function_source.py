@@ -67,9 +67,9 @@ def _require_function(function: object) -> str:
     name, within = function.__name__, function.__qualname__
     if name == "<lambda>" or "." in within:
         raise ConfigurationError(
-            f"launch takes a function that is defined at the top of a notebook's cell or of a module, got {within}, "
-            "whose enclosing scope other processes do not have; define the function at the top, and pass values as "
-            "args=(…,)"
+            f"launch takes a function that is defined at the top level of a notebook cell or module, got {within}, "
+            "whose enclosing scope other processes do not have; define the function at the top level, and pass values "
+            "as args=(…,)"
         )
     return name
 

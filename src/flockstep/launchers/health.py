@@ -11,8 +11,8 @@ from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import Address, node_name
 
 SETTLING = 0.5
-"""Seconds to wait between a process's exit and its closed connection, whichever comes first, because its last messages
-may still arrive.
+"""Seconds to wait, after a process has exited or its connection has closed, for the other of these two events, because
+the last messages of the process may still arrive.
 """
 
 

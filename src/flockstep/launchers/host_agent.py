@@ -75,7 +75,7 @@ ended.
 GRACE = 3.0
 """Seconds for which the agent waits for processes to end by themselves, before it kills them."""
 BACKLOG = 1 << 24
-"""Number of bytes queued for the coordinator from which on the agent reads no more from its processes."""
+"""Number of bytes queued for the coordinator at which the agent stops reading from its processes."""
 MESSAGES = 32
 """Maximum number of messages of one process that are forwarded before those of the next process."""
 

@@ -19,7 +19,7 @@ from flockstep.launchers.host_messages import Discard, Fetch, PartOf, Store
 PART = 1 << 18
 """Largest number of bytes of a file that one message carries."""
 AHEAD = 1 << 22
-"""Number of bytes queued for the other end from which on no further parts of files are queued."""
+"""Number of bytes queued for the other end at which no further parts of files are queued."""
 
 
 class HostFiles:

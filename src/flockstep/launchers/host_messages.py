@@ -2,13 +2,13 @@
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
 coordinator → agent   Accepted, or Refused with the reason; Waiting while other hosts have not joined
-coordinator → agent   Start for each process; Open for each connection to one
-both                  Frames of such a connection
+coordinator → agent   Start for each process; Open for each connection to a process
+both                  FramesOf a connection to a process
 agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user
 coordinator → agent   Close a connection; Kill a process; Over at the end of the run
 coordinator → agent   Store a part of a file with a node's state; Discard such files; Fetch a file
 agent → coordinator   PartOf a file that was fetched
-agent → coordinator   Prepared: the workers with which the host joins a run that is going on have built the job
+agent → coordinator   Prepared: the workers with which the host joins a run in progress have built the job
 coordinator → agent   Told: a sentence for the host's user
 """
 
@@ -42,7 +42,7 @@ class Join(HostMessage, frozen=True):
     settings: dict[str, str]
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
-    """Whether the agent watches processes that ran on the host before the agent, and reports when they end."""
+    """Whether the agent watches processes that another launcher has started on the host, and reports when they end."""
     session: str = ""
     """Key of the session, by which the coordinator recognizes the agent when it connects again."""
     joining: int = 0
@@ -67,7 +67,7 @@ class Resumed(HostMessage, frozen=True):
 
 
 class Refused(HostMessage, frozen=True):
-    """Message to a host agent: the agent may not join the run, with the reason."""
+    """Message to a host agent: the agent may not join the run, for the given reason."""
 
     reason: str
 

@@ -77,7 +77,7 @@ POLL = 0.05
 SENDING = 0.001
 """Seconds between two attempts to send more of a file over a connection that accepts no more bytes."""
 WAITING = 1024
-"""Number of unread messages from a host from which on the coordinator reads no more from this host."""
+"""Number of unread messages from a host at which the coordinator stops reading from the host."""
 NAMED = 100
 """Maximum number of rejected addresses for which a line is printed."""
 LINGER = 2.0
@@ -241,10 +241,10 @@ class OtherHosts:
         """
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
-        """Choose the host of a server: that of a worker beside which the strategy places the server, otherwise the
-        hosts with workers in turn.
+        """Choose the host of a server: if the strategy places the server beside a worker, the host of this worker;
+        otherwise, each of the hosts with workers in turn.
 
-        Return whether the chosen host is another host than this one.
+        Return whether the server runs on another host.
         """
         return False
 

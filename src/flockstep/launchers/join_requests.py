@@ -24,7 +24,7 @@ MOST = 1 << 10
 POLL = 0.05
 """Seconds between two checks for an answer."""
 UNOWNED = 1.0
-"""Seconds for which no process must own the run's folder before the run counts as ended."""
+"""Seconds after which a run counts as ended if no process has owned its folder in the meantime."""
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from flockstep.transports.links import Frames, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
-"""Tags of messages that a process must receive at once; they are sent on its own link and on that of its
+"""Tags of messages that a process must receive at once; they are sent on the process's own link and on the link of its
 communicator.
 """
 

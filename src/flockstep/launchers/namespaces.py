@@ -29,8 +29,8 @@ routes or halves of them.
 """
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
-"""Hardware address of the bridge between the hosts; without a fixed one, it would change with every host that joins,
-and packets would be lost for a while.
+"""Hardware address of the bridge between the hosts. Without a fixed address, the bridge would change its address with
+every host that joins, and packets would be lost for a while.
 """
 BUFFER = "5s"
 """Longest time in seconds that a packet may wait in a link's queue before it is dropped; long enough that links lose no
@@ -45,8 +45,8 @@ FILLED = 0.8
 packets.
 """
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
-"""TCP settings of every simulated host, whatever this machine has: windows grow until a link is full and stay so
-between steps, and connections share a card in turns.
+"""TCP settings of every simulated host, whatever the settings of this machine: the windows of connections grow until a
+link is full and keep their size between steps, and the connections of a host take turns at its network card.
 """
 
 
@@ -55,8 +55,7 @@ class Namespaces(Transport):
     """TCP between network namespaces: every process counts as a host, with a network card of the given bandwidth in
     each direction.
 
-    A bridge joins the hosts. Requires Linux and
-    root; namespaces and links disappear with their processes.
+    A bridge joins the hosts. Requires Linux and root; namespaces and links disappear with their processes.
     """
 
     bandwidth: str = "1gbit"
@@ -110,9 +109,9 @@ class Namespaces(Transport):
 def limit(device: str, rate: float) -> list[list[str]]:
     """Return the commands that limit a network card to sending `rate` bytes per second.
 
-    A burst has the bytes of one millisecond; with larger bursts, messages would pass faster than the link allows. TCP
-    passes segments to the card that fit into a burst: the kernel would split larger segments into packets and schedule
-    each packet, which takes up to one core per link.
+    A burst holds the bytes of one millisecond; with larger bursts, messages would pass faster than the link allows. TCP
+    passes only segments that fit into a burst to the card. The kernel would split larger segments into packets and
+    schedule each packet, which takes up to one core per link.
     """
     burst = max(PACKETS, round(rate / 1000))
     bucket = ["rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", BUFFER]

@@ -84,7 +84,7 @@ class NodeChanges:
             self._checkpoints.cut()
         if self._cutting and self._checkpoints.is_cut:
             names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
-            left = f"{names} left, as SIGTERM asked" if names else self._renewing
+            left = f"{names} left after SIGTERM" if names else self._renewing
             self._change(set(self._leavers), left, joiners)
         elif self._cutting and self._checkpoints.is_cut is False:
             self._cutting = False  # the run is about to end, a node was lost, or the disk is full
@@ -114,7 +114,7 @@ class NodeChanges:
         """
         self.refuse_joiners(why)
         for rank in sorted(self._leavers):
-            text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {why}"
+            text = f"{node_name(rank)} did not leave after SIGTERM: {why}"
             if self._state.missed:
                 self._leave_as_lost(rank)
             elif text not in self._state.outcome.warnings:
@@ -124,7 +124,7 @@ class NodeChanges:
         self._leave_again = time.monotonic() + LEAVE_AGAIN
 
     def _leave_as_lost(self, rank: int) -> None:
-        self._state.condemned[rank] = f"{node_name(rank)} left, as SIGTERM asked"
+        self._state.condemned[rank] = f"{node_name(rank)} left after SIGTERM"
 
     def _change(self, gone: set[int], left: str, joined: int) -> None:
         """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
@@ -155,7 +155,7 @@ class NodeChanges:
         if self._most is None:
             return NONE_JOINS
         if not self._state.running or self._cutting:
-            return "no worker can join just now, because the run begins, ends or changes its workers; try again"
+            return "no worker can join just now, because the run is starting, ending or changing its workers; try again"
         return self._why_not_joined_by(workers + self._hosts.joining + self._requests.workers)
 
     def let_leave(self, ranks: Collection[int]) -> bool:
@@ -198,13 +198,13 @@ class NodeChanges:
             self._leave_as_lost(address)
             return
         if why := self._why_not_with(len(self._state.view.ranks) - len(self._leavers) - 1):
-            raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
+            raise KeyboardInterrupt(f"{node_name(address)} left after SIGTERM, and {why}")
         self._leavers.add(address)
 
     def _why_not_with(self, workers: int) -> str:
         """Why the run cannot continue with this number of workers; empty if it can."""
         if self._least is not None and workers < self._least:
-            return f"the {workers} workers left are fewer than --min-workers {self._least}"
+            return f"the {workers} remaining workers are fewer than --min-workers {self._least}"
         try:
             if self._state.outcome.strategy is not None:
                 self._state.outcome.strategy.check(workers)

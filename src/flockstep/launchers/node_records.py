@@ -65,7 +65,9 @@ class NodeRecords:
         writer.flush()
 
     def keep_flight(self, address: Address | None, events: list[FlightEvent]) -> None:
-        """Append the events of a flight recorder to its file: that of a node, or with None that of the launcher."""
+        """Append the events of a node's flight recorder to the recorder's file; None stands for the launcher's flight
+        recorder.
+        """
         outcome = self._state.outcome
         if self._state.went is None or isinstance(outcome.error, Interrupted):  # an interruption is no fault
             return

@@ -33,7 +33,7 @@ _ONE_AT_A_TIME = threading.Lock()
 def to_terminal(stream: int, data: bytes) -> None:
     """Write to this process's own standard output or error, without mixing lines of several scripts.
 
-    If nobody reads the output any more, the output is dropped, because a script must not wait forever.
+    If the reader has closed the output, the output is dropped, because a script must not wait forever.
     """
     out = (sys.stdout if stream == OUT else sys.stderr).fileno()
     rest = memoryview(data)

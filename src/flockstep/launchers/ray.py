@@ -88,8 +88,8 @@ def ray_cluster(
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
 ) -> Iterator[RayGathering]:
-    """Context manager that yields nodes of a Ray cluster: of the cluster to which this process belongs, or which runs
-    on this machine.
+    """Context manager that yields nodes of a Ray cluster: the cluster to which this process belongs, or the cluster
+    that runs on this machine.
 
     Args:
         workers: number of workers.

@@ -210,7 +210,8 @@ class RunSegment:
 
 
 def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | None) -> int | None:
-    """Return the smallest step of a checkpoint from which a run continues when a server is lost; None: from none.
+    """Return the smallest step of a checkpoint from which a run continues when a server is lost; None if the run
+    continues from no checkpoint.
 
     A server that is lost again and again ends the run. `resumed` is the checkpoint from which the run has continued,
     and `left` is the change of nodes before that.
@@ -225,14 +226,16 @@ def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | 
 def continued_from(checkpoint: Checkpoint, dropped: int, left: NodesChanged | None) -> str:
     """Return the sentence that says from which step a run continues, and that `dropped` recorded steps were repeated.
 
-    `left` is the change of nodes after which the run continues; None: the run had stopped.
+    `left` is the change of nodes after which the run continues; None if the run had stopped.
     """
     where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
     return f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}"
 
 
 def pause_notes(left: NodesChanged | None, supervisor: Supervisor) -> list[str]:
-    """Return a sentence that says how long no worker trained during a change; none if nothing has changed."""
+    """Return a list with one sentence that says for how long no worker trained during a change; an empty list if
+    nothing has changed.
+    """
     if left is None or supervisor.began is None:
         return []
     return [f"no worker trained for {supervisor.began - left.since:.2f} s while the workers changed ({left})"]

@@ -1,5 +1,5 @@
-"""Checks the options of sbatch that a user may add to a submitted job: all except options that would keep a run from
-being followed.
+"""Checks the options of sbatch that a user may add to a submitted job: all options except those with which flockstep
+could not follow the run.
 """
 
 from __future__ import annotations

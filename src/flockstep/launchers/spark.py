@@ -251,7 +251,7 @@ def _require_alike(partitions: Sequence[PartitionFacts]) -> None:
         if not one.rows:
             raise ConfigurationError(
                 f"partition {rank} of {len(partitions)} has no rows for its worker; use "
-                f"repartition({len(partitions)}), or coalesce to fewer"
+                f"repartition({len(partitions)}), or coalesce() to fewer partitions"
             )
         if one.shapes != partitions[0].shapes:
             raise ConfigurationError(

@@ -513,7 +513,7 @@ class Supervisor:
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(
                 f"{node_name(hello.address)} uses protocol {hello.protocol}, the launcher uses protocol "
-                f"{PROTOCOL}; install the same flockstep for every worker"
+                f"{PROTOCOL}; install the same version of flockstep for every worker"
             )
         self._check_hello(hello)
         link = self._links[hello.address] = ProcessLink(self.frames, hello)

@@ -13,7 +13,7 @@ FORKABLE = frozenset({"flockstep", "numpy", "scipy", "sklearn", "torch"})
 share.
 """
 HEAVY = "torch"
-"""Package whose import takes so long that a preload process is worth its start."""
+"""Package whose import takes so long that it is worth starting a preload process."""
 
 
 def top_imports(script: Path, path: Sequence[str] = ()) -> list[str]:
