@@ -191,7 +191,7 @@ class Mailbox:
         self._replies.clear()
 
     def require_all(self, source: Address) -> None:
-        """Check that no message of the given node was lost, which sums over several messages require.
+        """Check that no message of the given node was lost, because a sum over several messages needs all of them.
 
         Raises:
             ProtocolError: the numbers of the node's messages have a gap.

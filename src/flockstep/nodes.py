@@ -558,8 +558,8 @@ class Peer(Node):
         """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory; return False if there
-        is no shared memory.
+        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory; return False if the
+        workers cannot sum `array` in shared memory.
 
         The sum is added in the order of a ring all-reduce. All workers must call this method at the same point;
         background tasks must not call it, because it waits.
@@ -573,8 +573,8 @@ class Peer(Node):
         return summed
 
     def mean_of_slice(self, array: Array) -> Array | None:
-        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if there is no
-        shared memory.
+        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if the workers
+        cannot sum `array` in shared memory.
 
         All workers must call this method at the same point, and then `exchange_slices`; background tasks must not call
         it.
@@ -589,11 +589,11 @@ class Peer(Node):
         self.shared_sum.exchange_slices(own, self.params)
 
     def reduce_on_host(self, array: Array, shares: int) -> Array | None:
-        """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if
-        there is no shared memory.
+        """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if the
+        workers cannot sum `array` in shared memory.
 
-        The result is the array of `HostSum.reduce_on_host`. All workers of the host must call this method at the same
-        point; background tasks must not call it, because it waits.
+        The result is the array that `HostSum.reduce_on_host` returns. All workers of the host must call this method at
+        the same point; background tasks must not call it, because it waits.
         """
         if self.host_sum is None or self._channel:
             return None

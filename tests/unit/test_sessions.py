@@ -116,7 +116,7 @@ def test_numbers_that_are_impossible_are_refused() -> None:
     session.acknowledge(4)
     session.acknowledge(3)  # arrived late
     assert session.unacknowledged == 6
-    with pytest.raises(ProtocolError, match="3 bytes have arrived, but it has acknowledged 4 bytes"):
+    with pytest.raises(ProtocolError, match="3 bytes have arrived, but it has already acknowledged 4 bytes"):
         session.rewind(3)
 
 

@@ -91,7 +91,7 @@ class Bus(ABC):
 
     @abstractmethod
     def why_broken(self, peer: Address) -> str:
-        """Return the reason for which the connection to a peer ended, as a sentence without a full stop."""
+        """Return the reason why the connection to a peer ended, as a sentence without a final period."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:

@@ -1,11 +1,11 @@
 """Connections between the supervisor and the processes of its run: one control socket for all, and one link to each.
 
 The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for a long time, even
-in code that holds the interpreter lock, is not mistaken for a stopped process, and a stopped process is detected.
-Message sizes are limited.
+in code that holds the interpreter lock, is not mistaken for a stopped process, and a stopped process is detected. The
+size of messages is limited.
 
-They are Unix sockets in a folder that only the run's user can enter: ZeroMQ reads whatever a stranger sends. A node of
-another host is connected to the agent of its host, which forwards the frames.
+The ZeroMQ sockets are Unix sockets in a folder that only the run's user can enter, because ZeroMQ reads messages from
+any process that can connect. A node of another host is connected to the agent of its host, which forwards the frames.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _READABLE = int(zmq.POLLIN)
 QUEUED = 10_000
 """Largest number of queued messages; a sender waits when its queue is full."""
 CONTROL_LINGER_MS = 20_000
-"""Milliseconds until a message on the control socket must be delivered; the first packets over a new network link may
-be lost and sent again late.
+"""Maximum time in milliseconds for the delivery of a message to the control socket; the first packets over a new
+network link may be lost and sent again late.
 """
 
 
@@ -92,7 +92,8 @@ class Control:
     ) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
 
-        `also` has further file descriptors to wait for, each with whether to wait until it accepts output.
+        `also` holds further file descriptors to wait for: file descriptor → whether to wait also until the descriptor
+        accepts output.
         """
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -104,7 +105,7 @@ class Control:
         return bool(poller.poll(int(seconds * 1000)))
 
     def close(self) -> None:
-        """Close the control socket; all connections must be closed before."""
+        """Close the control socket; all connections must have been closed."""
         self.socket.close(linger=0)
         self._context.term()
 

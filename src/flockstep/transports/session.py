@@ -84,7 +84,8 @@ class Session:
         """
         if count < self.acknowledged:
             raise ProtocolError(
-                f"the other end says that {count} bytes have arrived, but it has acknowledged {self.acknowledged} bytes"
+                f"the other end says that {count} bytes have arrived, but it has already acknowledged "
+                f"{self.acknowledged} bytes"
             )
         self.acknowledge(count)
         again, self._kept = self._kept, deque()

@@ -1,8 +1,8 @@
 """Large payloads between processes of one host: the sender writes an array once, and receivers read it in place.
 
-Every node has a segment that only it writes arrays to. Before the arrays stand a token, by which other nodes verify
-that they have attached to the right segment, and a table: for each slot and each node, the number of messages with that
-slot that the node has finished reading. A slot is free when every node has finished as many messages as it was sent.
+Every node has a segment to which no other node writes arrays. The segment begins with a token, by which other nodes
+verify that they have attached to the right segment, and a table of the number of messages with each slot that each node
+has finished reading. The arrays follow. A slot is free when every node has finished as many messages as it was sent.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7
 def manner(processes: int) -> Any:
     """Return the parameters of waiting for `processes` processes, int64 (7,): the number of polls and of yields before
     sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and nanoseconds; the
-    nanoseconds waited so far; and two elements for a time of day.
+    nanoseconds waited so far; and two elements for a reading of the clock.
     """
     looks, yields = (2000, 40) if processes <= len(os.sched_getaffinity(0)) else (50, 12)
     return np.array([looks, yields, 0, int(SLICE * 1e9), 0, 0, 0], np.int64)

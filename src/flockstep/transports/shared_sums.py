@@ -170,8 +170,8 @@ def mean_part(
     how: Any,
     out: Any,
 ) -> int:
-    """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`, with otherwise
-    the arguments of `in_place`; no process's array changes.
+    """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`; no process's
+    array changes. The other arguments are those of `in_place`.
 
     Returns 0 when done, 1 after a long wait, or MISMATCH; the counter is one higher afterwards. `arrive` must follow.
     """

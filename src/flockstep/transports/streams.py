@@ -9,7 +9,7 @@ program's array, or into a reused buffer.
 
 Between hosts a connection that breaks is opened again, and both ends go on with the next byte of their session. A peer
 is unreachable once its link has been down for longer than the link timeout, or nothing listens at its address any more.
-Within a host a connection breaks only if a process ends, so that nothing is kept for it.
+Within a host a connection breaks only if a process ends, so no bytes are kept to be sent again.
 
 Over TCP nothing is allocated for a connection before the other end has proved that it knows the run's secret; the
 number of connections without a proof is bounded, and each has a deadline.
