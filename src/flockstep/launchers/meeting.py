@@ -17,9 +17,9 @@ from flockstep.transports.host_channel import HostChannel
 SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 """Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
-"""Minimum number of characters of a secret; an attacker could guess a shorter one from a recorded handshake."""
+"""Minimum number of characters of a secret; an attacker could guess a shorter secret from a recorded handshake."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
-"""Addresses on which a process listens on all addresses of its host, such as 0.0.0.0."""
+"""Wildcard addresses: a process that listens on one of them, such as 0.0.0.0, listens on all addresses of its host."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have joined."""
 WAIT_LONGER = "raise --timeout, or the timeout of flockstep.distribute in a script that torchrun or mpirun starts"

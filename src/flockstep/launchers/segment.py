@@ -210,11 +210,11 @@ class RunSegment:
 
 
 def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | None) -> int | None:
-    """Return the smallest step of a checkpoint from which a run continues when a server is lost; None if the run
-    continues from no checkpoint.
+    """Return the minimum step of a checkpoint from which the run may continue when a server is lost; None if the loss
+    of a server ends the run.
 
-    A server that is lost again and again ends the run. `resumed` is the checkpoint from which the run has continued,
-    and `left` is the change of nodes before that.
+    After the loss of a server, the run needs a newer checkpoint to survive another loss, so repeated losses end the
+    run. `resumed` is the checkpoint from which the run has continued, and `left` is the change of nodes before that.
     """
     if config.checkpoint_every is None:
         return None

@@ -68,8 +68,8 @@ the processor's caches. Between hosts the system chooses the size from the link'
 STAGING = 1 << 17
 """Number of bytes of one read if no large payload is expected; it exceeds the size of the largest header."""
 USUAL_HEADER = 256
-"""Number of bytes of the first read of a message if a large payload is expected: the header, so that the payload can be
-received in place.
+"""Number of bytes of the first read of a message if a large payload is expected: only enough for the header, so that
+the payload can be received in place.
 """
 STRANGERS = 128
 """Maximum number of connections that are not yet authenticated. When another connection is accepted, one of them is
