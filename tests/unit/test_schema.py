@@ -53,7 +53,7 @@ def test_an_empty_tensor_takes_no_room():
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "bfloat16", ""])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(
-        ConfigurationError, match=f"'weight' must be one of float16, float32, float64, is {dtype}; convert"
+        ConfigurationError, match=f"'weight' must be one of float16, float32, float64, got {dtype}; convert"
     ):
         Schema.of(SHAPES, dtype)
 

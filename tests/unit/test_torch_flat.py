@@ -300,7 +300,7 @@ def test_other_dtypes(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex64"])
 def test_unsupported_dtypes_are_refused_by_name(dtype: str) -> None:
     module = nn.ParameterDict({"strange": nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))})
-    with pytest.raises(ConfigurationError, match=f"'strange' must be one of .*bfloat16.*, is {dtype}"):
+    with pytest.raises(ConfigurationError, match=f"'strange' must be one of .*bfloat16.*, got {dtype}"):
         FlatModule(module)
 
 

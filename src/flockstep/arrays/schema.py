@@ -51,8 +51,8 @@ class Schema:
         for entry in self.entries:
             if entry.offset != offset or any(length < 0 for length in entry.shape):
                 raise ConfigurationError(
-                    f"tensors must lie one after another, got {entry.name!r} of shape {entry.shape} at {entry.offset} "
-                    f"in place of {offset}; use Schema.of"
+                    f"tensors must lie one after another, got {entry.name!r} of shape {entry.shape} at offset "
+                    f"{entry.offset} instead of {offset}; use Schema.of"
                 )
             offset += entry.size
         if self.dtype not in DTYPES:
@@ -79,8 +79,8 @@ class Schema:
         for name, kind in dtypes.items():
             if kind not in known:
                 raise ConfigurationError(
-                    f"parameter {name!r} must be one of {', '.join(known)}, is {kind}; convert the model, for example "
-                    "with module.float()"
+                    f"the dtype of parameter {name!r} must be one of {', '.join(known)}, got {kind}; convert the "
+                    "model, for example with module.float()"
                 )
         if not shapes:
             raise ConfigurationError(
@@ -110,14 +110,14 @@ class Schema:
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits that two models share only if their schemas are equal."""
+        """Hash of the schema as 16 hexadecimal digits; two models share the hash only if their schemas are equal."""
         rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}{e.dtype and ' ' + e.dtype}" for e in self.entries]
         return hashlib.sha256("\n".join([self.dtype, *rows]).encode()).hexdigest()[:16]
 
     @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
     def shapes_within(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the tensors in elements start to stop-1 of the flat array, in order. A tensor that is
-        there only in part has a flat shape.
+        """Return the shapes of the tensors in elements start to stop-1 of the flat array, in order. A tensor that lies
+        only partly in this range gets a flat shape.
         """
         shapes: list[tuple[int, ...]] = []
         for entry in self.entries:
@@ -127,7 +127,7 @@ class Schema:
         return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
-        """Return name of the tensor → its view into `flat`, in the shape of the tensor."""
+        """Return a mapping: name of each tensor → view of the tensor in `flat`, in the tensor's shape."""
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:

@@ -1,4 +1,4 @@
-"""Claim: formulas give lower bounds of the communication time of one step, for eight parameter layouts."""
+"""Claim: formulas give lower bounds on the communication time of one step, for eight parameter layouts."""
 
 from __future__ import annotations
 

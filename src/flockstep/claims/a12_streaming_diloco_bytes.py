@@ -63,7 +63,7 @@ class FourBits(Codec):
         return (np.where(codes >= 8, -scale, scale) * magnitude).astype(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the squared norm of the array, an upper bound of the squared error."""
+        """Return the squared norm of the array, an upper bound on the squared error."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
 

@@ -93,8 +93,8 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class PublishedSchedule:
-    """Published figures of a schedule: idle seconds per stage and step, and the most micro-batches that each stage
-    holds at once.
+    """Published figures of a schedule: idle seconds per stage and step, and the largest number of micro-batches that
+    each stage holds at once.
     """
 
     schedule: str
@@ -217,7 +217,7 @@ class PipelineSchedules(Claim):
 
 
 def idle_share_of(events: Iterable[Event]) -> float:
-    """Return the share of the stages' time without computing, of the median step.
+    """Return the share of their time in which the stages do not compute, for the median step.
 
     The first `WARM_UP` steps are left out.
     """

@@ -12,7 +12,9 @@ from flockstep.topologies.facts import facts
 from flockstep.topologies.ring import RingGraph
 
 PUBLISHED = {4: 0.333, 8: 0.8047, 16: 0.9493, 32: 0.9872}
-"""Number of workers n → published factor ρ = 1/3 + 2/3 cos(2π / n), by which replicas approach each other per step."""
+"""Number of workers n → published factor ρ = 1/3 + 2/3 cos(2π / n), by which the disagreement of the replicas shrinks
+per step.
+"""
 WINDOWS = {4: (2, 12), 8: (25, 45), 16: (60, 90), 32: (250, 300)}
 """Number of workers → first and last step of the measurement: faster modes have decayed, and rounding has no effect
 yet.
@@ -23,7 +25,7 @@ DIMENSION = 4
 
 @dataclass(frozen=True)
 class ConsensusRate(Claim):
-    """Claim: without gradients, D-PSGD's replicas on a ring approach each other by a factor ρ per step."""
+    """Claim: without gradients, the disagreement of D-PSGD's replicas on a ring shrinks by a factor ρ per step."""
 
     statement = (
         "With a learning rate of zero, the disagreement on a ring with weights 1/3 shrinks in each step by a factor "
@@ -87,9 +89,9 @@ def spread(replicas: np.ndarray) -> float:
 
 
 def spreads(n: int, steps: int, starts: list[np.ndarray]) -> np.ndarray:
-    """Return the Frobenius norm of the replicas' distances from their mean after `steps` steps, for each of the starts.
+    """Return, for each of `starts`, the Frobenius norm of the replicas' distances from their mean after `steps` steps.
 
-    One run simulates all starts side by side.
+    `starts` are arrays of initial parameters; one run simulates all of them side by side.
     """
     job = bowl_job("sgd(lr=0)", dimension=DIMENSION * len(starts))
     run = run_strategy("dpsgd(ring)", n, steps, job=job, replicas=np.hstack(starts), compute="constant(1)")

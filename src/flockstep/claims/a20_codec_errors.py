@@ -207,8 +207,8 @@ def published(codec: Codec) -> float | None:
 
 
 def bound(codec: Codec, array: FlatArray) -> float:
-    """Upper bound of the squared error ||x - C(x)||² of a contraction C: ||x||², or (1 - k/d) ||x||² if k of d
-    elements are sent.
+    """Upper bound on the squared error ||x - C(x)||² of a contraction C: ||x||², or (1 - k/d) ||x||² if k of d elements
+    are sent.
     """
     match codec:
         case TopK(ratio=ratio, sampled=False) | RandomK(ratio=ratio, scaled=False):

@@ -31,8 +31,8 @@ WIDTHS = (64, 32, 32, 32, 10)
 CUTS = (2, 4, 6)
 """Indices of the first layers of the second, third and fourth stage."""
 CLOSE, FAR = 1e-12, 1e-3
-"""CLOSE: largest relative distance that rounding explains. FAR: smallest relative distance between runs with different
-delays.
+"""CLOSE: largest relative distance that rounding can explain. FAR: smallest relative distance between runs with
+different delays.
 """
 Delay = Callable[[int], int]
 

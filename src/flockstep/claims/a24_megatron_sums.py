@@ -31,7 +31,7 @@ FEW, MANY = 1, 2
 PASSES = 4
 """Published number of all-reduces per layer and step: two in the forward pass and two in the backward pass."""
 CLOSE, FAR = 1e-12, 1e-3
-"""CLOSE: largest relative distance that rounding explains. FAR: smallest relative distance between a network before
+"""CLOSE: largest relative distance that rounding can explain. FAR: smallest relative distance between a network before
 training and the network after training.
 """
 
@@ -64,8 +64,9 @@ class MegatronSums(Claim):
     setting = (
         f"an embedding, {FEW} or {MANY} layers of {HEADS} heads and width {WIDTH}, and a cross entropy over {WORDS} "
         f"words, float64, batches of {BATCH} sentences of {LENGTH} words, {STEPS} steps in virtual time, links of 1 "
-        "Gbit/s; figures per layer are differences between both networks. Unlike in Megatron, norms and the biases "
-        "of sums are each trained by one way and copied to the others once per step"
+        "Gbit/s; figures per layer are differences between both networks. Unlike in Megatron, the weights of "
+        "normalizations and the biases added after an all-reduce are each trained by one way and copied to the others "
+        "once per step"
     )
     tolerance = (
         "numbers of messages and elements of ring all-reduces are exact; parameters equal up to a relative distance "

@@ -21,10 +21,10 @@ DIVERGE = (1, 4)
 
 @dataclass(frozen=True)
 class Raw(Residual):
-    """Error feedback that accepts any codec, also one that is no contraction; the negative control of the claim."""
+    """Error feedback that accepts any codec, even one that is not a contraction; the negative control of the claim."""
 
     needs_contraction = False
-    """False, so that flockstep accepts codecs that are no contractions and does not damp them."""
+    """False, so that flockstep accepts codecs that are not contractions and does not damp them."""
 
 
 @dataclass(frozen=True)

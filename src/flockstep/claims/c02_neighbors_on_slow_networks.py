@@ -41,7 +41,7 @@ class InTurns(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous delivery; the run does not survive the loss of a worker."""
+        """The strategy's traits: synchronous delivery; the run does not survive the loss of a worker."""
         return Traits("synchronous", survives=False, results=("rank0", "mean"))
 
     @property

@@ -21,8 +21,8 @@ WARM = 4
 """The first 1/WARM of a run's steps is not timed."""
 LEAST, NEAR = 1.6, 0.05
 APART = f"local_sgd({2 * STEPS})"
-"""Strategy whose workers never synchronize. Its speed-up with two processes is the most that the cores of this machine
-allow.
+"""Strategy whose workers never synchronize. The speed-up of this strategy with two processes is the largest that the
+cores of this machine allow.
 """
 KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
 JOB = """from flockstep.claims.sparse_logistic import sparse_job

@@ -35,7 +35,8 @@ class Expectation:
     short: Short | None = None
     """Known difference between flockstep and the expectation; None if there is no difference."""
     kind: str = ""
-    """Kind of lost message to which the expectation applies; empty for all kinds without an own expectation."""
+    """Kind of lost message to which the expectation applies; empty for all kinds that have no expectation of their own.
+    """
 
     def holds(self, word: str) -> bool:
         """Return whether an observation fulfills the expectation."""

@@ -105,9 +105,9 @@ async def asynchronous_worker(me: Worker, n: int) -> None:
 
 
 async def asynchronous_all(me: Worker, n: int) -> None:
-    """All workers push their gradients at once; each receives the model after its gradient was applied.
+    """All workers push their gradients at once; each receives the model after its gradient has been applied.
 
-    The exchange ends when the last update was applied.
+    The exchange ends when the last update has been applied.
     """
     if me.rank < n:
         me.send(n, "gradient", model(n))
@@ -120,7 +120,7 @@ async def asynchronous_all(me: Worker, n: int) -> None:
 
 
 async def distributed_server(me: Worker, n: int) -> None:
-    """Every worker also is the server of 1/n of the model."""
+    """Every worker is also the server of 1/n of the model."""
     share = np.ones(SHARE)
     for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
         for hop in range(1, n):

@@ -19,8 +19,8 @@ HELD_OUT = 6_000
 
 
 class NextCharacter(Model):
-    """A network that predicts the next character from four: embedded characters → 48 rectified units → logits (Bengio
-    et al. 2003, figure 1).
+    """A network that predicts a character from the four before it: embedded characters → 48 rectified units → logits
+    (Bengio et al. 2003, figure 1).
     """
 
     dtype = "float32"

@@ -21,7 +21,7 @@ class Once(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous delivery; the run does not survive the loss of a worker."""
+        """The strategy's traits: synchronous delivery; the run does not survive the loss of a worker."""
         return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:

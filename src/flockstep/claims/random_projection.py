@@ -78,7 +78,7 @@ class RandomProjection(Codec):
         return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the expected squared error: the variance bound times the squared norm of the
+        """Return an upper bound on the expected squared error: the variance bound times the squared norm of the
         array.
         """
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))

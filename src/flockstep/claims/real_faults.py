@@ -29,12 +29,14 @@ STEPS = 6000
 the end.
 """
 PATIENCE = 60.0
-"""Seconds after which waiting for a condition is given up."""
+"""Seconds to wait for a condition before giving up."""
 FULL, NARROW = "50mbit", "5mbit"
 LONG = 4000
 """Number of steps of the run in which a link becomes narrow; the run is ended long before its last step."""
 HELD_BACK = 8
-"""Largest number of recent steps of a worker that its record does not have yet, because they are written later."""
+"""Largest number of a worker's latest steps that may be missing from the record, because steps are written with a
+delay.
+"""
 _LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
 _TIME = re.compile(rb'"type":"step","seconds":([0-9.e+-]+)')
 

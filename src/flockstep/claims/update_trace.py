@@ -1,4 +1,4 @@
-"""Runs of which only times and staleness are read: gradients cost no computation, and messages are not recorded."""
+"""Runs from which only times and staleness are read: gradients cost no computation, and messages are not recorded."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Trace:
     def until_first_end(self, steps: int) -> Trace:
         """Return the part of the trace in which all workers take part.
 
-        This part ends when the last of a worker's `steps` gradients is applied, for the first worker that finishes.
+        This part ends as soon as all `steps` gradients of some worker have been applied.
         """
         ends = [np.flatnonzero(self.rank == rank)[steps - 1 : steps] for rank in np.unique(self.rank)]
         first = int(np.concatenate(ends).min()) + 1

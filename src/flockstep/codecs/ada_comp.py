@@ -100,7 +100,7 @@ class AdaComp(Streamed):
         return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ||x||² as an upper bound of the error: a decoded element is never further from the original than zero
+        """Return ||x||² as an upper bound on the error: a decoded element is never further from the original than zero
         is.
         """
         return float(np.sum(np.square(array.astype(np.float64))))

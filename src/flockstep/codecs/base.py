@@ -100,7 +100,7 @@ class Codec(Component):
 
     @abstractmethod
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of E||x - decode(encode(x))||² for the array x; for a deterministic codec, of ||x -
+        """Return an upper bound on E||x - decode(encode(x))||² for the array x; for a deterministic codec, on ||x -
         decode(encode(x))||².
         """
 

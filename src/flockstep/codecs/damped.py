@@ -65,7 +65,7 @@ class Damped(Codec):
         self.codec.add_decoded(data, out, scale * self.factor(len(out)))
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the upper bound of the error: omega / (1 + omega) ||x||²."""
+        """Return the upper bound on the error: omega / (1 + omega) ||x||²."""
         return (1 - self.factor(array.size)) * float(np.sum(np.square(array.astype(np.float64))))
 
     def sparse_parts(self, size: int) -> list[slice]:

@@ -105,7 +105,7 @@ class Dct(Codec):
             begin += t.wire_bytes(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the error: the sum over the tensors of (1 - k / (elements of a chunk)) ‖x‖²."""
+        """Return an upper bound on the error: the sum over the tensors of (1 - k / (elements of a chunk)) ‖x‖²."""
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for t in self.tilings(len(flat), array.dtype.name):
             if t.kept:

@@ -58,8 +58,8 @@ class Int8(Levels):
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the squared error: the sum of (absmax / 254)² over all elements, plus 0.02 % for
-        the rounding of x / absmax * 127.
+        """Return an upper bound on the squared error: the sum of (absmax / 254)² over all elements, plus 0.02 % for the
+        rounding of x / absmax * 127.
         """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0

@@ -61,7 +61,7 @@ class Natural(Quantizer):
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the expected squared error, summed over the elements x.
+        """Return an upper bound on the expected squared error, summed over the elements x.
 
         With the smallest normal number m and the largest power of two M, an element adds m |x| if |x| < m, (|x| - M)²
         if |x| > M, and x² / 8 otherwise. The bound is 0 for an array that is sent unchanged.

@@ -112,7 +112,7 @@ class PowerSgdCodec(Codec):
         return *found, [dense[a:b] for a, b in pairwise(starts)]
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the expected error: (1 - rank / min(n, m)) ‖M‖² for every matrix M (n, m).
+        """Return an upper bound on the expected error: (1 - rank / min(n, m)) ‖M‖² for every matrix M (n, m).
 
         In expectation a Gaussian column captures 1/rank(M) of the energy, because it weighs directions by their
         singular values. The remainder has one direction less, of which the next column captures the corresponding

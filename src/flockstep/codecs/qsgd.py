@@ -56,7 +56,7 @@ class Qsgd(Levels):
         return min(d / self.levels**2, math.sqrt(d) / self.levels)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of the error: the variance omega times ||x||²."""
+        """Return an upper bound on the error: the variance omega times ||x||²."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         return (self.variance(array.size) or 0.0) * float(np.sum(np.square(array.astype(np.float64))))

@@ -119,7 +119,7 @@ class Sparsifier(Streamed):
         return self.left_out(array) + self.values.error_bound(array.reshape(-1))
 
     def left_out(self, array: FlatArray) -> float:
-        """Return an upper bound of the squared error that the elements cause that are not sent."""
+        """Return an upper bound on the squared error caused by the elements that are not sent."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_step(self, step: int) -> Codec:

@@ -75,7 +75,7 @@ class Largest(Sparsifier):
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
-        """Return an upper bound of the squared norm of the elements that are not sent: (1 - k/d) ‖x‖² for every bucket,
+        """Return an upper bound on the squared norm of the elements that are not sent: (1 - k/d) ‖x‖² for every bucket,
         with floor(0.8 k) in place of k if `sampled`.
         """
         squares = np.square(array.reshape(-1).astype(np.float64))

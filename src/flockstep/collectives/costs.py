@@ -88,7 +88,7 @@ def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
 
 
 def lower_bound(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return a lower bound of the seconds of every all-reduce of m bytes on P workers, without headers: L log2 P + 2 m
+    """Return a lower bound on the seconds of every all-reduce of m bytes on P workers, without headers: L log2 P + 2 m
     G (P-1)/P for latency L and G seconds per byte (Ben-Nun & Hoefler 2019).
     """
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers

@@ -70,7 +70,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def ceiling(self, workers: int, lr: float) -> float:
-        """Return the upper bound of the elastic rate alpha.
+        """Return the upper bound on the elastic rate alpha.
 
         The bound is at least the initial alpha, except if the initial alpha is unstable for the learning rate.
         """

@@ -27,7 +27,7 @@ def jit(function: F) -> F:
 def fast(function: F) -> F:
     """Compile a function as `jit` does, except that sums may be reordered to use vector registers.
 
-    The order of a sum is equal in every call.
+    The order of a sum is the same in every call.
     """
     reordered = {"reassoc", "contract"}
     return cast(

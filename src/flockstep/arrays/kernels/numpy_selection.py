@@ -206,8 +206,8 @@ def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) ->
     Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
-        The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most
-        `cap` times the mean magnitude chosen (NaN or infinite if an element is).
+        The ascending indices, the number of elements selected from each bin, and the mean of the bins' largest
+        magnitudes, at most `cap` times the mean magnitude of the selected elements (NaN or infinite if an element is).
     """
     bins = -(-len(total) // width)
     g, h = np.zeros((2, bins * width), np.float64 if total.dtype == np.float64 else np.float32)

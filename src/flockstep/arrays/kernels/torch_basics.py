@@ -1,4 +1,4 @@
-"""Conversions between tensors and bytes; for little-endian machines only, as torch itself."""
+"""Conversions between tensors and bytes; for little-endian machines only, like torch itself."""
 
 from __future__ import annotations
 

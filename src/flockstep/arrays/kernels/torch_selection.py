@@ -196,8 +196,8 @@ def bins_reached(
     Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
-        The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most
-        `cap` times the mean magnitude chosen (NaN or infinite if an element is).
+        The ascending indices, the number of elements selected from each bin, and the mean of the bins' largest
+        magnitudes, at most `cap` times the mean magnitude of the selected elements (NaN or infinite if an element is).
     """
     bins = -(-len(total) // width)
     g, h = as_floats(total).new_zeros((2, bins * width))

@@ -71,8 +71,8 @@ def to_powers(x: torch.Tensor, top: int, seed: int) -> tuple[torch.Tensor, torch
     """Round every element at random to one of the two nearest powers of two, so that the mean is preserved.
 
     Returns:
-        The low 8 bits of the exponent fields, none beyond `top`; the packed remaining bits, 1 bit each (4 for float64),
-        as 2 · the higher exponent bits + 1 if negative; and whether all elements are finite.
+        The low 8 bits of the exponent fields, none beyond `top`; the remaining bits, packed, 1 bit per element (4 for
+        float64): 2 · the higher exponent bits, plus 1 if the element is negative; and whether all elements are finite.
     """
     double = x.dtype == torch.float64
     digits = 52 if double else 23
