@@ -185,7 +185,7 @@ def test_buckets_that_a_script_has_sent_cannot_be_taken_back(tmp_path: Path):
 
 def test_quarantine_is_refused_where_a_lost_worker_ends_the_run(tmp_path):
     for strategy in ("all_reduce", "ps(bsp)"):
-        with pytest.raises(CompositionError, match=r"without which .* on 4 workers does not continue.*skip"):
+        with pytest.raises(CompositionError, match=r"on 4 workers does not continue after the loss of a worker.*skip"):
             simulate("softmax", strategy, workers=4, on_bad_gradient="quarantine", out=tmp_path / "run")
 
 

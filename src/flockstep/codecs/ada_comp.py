@@ -28,8 +28,8 @@ Up to a ratio of 2 the decoded array is closer to the original than zeros are; b
 
 @dataclass(frozen=True)
 class AdaComp(Streamed):
-    """AdaComp (Chen et al. 2017, algorithm 2): sends, from every bin, the elements that the newest gradient brings near
-    the largest.
+    """AdaComp (Chen et al. 2017, algorithm 2): sends, from every bin, the elements that the newest gradient brings
+    close to the bin's largest element.
 
     With G = R + dW and H = G + dW, it sends from every bin the elements j with |H_j| ≥ max |G|, as sign(G_j) times the
     mean of all bins' max |G|, and keeps R = G minus what was sent. R is the error kept and dW the array given to

@@ -29,7 +29,7 @@ class AdaptiveThreshold(Counted):
     """A threshold estimated from a sample, so that about `ratio`·d elements reach it.
 
     `sample`: the threshold is the magnitude that a fraction `ratio` of the sample reaches (Dryden et al. 2016 sample to
-    find the threshold of a fixed proportion, separately for either sign, and send means; here one threshold serves both
+    find the threshold of a fixed proportion, separately for each sign, and send means; here one threshold serves both
     signs and values are sent). `gaussian`: the threshold is mean + c·std of x, with c such that a normal distribution
     has the fraction `ratio` beyond ±c (Shi et al. 2019, Gaussian-k); mean and std are those of the sample, and the
     paper's up to four corrections are left out, because any number of elements may be sent. If no element reaches the

@@ -22,9 +22,9 @@ class BySize(Composed):
     """By size: the codec `large` for tensors of at least `limit` elements and several dimensions, the codec `small` for
     other tensors.
 
-    Biases, normalization scales and short tensors have few elements, which matter much; published compressors leave
-    them uncompressed (Lin et al. 2018; Vogels et al. 2019). An array whose tensors are unknown counts as one tensor of
-    more than one dimension.
+    Biases, normalization scales and short tensors have few elements, but each of them matters a lot; published
+    compressors leave them uncompressed (Lin et al. 2018; Vogels et al. 2019). An array whose tensors are unknown counts
+    as one tensor of more than one dimension.
     """
 
     large: Codec = TopK()

@@ -98,11 +98,11 @@ class Largest(Sparsifier):
 class TopK(Largest):
     """Top-k: sends the `ratio`·d elements of largest magnitude, at least one; of equal elements, the first.
 
-    With `sampled`, the threshold is estimated from a sample, repeatedly from the same sample until 0.8 to 1.3 times as
-    many elements exceed it as wanted; the largest of these are sent (as in the code published with Lin et al. 2018),
-    and if they are too few, the first of the other elements fill up the number, so that the size stays exact. With
-    `bucket` > 0, the largest elements are selected from every bucket of so many elements, with indices within the
-    bucket in as few whole bits as needed (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
+    With `sampled`, the threshold is estimated from a sample, and adjusted with the same sample until 0.8 to 1.3 times
+    the wanted number of elements exceed the threshold. The largest of these elements are sent (as in the code published
+    with Lin et al. 2018); if they are too few, the first of the other elements are added, so that the size stays exact.
+    With `bucket` > 0, the largest elements are selected from every bucket of `bucket` elements, with indices within the
+    bucket in the fewest whole bits (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))

@@ -43,8 +43,8 @@ class Collective(Component):
 
     @property
     def over_messages(self) -> bool:
-        """Whether all data travels in flockstep's messages, also that of collectives inside this one; only then can a
-        group that is not a whole run use the collective.
+        """Whether all data travels in flockstep's messages, including the data of collectives inside this one. Only
+        then can a group of some of a run's workers use the collective.
         """
         inner = [getattr(self, name) for name in fields_of(type(self))]
         return all(one.over_messages for one in inner if isinstance(one, Collective))
@@ -148,8 +148,8 @@ class Collective(Component):
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 
     def rounds(self, workers: int) -> int:
-        """Return the number of rounds of an `all_reduce`: the messages on the longest chain of messages that wait for
-        each other.
+        """Return the number of rounds of an `all_reduce`: the number of messages on the longest chain in which each
+        message waits for the message before it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 

@@ -20,11 +20,11 @@ class HierarchicalCollective(Collective):
     """Two-level all-reduce (Jia et al. 2018; hierarchical in NCCL and Horovod): inside groups, and between groups.
 
     A group consists of `group` consecutive ranks; r is their number. Each group reduce-scatters around a ring; the
-    workers that hold the same share, one of each group, sum it with `outer`; then each group gathers the shares around
-    the ring. Every group sends 2(n/r-1)/(n/r) K elements to other groups, over r connections at once. Shares are summed
-    in the ring's order within groups and then in the outer order over groups. If r does not divide n, each worker of
-    the last, smaller group first adds its array to the array of rank - r, from which it receives the result at the end.
-    With r ≥ n there is one group.
+    workers that hold the same share, one in each group, sum the share with `outer`; then each group gathers the shares
+    around the ring. Every group sends 2(n/r-1)/(n/r) K elements to other groups, over r connections at once. Shares are
+    summed in the ring's order within groups and then in the outer order over groups. If r does not divide n, each
+    worker of the last, smaller group first adds its array to the array of rank - r, from which it receives the result
+    at the end. With r ≥ n there is one group.
     """
 
     group: int = field(default=4, metadata=SHOWN)
@@ -56,7 +56,8 @@ class HierarchicalCollective(Collective):
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return the seconds of a ring of r workers in each group, plus an all-reduce of 1/r of the m bytes over the
-        groups; if workers fold, 2 L + (2 + 1/r) m G more for latency L and G seconds per byte.
+        groups; if r does not divide the number of workers, 2 L + (2 + 1/r) m G more for latency L and G seconds per
+        byte.
         """
         r, full = self._grid(workers)
         folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0
@@ -72,7 +73,9 @@ class HierarchicalCollective(Collective):
         return INNER.sent_elements(r, size, rank % r) + outer + folded * size
 
     def rounds(self, workers: int) -> int:
-        """Return the number of rounds of both levels, plus two if workers fold."""
+        """Return the number of rounds of both levels, plus two if the group size does not divide the number of
+        workers.
+        """
         r, full = self._grid(workers)
         return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)
 

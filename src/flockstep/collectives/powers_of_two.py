@@ -44,5 +44,7 @@ def sent_in_folds(workers: int, size: int, rank: int) -> int:
 
 
 def rounds_with_folds(workers: int, phases: int) -> int:
-    """Return the number of rounds in `phases` phases of ⌊log2 n⌋ rounds each, plus those of folding and unfolding."""
+    """Return the number of rounds in `phases` phases of ⌊log2 n⌋ rounds each, plus the rounds of folding and
+    unfolding.
+    """
     return phases * doublings(workers) + 2 * (not is_power(workers))

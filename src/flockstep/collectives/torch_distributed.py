@@ -22,13 +22,13 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 @dataclass(frozen=True)
 class TorchDistributed(Collective):
-    """Executes every operation by torch.distributed (Li et al. 2020), which uses its own sockets and threads.
+    """Executes every operation with torch.distributed (Li et al. 2020), which uses its own sockets and threads.
 
     The workers must be separate processes. All workers get the same bits, but the order of addition is the backend's:
     the result may differ from that of `ring` by rounding. In a background task the operation continues while gradients
-    are computed. The recorded bytes are those of the formulas below, because flockstep cannot observe the backend's
-    sockets; the figure `bytes_by_formula` records their number. All workers must start the same operations in the same
-    order, including those of background tasks.
+    are computed. The recorded bytes are computed from the formulas of the methods below, because flockstep cannot
+    observe the backend's sockets; the figure `bytes_by_formula` records their number. All workers must start the same
+    operations in the same order, including those of background tasks.
     """
 
     backend: str = "gloo"

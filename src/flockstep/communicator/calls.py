@@ -66,8 +66,8 @@ class Calls:
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """Return the array and the note that `packet` makes, with a note of type `kind`; for no array, return None and
-        an empty note.
+        """Return the array and the note that `packet` makes, the note converted to type `kind`; if there is no array,
+        return None and an empty note.
         """
         if array is None:
             return None, kind()

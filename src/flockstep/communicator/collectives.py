@@ -53,7 +53,7 @@ class Collectives(Calls):
                 same name, with an array of the same shape.
             average: whether to divide the sum by the number of ranks.
             out: the array for the result. It may be `array` itself; an array made by `shared` is then summed in place.
-            name: a name that matches calls of several threads.
+            name: a name by which the ranks match calls from several threads.
             timeout: seconds to wait for the other ranks; None for no limit.
 
         Raises:

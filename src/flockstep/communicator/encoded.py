@@ -139,7 +139,7 @@ def codec_of(codec: str | Codec | None) -> Codec | None:
 
 
 def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
-    """Return `codec` with the shape of the array to encode, for the given step.
+    """Return `codec` bound to the shape of the array to encode and to the given step.
 
     Raises: ConfigurationError: the array does not hold floating-point numbers.
     """

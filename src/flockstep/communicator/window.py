@@ -135,7 +135,7 @@ class Window:
 
     @contextmanager
     def local(self) -> Iterator[Array]:
-        """Yield this rank's own array, while no operation of another rank takes effect on it, for atomic changes.
+        """Yield this rank's own array for atomic changes: no operation of another rank takes effect during the block.
 
         The communicator waits as long as the block runs: keep the block short, and do not call the communicator in it.
         """

@@ -13,8 +13,8 @@ from flockstep.expression import Component
 
 
 class Feedback(Component):
-    """Keeps the values that a codec drops, and adds them to later arrays. A sender's `memory` of them is None at
-    first.
+    """Keeps the values that a codec drops, and adds them to later arrays. A sender's `memory` of dropped values is None
+    at first.
     """
 
     noun: ClassVar[str] = "feedback"

@@ -105,9 +105,9 @@ class Optimizer(Component):
             share: the part of a full step that the gradient makes, for example 1/n for the gradient of one of n
                 workers. The parts of a step together move `params` about as far as the full step, and over all later
                 steps each part counts as its share. An optimizer that is linear in the gradient multiplies the
-                gradient, weight decay included, by `share`. In any other optimizer, this would have no effect: it
-                multiplies the learning rate instead, and raises the factors of its running means to the power of
-                `share`. With 1, the step equals a full step in every bit.
+                gradient, weight decay included, by `share`. In any other optimizer, a factor on the gradient would have
+                no effect; such an optimizer multiplies the learning rate instead, and raises the factors of its running
+                means to the power of `share`. With 1, the step equals a full step in every bit.
         """
 
 

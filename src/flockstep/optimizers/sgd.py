@@ -57,7 +57,7 @@ class SGD(Optimizer):
         lr: float,
         share: float = 1.0,
     ) -> None:
-        """Take a step with another momentum than the optimizer's own, which may be negative.
+        """Take a step with the given momentum, which may be negative, in place of the optimizer's own.
 
         With a momentum of 0 the velocity is updated but not used; with None there is no velocity.
         """

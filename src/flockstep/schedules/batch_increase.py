@@ -14,8 +14,8 @@ class BatchIncrease(Schedule):
 
     Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same factor and use the same
     number of samples; a larger batch makes fewer updates. The batch grows only at the first `increases` of the
-    fractions `at` (None: at all); at the others, the learning rate falls, for batches that cannot grow further (section
-    5.1). `scale` multiplies the learning rate throughout.
+    fractions `at` (None: at all of them); at the other fractions, the learning rate falls, for batches that cannot grow
+    further (section 5.1). `scale` multiplies the learning rate throughout.
     """
 
     growth: float = 5.0
@@ -28,7 +28,7 @@ class BatchIncrease(Schedule):
         check_shares(self.at, "batch_increase")
         if self.increases is not None and not 0 <= self.increases <= len(self.at):
             raise ConfigurationError(
-                f"increases of batch_increase must be in [0, {len(self.at)}], one for each share in at, got "
+                f"increases of batch_increase must be in [0, {len(self.at)}], one for each fraction in at, got "
                 f"{self.increases}; leave it out for all of them"
             )
 

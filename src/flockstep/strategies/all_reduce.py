@@ -25,8 +25,8 @@ from flockstep.strategies.resizing import Resizing
 SIZES = Bucketed(cap=8.0, first=1.0)
 """Sizes, in megabytes, of the buckets in which gradients are sent."""
 AHEAD = 16
-"""Number of elements in front of the mean, of which the last one is sent with the mean. With 16, the mean begins at a
-cache line.
+"""Number of elements of the buffer in front of the mean. The last of them is a flag that is sent with the mean. With 16
+elements, the mean begins at a cache line.
 """
 
 
@@ -43,7 +43,7 @@ class AllReduceState:
     """
     trial: OverlapTrial = field(default_factory=OverlapTrial)
     """Measured times of steps with and without overlap of backward pass and messages, from which the worker chooses the
-    faster.
+    faster kind.
     """
 
 

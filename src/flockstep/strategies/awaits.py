@@ -1,4 +1,6 @@
-"""Finds the calls in a strategy's program that lack `await`, and those that `await` what does not wait."""
+"""Finds the calls in a strategy's program that lack `await`, and the calls that are awaited although they do not
+wait.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ _SIGNS = ("generator", "coroutine", "'await' expression")
 
 
 def check_awaits(strategy: Strategy) -> None:
-    """Check that the programs of a strategy drop the result of no call that must be awaited: without `await`, such a
-    call does nothing.
+    """Check that no program of a strategy contains a call that lacks `await` and whose result is dropped; such a call
+    does nothing.
 
     Raises:
-        ConfigurationError: the result of such a call is dropped.
+        ConfigurationError: a program contains such a call.
     """
     for name, member in inspect.getmembers(type(strategy), inspect.isfunction):
         program = inspect.unwrap(member)
@@ -40,8 +42,8 @@ def check_awaits(strategy: Strategy) -> None:
 
 
 def explained(error: Exception) -> ConfigurationError | None:
-    """Return the error that names the call without `await`, or the needless `await`, by which an exception of a
-    strategy's program was caused; None if the exception has another cause.
+    """Return the error that names the missing or needless `await` that caused an exception in a strategy's program;
+    None if the exception has another cause.
     """
     if not any(sign in str(error) for sign in _SIGNS):
         return None

@@ -125,8 +125,8 @@ class Strategy(Component):
 
     @property
     def steps_alone(self) -> bool:
-        """Whether the only worker of a run passes each gradient to its optimizer unread, so that the gradients may lie
-        elsewhere than in the flat array.
+        """Whether the only worker of a run passes each gradient to its optimizer unread, so that the gradients may be
+        stored outside the flat array.
         """
         return False
 

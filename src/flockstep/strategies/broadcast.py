@@ -34,7 +34,7 @@ class Broadcast(Strategy):
     """Complete communication (FAST, section 3 and figure 3; its Statement 1): every update reaches every worker.
 
     Worker i computes its optimizer's step u, adds scale · u to its own replica, and sends the same array to every other
-    worker, which adds it on arrival. Every update reaches every worker, so once the queues have drained all replicas
+    worker, which adds it on arrival. Every update reaches every worker, so once the queues have drained, all replicas
     are equal in every bit: updates lie on a grid on which addition is exact in any order. A round of n workers moves
     every replica by the sum of n updates; with scale = 1/n a round is one large-batch step. Momentum stays with the
     sender.

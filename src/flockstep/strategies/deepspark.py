@@ -14,8 +14,8 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class DeepSparkState:
-    """A worker's state: alpha, the sum and the number of losses since the last exchange, and the mean loss between the
-    two exchanges before.
+    """A worker's state: alpha, the sum and the number of losses since the last exchange, and the mean loss of the
+    window before the last exchange.
     """
 
     alpha: float

@@ -92,14 +92,14 @@ class Downpour(Strategy):
     """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1): local steps, periodic pushes and fetches.
 
     A worker steps on its replica with the job's optimizer and accumulates its gradients. It pushes their sum every
-    `n_push` steps and fetches the servers' parameters every `n_fetch` steps; the paper reports runs with 1 and 1. A
-    server applies a sum of m gradients at once with `server_update`, as m steps along their mean, weight decay
-    included, at the pushing worker's learning rate. Gradients left at the end are pushed without filters.
+    `n_push` steps and fetches the servers' parameters every `n_fetch` steps; the paper reports runs with n_push =
+    n_fetch = 1. A server applies a sum of m gradients at once with `server_update`, as m steps along their mean, weight
+    decay included, at the pushing worker's learning rate. Gradients left at the end are pushed without filters.
 
     A fetch travels while the worker computes the next gradients, as in the paper. The fetched parameters replace the
     replica before the next step after their arrival, even if some gradients are not pushed yet; the next fetch starts
     when the previous one has arrived. With overlap=False the worker waits for each fetch; with n_push = n_fetch = 1,
-    the strategy then equals `asgd`, and has half the staleness.
+    the strategy then equals `asgd`, with half the staleness that overlap causes.
 
     Staleness counts the updates by other workers since the first of the accumulated gradients was computed. `replicas`
     is the number of backups of each server, one of which takes the place of a server that dies.

@@ -27,8 +27,8 @@ class ElasticMomentum(ElasticAveraging):
     """EAMSGD: elastic averaging with momentum (Zhang, Choromanska & LeCun 2015, algorithm 2).
 
     A step is v ← delta v, w ← w + v, the gradient g at that point, w ← w - lr g, v ← v - lr g. Exchanges are those of
-    `easgd`, between the center and w, never the look-ahead point. `momentum` (delta) replaces the momentum of the job's
-    sgd; the job's weight decay applies, as g + weight_decay w. The paper uses 0.99, with learning rates ten times
+    `easgd`, between the center and w, never with the look-ahead point. `momentum` (delta) replaces the momentum of the
+    job's sgd; the job's weight decay applies, as g + weight_decay w. The paper uses 0.99, with learning rates ten times
     smaller than those of EASGD. Replicas with momentum drift apart faster, hence the shorter default `period`.
     """
 

@@ -125,8 +125,8 @@ class EpochServer(Strategy):
         return max(0, min(self.length, steps - epoch * self.length))
 
     async def master(self, me: Server) -> None:
-        """Apply every gradient on arrival. Answer workers with batches left at once, and the other workers when the
-        epoch ends.
+        """Apply every gradient on arrival. Answer at once the workers that still have batches, and the other workers
+        when the epoch ends.
         """
         state: EpochServerState = me.state
         async for message in me.messages():

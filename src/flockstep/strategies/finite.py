@@ -22,8 +22,8 @@ def bad_gradient(
     packed: bool = False,
     known: bool = False,
 ) -> str | None:
-    """Return the reason for which elements `start` to `stop` of a worker's own gradient are refused; None if the
-    elements are accepted.
+    """Return the reason why elements `start` to `stop` of a worker's own gradient are refused; None if the elements are
+    accepted.
 
     `packed` says that the array holds factors, whose norm is not the norm of the gradient, and `known` that all
     elements are known to be finite.
@@ -114,7 +114,7 @@ def require_skippable(strategy: Strategy, bad_gradients: BadGradients, workers: 
         )
     if bad_gradients.action == "quarantine" and not strategy.traits.deaths(workers):
         raise CompositionError(
-            f"quarantine removes a worker, without which {strategy} on {workers} workers does not continue; use "
-            "on_bad_gradient=skip, or a strategy that survives a lost worker, such as ps(consistency=ssp) or "
-            "gossip"
+            f"quarantine removes a worker, but {strategy} on {workers} workers does not continue after the loss of a "
+            "worker; use on_bad_gradient=skip, or a strategy that survives a lost worker, such as ps(consistency=ssp) "
+            "or gossip"
         )

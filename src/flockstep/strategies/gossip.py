@@ -109,7 +109,7 @@ class Gossip(Strategy):
 
     resizing = Resizing(
         replicas="own",
-        also="the replicas are averaged by their masses, and afterwards all workers have equal masses",
+        also="the replicas are averaged with their masses as weights, and afterwards all workers have equal masses",
     )
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

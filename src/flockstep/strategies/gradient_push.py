@@ -101,7 +101,8 @@ class GradientPush(Strategy):
             )
 
     resizing = Resizing(
-        replicas="own", also="the replicas are averaged by their masses, and afterwards each worker has mass 1"
+        replicas="own",
+        also="the replicas are averaged with their masses as weights, and afterwards each worker has mass 1",
     )
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

@@ -54,9 +54,10 @@ class ParameterServer(Strategy):
     job's optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version
     with which the gradient was computed and the version to which it is applied (Zhang et al. 2016). Shards decide
     independently of each other. `filters` select the entries that are sent; the other entries are added to a later
-    push. An `aggregation` other than `mean` takes the place of the mean of a step's gradients. If too many workers are
-    missing in a step to withstand the attackers for which the aggregation is configured, none of the step's gradients
-    is applied. `replicas` is the number of backups of each server, one of which takes the place of a server that dies.
+    push. An `aggregation` other than `mean` takes the place of the mean of a step's gradients. If so many workers are
+    missing in a step that the aggregation could not withstand the attackers for which it is configured, none of the
+    step's gradients is applied. `replicas` is the number of backups of each server, one of which takes the place of a
+    server that dies.
     """
 
     checks: ClassVar[frozenset[str]] = frozenset({"push"})
@@ -107,7 +108,7 @@ class ParameterServer(Strategy):
             )
         if self.server_update.weighs:
             raise CompositionError(
-                f"{self.server_update} weighs the gradients of a step, which {own} combines without weights; use "
+                f"{self.server_update} weights the gradients of a step, which {own} combines without weights; use "
                 "server_update=plain, or aggregation=mean"
             )
         if self.filters:
@@ -332,7 +333,7 @@ class ParameterServer(Strategy):
         if workers - len(me.lost) < least:
             raise PeerLost(
                 f"{len(me.lost)} of {workers} workers are lost, and {self.aggregation} needs the gradients of {least}; "
-                "use more workers, or an aggregation against fewer attackers"
+                "use more workers, or an aggregation for fewer attackers"
             )
         me.version += 1
         return [0.0] * len(group)

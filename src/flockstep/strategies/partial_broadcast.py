@@ -36,8 +36,8 @@ class PartialBroadcast(Strategy):
 
     With rest = "drop", an update that is not sent to a peer is lost to that peer; replicas never agree, and on non-IID
     data the mean model fails. With rest = "defer", the update is added to the next message to that peer, so that
-    communication is complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes n · K
-    numbers of memory on each worker. With "drop" and "defer", share = 1 equals `broadcast`, bit for bit. With rest =
+    communication is complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes memory
+    for n · K numbers on each worker. With "drop" and "defer", share = 1 equals `broadcast`, bit for bit. With rest =
     "average", updates are dropped as with "drop", but a worker moves by the mean of its own update and the updates that
     have arrived since its last step, which differs from `broadcast` even with share = 1.
     """

@@ -48,14 +48,14 @@ class ScatterReduce(Strategy):
 
     Worker i sends slice j of g_i to worker j. Worker j averages the n slices in order of rank, steps its slice of w
     with the job's optimizer, whose state for that slice no other worker keeps, and broadcasts the slice. With n workers
-    and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
-    sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
-    in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as in a parameter
-    server. The optimizer's state is sharded as by ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). A clipped
-    gradient is scaled by its whole norm, for which workers exchange the squared norms of their slices. If all workers
-    share memory, they read the slices of unencoded gradients and of w in shared memory, in the same order. In this
-    strategy, an `aggregation` withstands wrong gradients, but not a hostile worker: every worker owns 1/n of the model
-    and sends its slice unchecked.
+    and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages per worker; each
+    worker sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous
+    parallel in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as in a
+    parameter server. The optimizer's state is sharded as in ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). To
+    clip a gradient by its whole norm, workers exchange the squared norms of their slices. If all workers share memory,
+    they read the slices of unencoded gradients and of w in shared memory, in the same order. In this strategy, an
+    `aggregation` withstands wrong gradients, but not a hostile worker: every worker owns 1/n of the model and sends its
+    slice unchecked.
     """
 
     codec: Codec = field(default_factory=Identity)

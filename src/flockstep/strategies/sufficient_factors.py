@@ -60,7 +60,7 @@ class SufficientFactors(Strategy):
             me.optimizer_step(rest)
 
     def chosen(self, layers: tuple[FactoredWeight, ...], workers: int) -> tuple[FactoredWeight, ...]:
-        """Return the layers whose gradients are smaller to send as factors."""
+        """Return the layers for which a worker sends no more elements as factors than in a ring all-reduce."""
         return tuple(layer for layer in layers if workers > 1 and layer.factors * workers <= 2 * layer.dense)
 
 

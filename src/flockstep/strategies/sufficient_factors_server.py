@@ -138,7 +138,7 @@ def divided(
 
 
 def smaller(me: Worker) -> tuple[FactoredWeight, ...]:
-    """Return the layers whose gradients are smaller to push as factors."""
+    """Return the layers whose factors have fewer elements than their dense gradients."""
     return tuple(layer for layer in me.layers if layer.factors < layer.dense)
 
 

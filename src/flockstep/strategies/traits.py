@@ -122,7 +122,7 @@ class Traits:
         return self.delivery == "synchronous" and not self.server_optimizer
 
     def deaths(self, workers: int) -> int:
-        """Return the largest number of `workers` workers that may die without stopping the others."""
+        """Return how many of `workers` workers may die without stopping the others."""
         most = workers - self.least
         return max(0, most if self.survives is True else min(int(self.survives), most))
 

@@ -20,7 +20,8 @@ class TorusGraph(Topology):
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the grid in which every worker has an edge to its right and to its lower neighbor, around the sides.
+        """Return the grid in which every worker has an edge to its right and to its lower neighbor; edges wrap around
+        the sides.
 
         Raises:
             ConfigurationError: n is a prime above 3, for which the grid would have only one row.

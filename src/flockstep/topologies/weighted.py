@@ -22,14 +22,14 @@ EXAMPLE = "0-1 1-2 2-3 3-0"
 
 @dataclass(frozen=True)
 class WeightedGraph(Topology):
-    """A custom graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
+    """A custom graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with edges, GraphML or JSON.
 
     The weight of an edge is the weight that the receiver gives to what it receives. The diagonal is given as '0-0:0.5',
-    or is one minus the other weights: minus those of what each worker sends if edges are one-way (column-stochastic,
-    for push-sum), otherwise minus those of its row, which equal those of its column. Without weights:
-    Metropolis–Hastings, or equal parts of what is sent if edges are one-way. Files: .graphml; .json with node-link data
-    as networkx writes it; any other file is an edge list. Every host with a worker reads the file. Nodes that are not
-    numbered 0..n-1 are numbered in the order of the file.
+    or is one minus a sum of other weights: of all edges on which the worker sends if edges are one-way
+    (column-stochastic, for push-sum), otherwise of all edges of the worker. Without weights: Metropolis–Hastings, or
+    equal parts of what is sent if edges are one-way. Files: .graphml; .json with node-link data as networkx writes it;
+    any other file is an edge list. Every host with a worker reads the file. Nodes that are not numbered 0..n-1 are
+    numbered in the order of the file.
     """
 
     edges: str = EXAMPLE

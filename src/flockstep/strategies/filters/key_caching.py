@@ -1,4 +1,4 @@
-"""A filter that sends a key list that was sent before as its hash."""
+"""A filter that sends only the hash of a key list that was sent before."""
 
 from __future__ import annotations
 
