@@ -26,8 +26,8 @@ class PerturbedQuadratics(Unjudged):
     """Many independent one-dimensional quadratics, whose parameters begin at the optimum 0; each sample pushes one of
     them up by 1.
 
-    The gradient is affine, so the way back to 0 after a push equals a run that starts at distance 1 from the optimum.
-    One simulation replaces as many runs as it has gradients. The gradient already includes the learning rate.
+    The gradient is affine, so the return to 0 after a push equals a run that starts at distance 1 from the optimum. One
+    simulation replaces as many runs as it has gradients. The gradient already includes the learning rate.
     """
 
     def __init__(self, rate: float):

@@ -69,8 +69,8 @@ class GradualWarmup(Claim):
         reason = (
             "Share of the seeds whose runs did not survive the first large steps: "
             + ", ".join(f"{(errors >= small + 5).mean():.0%} fail with {name}" for name, errors in others.items())
-            + f", {(gradual >= small + 5).mean():.0%} with gradual, whose mean without these runs is "
-            f"{lucky:.2f} %. The perceptron's initial weights (Glorot) and centered pixels were chosen "
+            + f", {(gradual >= small + 5).mean():.0%} fail with gradual warm-up, and the mean error of the other runs "
+            f"is {lucky:.2f} %. The perceptron's initial weights (Glorot) and centered pixels were chosen "
             "because they separate the warm-ups: with He weights and pixels from 0 to 1 all three fail, and "
             "fewer seeds show nothing (the first ten seeds show no failure without a warm-up)"
         )

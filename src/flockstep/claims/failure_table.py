@@ -15,8 +15,8 @@ from flockstep.testing import failures as f
 
 @dataclass(frozen=True)
 class Short:
-    """A known difference of flockstep from the literature's behavior: the reason, and the observations that the reason
-    explains.
+    """A known difference between flockstep and the behavior in the literature: the reason, and the observations that
+    the reason explains.
     """
 
     why: str

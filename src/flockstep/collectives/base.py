@@ -77,8 +77,8 @@ class Collective(Component):
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Sum the arrays of all workers, leaving each worker with its `share` of the sum.
 
-        The rest of `array` is undefined afterwards. Every worker sends each other worker its share, and a share is
-        summed in order of rank: (P-1)/P K elements in P-1 messages.
+        The rest of `array` is undefined afterwards. Each worker sends every other worker the receiver's share, (P-1)/P
+        K elements in P-1 messages in total; a share is summed in order of rank.
 
         Returns:
             The slice of `array` that is this worker's share, and the view of it, which holds the sum.

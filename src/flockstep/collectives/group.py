@@ -23,7 +23,9 @@ class Group(Protocol):
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""
     shared_sum: SharedSum | None
-    """Sums over all members in shared memory; None if not all members of the group share memory."""
+    """The object that sums arrays over all members in shared memory; None if not all members of the group share
+    memory.
+    """
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` with the sum over all members, divided by `divisor`, in shared memory; return False if the

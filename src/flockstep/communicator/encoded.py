@@ -124,7 +124,9 @@ def checked(array: Any, most: int) -> Array:
     """
     found: Array = np.asarray(array)
     if found.dtype.name not in DTYPES:
-        raise ConfigurationError(f"an array must be one of {', '.join(sorted(DTYPES))}, got {found.dtype}; convert it")
+        raise ConfigurationError(
+            f"the dtype of an array must be one of {', '.join(sorted(DTYPES))}, got {found.dtype}; convert it"
+        )
     if found.nbytes > most:
         raise ConfigurationError(
             f"an array may have at most {most} bytes, got {found.nbytes}; send it in parts, or join with a larger "

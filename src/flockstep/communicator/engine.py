@@ -25,7 +25,7 @@ from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
-"""Number of bytes for one rank that may wait for the bus; threads that send more wait."""
+"""Limit on the bytes pending for one rank; at the limit, threads that send to the rank wait."""
 LOOK = 1.0
 """Seconds between two checks for broken connections."""
 

@@ -102,7 +102,9 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
         ConfigurationError: an array of that shape and dtype cannot be shared.
     """
     if dtype not in SUMMED:
-        raise ConfigurationError(f"a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it")
+        raise ConfigurationError(
+            f"the dtype of a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it"
+        )
     if min(shape, default=0) < 0:
         raise ConfigurationError(
             f"the axes of a shared array must be >= 0, got shape {tuple(shape)}; use 0 for an empty array"

@@ -28,7 +28,7 @@ class OptimizerState:
     lr: float = 0.0
     """Learning rate of the last step, which some optimizers need in order to see that it has changed."""
     start: int = 0
-    """Index of the first parameter in the model's flat array."""
+    """Index, in the model's flat array, of the first parameter that the state belongs to."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Scalar state of another library's optimizer in a saved state: "name:group" → value."""
     foreign: Any = None

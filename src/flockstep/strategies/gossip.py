@@ -181,7 +181,7 @@ class Gossip(Strategy):
 
 
 async def answers(me: Worker) -> None:
-    """Tell each peer that asks that this worker sends it no more models. The background task continues after the
+    """Answer each peer that asks: this worker sends no more models to the peer. The background task continues after the
     worker's last step.
     """
     while True:

@@ -46,7 +46,7 @@ from flockstep.strategies.traits import Delivery
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
+    """Parameter server (Dean et al. 2012; Li et al. 2014), divided over `shards` servers.
 
     A worker computes the gradient g with the parameters that it has read, pushes g, and reads again. How a worker reads
     depends on the access mode of `consistency`: in most modes the push also requests the parameters, and is answered

@@ -42,7 +42,7 @@ class WeightedGraph(Topology):
             _parse(self.edges)
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the graph without loops.
+        """Return the graph without self-loops.
 
         Raises:
             ConfigurationError: the graph has another number of nodes or is not connected, or the file cannot be read.

@@ -87,7 +87,7 @@ def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
 
     float64 is rounded to float32 before bfloat16. Finite values beyond ±largest, a number of `dtype`, become ±largest.
     Infinities do not change. NaN keeps its sign: a float16 NaN has the first bits of the fraction, or 1 if these are
-    zero; a bfloat16 NaN is the quiet one.
+    zero; a bfloat16 NaN becomes the quiet NaN.
     """
     kind = numpy_dtype(dtype)
     if x.dtype == np.float64:

@@ -24,7 +24,7 @@ Keys = npt.NDArray[Any]
 BLOCK = 16
 """Number of elements that are tested together; most blocks contain no element to send."""
 BLOCKS = 1024
-"""Number of blocks of `BLOCK` elements that stay in the first-level cache."""
+"""Number of blocks of `BLOCK` elements that fit in the first-level cache."""
 
 
 def keys_of(array: FlatArray) -> Keys:

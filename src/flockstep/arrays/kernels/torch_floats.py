@@ -17,7 +17,7 @@ def narrowed(x: torch.Tensor, dtype: str, largest: float = math.inf) -> torch.Te
 
     float64 is rounded to float32 before bfloat16. Finite values beyond ±largest, a number of `dtype`, become ±largest.
     Infinities do not change. NaN keeps its sign: a float16 NaN has the first bits of the fraction, or 1 if these are
-    zero; a bfloat16 NaN is the quiet one.
+    zero; a bfloat16 NaN becomes the quiet NaN.
     """
     kind = getattr(torch, dtype)
     cut = x if largest == math.inf else torch_basics.saturated(x, largest)

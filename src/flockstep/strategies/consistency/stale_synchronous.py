@@ -1,5 +1,5 @@
-"""Stale synchronous parallel consistency rules, with parameters that servers send on request, workers cache, or servers
-send eagerly.
+"""Stale synchronous parallel consistency rules: servers send parameters on request, workers cache parameters, or
+servers send parameters eagerly.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class ServerUpdate(Component):
 
     clips: ClassVar[Literal["combined", "none"]] = "none"
     """"combined" if the update steps the job's optimizer along the mean of a group, which the server can clip before
-    the step.
+    the step; otherwise "none".
     """
 
     memory: ClassVar[Memory] = "optimizer"
