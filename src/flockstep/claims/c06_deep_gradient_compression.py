@@ -51,7 +51,7 @@ class Final:
 
 
 class SeedResults(list[Final]):
-    """Final results of several runs that differ in their seed only."""
+    """Final results of several runs that differ only in their seed."""
 
     def median(self, what: str) -> float:
         """Return the median over the seeds of the field `what` of `Final`."""

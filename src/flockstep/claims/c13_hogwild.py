@@ -60,8 +60,8 @@ class HogwildSpeedUp(Claim):
         "dense, and with workers that share nothing"
     )
     tolerance = (
-        f"steps per second of two processes ÷ of one process, best rounds: >= {LEAST}; lost updates are counted in "
-        "every run: none with one process, none with a lock, some if updates are dense; median final test loss of "
+        f"steps per second of two processes ÷ those of one process, best rounds: >= {LEAST}; lost updates are counted "
+        "in every run: none with one process, none with a lock, some if updates are dense; median final test loss of "
         f"two processes within {NEAR:.0%} of that of one process"
     )
 

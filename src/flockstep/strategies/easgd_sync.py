@@ -27,11 +27,11 @@ class SynchronousElasticAveraging(Strategy):
     the same time.
 
     w_i ← w_i - lr g_i - alpha (w_i - center) and center ← (1 - beta) center + beta mean_i w_i, beta = p alpha, where
-    every right-hand side is of time t (Jacobi). A dedicated server holds the center and computes center ← center +
-    sum_i alpha (w_i - center), so that the center moves by exactly the sum of what the workers subtract. A worker sends
-    w_i and computes its gradient while the server returns the center: 2 K elements per exchange and worker. Exchanges
-    take place every `period` steps; in between, each worker steps alone. `replicas` is the number of backups of the
-    server.
+    every right-hand side is evaluated at time t (Jacobi). A dedicated server holds the center and computes center ←
+    center + sum_i alpha (w_i - center), so that the center moves by exactly the sum of what the workers subtract. A
+    worker sends w_i and computes its gradient while the server returns the center: 2 K elements per exchange and
+    worker. Exchanges take place every `period` steps; in between, each worker steps alone. `replicas` is the number of
+    backups of the server.
     """
 
     period: int = field(default=1, metadata=searched(1, 128))

@@ -87,8 +87,8 @@ class Traits:
     may differ.
     """
     equal_steps: bool = False
-    """Whether live workers must take equally many steps although the strategy survives deaths. If the strategy survives
-    no deaths, the workers always must.
+    """Whether live workers must take the same number of steps although the strategy survives deaths. If the strategy
+    survives no deaths, the workers always must.
     """
 
     plain_gradients: bool = True
