@@ -245,10 +245,10 @@ def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
     """Return the communicator of this process, which sends arrays of up to `max_bytes` bytes between the ranks of the
     run.
 
-    In a script that `flockstep launch -n 4` started the process is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. Every
-    rank must call `join`, after `distribute` if the rank follows a strategy; the call returns when all ranks have
-    called `join`. Processes that torchrun, mpirun or srun started must all make their first call, `distribute` or
-    `join`, within `timeout` seconds.
+    In a script that `flockstep launch -n 4` started, the process has rank 0, 1, 2 or 3 of 4; otherwise, it has rank 0
+    of 1. Every rank must call `join`, after `distribute` if the rank follows a strategy; the call returns when all
+    ranks have called `join`. Processes that torchrun, mpirun or srun started must all make their first call,
+    `distribute` or `join`, within `timeout` seconds.
 
     Raises:
         ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.

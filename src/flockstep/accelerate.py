@@ -38,8 +38,8 @@ def open_group() -> None:
     flockstep does not have. `FlockstepAccelerator` calls `open_group` by itself.
 
     Raises:
-        ConfigurationError: the open group has other ranks than the run, or the workers are on several hosts and
-            MASTER_ADDR is not set.
+        ConfigurationError: the open group has ranks other than those of the run, or the workers are on several hosts
+            and MASTER_ADDR is not set.
     """
     torch_group.open_group("Accelerate")
 

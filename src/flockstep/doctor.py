@@ -203,7 +203,7 @@ def usual() -> Iterator[SelfTest]:
     job = ("--test-only", "--ntasks=2", "--wrap=true")
     yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would accept a job")
     for extra, module, code, more in _CLUSTERS:
-        fix = f"needed only for runs on its clusters: pip install 'flockstep[{extra}]'{more}"
+        fix = f"needed only for runs on clusters of this kind: pip install 'flockstep[{extra}]'{more}"
         yield SelfTest(extra, "launchers", ("-c", code), False, fix, module)
     fix = "needed only to start runs on other hosts: install the OpenSSH client"
     yield SelfTest("ssh", "launchers", ("-G", "localhost"), False, fix, program="ssh", judge=_read_settings)
@@ -383,7 +383,7 @@ class _SameBits:
         """
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
-            raise ValueError("the run ended with different parameters than its simulation")
+            raise ValueError("the parameters at the end of the run differ from those of its simulation")
         return f"{said}, with the same result as the simulation"
 
 

@@ -74,7 +74,7 @@ class Component(ABC):
     Subclasses are frozen dataclasses.
 
     Fields may be bool, int, float, str, a `Literal`, another component's base class, a tuple of one of these, or `X |
-    None`. Checks of values belong into `__post_init__` and raise `ConfigurationError`.
+    None`. Checks of values belong in `__post_init__` and raise `ConfigurationError`.
     """
 
     noun: ClassVar[str]

@@ -27,7 +27,7 @@ SHAPE = (2048, -1)
 COPY = "numpy.copyto"
 TOPK = "torch.topk of magnitudes, 1 %"
 ALSO = ("topk(sampled=true)",)
-"""Codecs with other settings than their defaults, which are measured in addition."""
+"""Codecs that are measured in addition, with settings other than their defaults."""
 
 
 @dataclass

@@ -56,7 +56,7 @@ class SharedMemoryAllReduce(Implementation):
 
     @property
     def missing(self) -> str:
-        """Sentence that shared memory needs Linux, on other systems; empty on Linux."""
+        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux."""
         return "" if sys.platform == "linux" else "needs Linux"
 
     def worker(self, place: BenchProcess) -> BenchWorker:

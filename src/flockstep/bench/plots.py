@@ -17,8 +17,8 @@ from flockstep.report.style import Figure as Drawing
 SPEEDS = {"encode": "encode", "encode_residual": "encode + residual", "add_decoded": "decode + add"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 RATES = (
-    "Size of the array divided by the median time of one call, over the size of the array. Error bars show the first "
-    "and third quartiles."
+    "Size of the array divided by the median time of one call, against the size of the array. Error bars show the "
+    "first and third quartiles."
 )
 OF_COPIES = (
     "Encoded or decoded elements per second, relative to a plain copy of the array in the same round; higher is faster."

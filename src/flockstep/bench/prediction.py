@@ -89,7 +89,7 @@ RANKED = 0.9
 """Smallest rank correlation of predicted and measured times with which predictions count as accurate."""
 GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
 """GRADIENTS: number of gradients of each worker in the calibration on the slow link, both alone and while all workers
-compute. LEAST_GRADIENTS: the same on the quick link, where only messages are of interest. ROUNDS: number of rounds of
+compute. LEAST_GRADIENTS: the same on the fast link, where only messages are of interest. ROUNDS: number of rounds of
 large messages between two workers. TURNS: number of iterations that fit the links' latency and their usable share of
 the bandwidth alternately.
 """
@@ -137,11 +137,11 @@ class Truth:
     workers: int
     cores: int
     efficiency: float
-    """Share of the network card's nominal bandwidth that the record of the slower link reached."""
+    """Share of the network card's nominal bandwidth that the recorded run on the slower link reached."""
     notes: tuple[str, ...]
     pairs: tuple[Pair, ...]
     interrupted: str | None = None
-    """Sentence on why the measurement ended before all combinations were measured; None if all were measured."""
+    """Sentence that says why the measurement ended before all combinations were measured; None if all were measured."""
 
     @property
     def bandwidths(self) -> tuple[str, ...]:
@@ -203,8 +203,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     """
     if len(one) != len(other):
         raise ConfigurationError(
-            f"a rank correlation needs at least two values in each series, got {len(one)} and {len(other)}; leave out "
-            "the shorter series"
+            f"the two series of a rank correlation must have the same length, got {len(one)} and {len(other)}; pass "
+            "one value for each item in both series"
         )
     if len(set(one)) < 2 or len(set(other)) < 2:
         return None
@@ -244,7 +244,7 @@ class Known:
     ) -> Known:
         """Fit the cluster's link to two records, each with its card's bandwidth in bytes per second.
 
-        A step on the slow link is mostly transfer, which gives the share. A step on the quick link also waits for cores
+        A step on the slow link is mostly transfer, which gives the share. A step on the fast link also waits for cores
         and for threads to wake up: the fit counts that time as latency, at least the latency of the probe.
         """
         shape = probed.shape
@@ -370,7 +370,9 @@ def _pair(
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """Return (job, number of workers) → pairs (strategy, bandwidth): `count` distinct combinations drawn by `seed`."""
+    """Return (job, number of workers) → pairs (strategy, bandwidth): `count` distinct combinations, drawn at random
+    with the seed `seed`.
+    """
     every = list(itertools.product(JOBS, NUMBERS, DRAWN, SPEEDS))
     chosen = sorted(np.random.default_rng(seed).choice(len(every), min(count, len(every)), replace=False).tolist())
     found: dict[tuple[str, int], list[tuple[str, str]]] = {}
@@ -380,7 +382,8 @@ def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]
 
 
 def measure_drawn(count: int, seed: int, rounds: int = 1, say: ProgressCallback = silent) -> Truth:
-    """Measure `count` combinations of strategy, bandwidth, job and number of workers drawn by `seed`.
+    """Measure `count` combinations of strategy, bandwidth, job and number of workers, drawn at random with the seed
+    `seed`.
 
     If the user interrupts, the combinations measured before are returned.
 

@@ -68,7 +68,7 @@ def measure(
 ) -> list[SimulatorFigure]:
     """Measure the simulation of `workload`, a plain training loop and batched gradient calls in turns.
 
-    Batches of 8 samples, lognormal compute times, links of 10 Gbit/s, and one thread of torch.
+    The measurement uses batches of 8 samples, lognormal compute times, links of 10 Gbit/s, and one thread of torch.
     """
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]
     engine = make_engine(job, 0)

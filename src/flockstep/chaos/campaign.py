@@ -210,7 +210,7 @@ def campaign(
         place: a new folder for the runs.
         steps: steps of each worker; None chooses a number with which training lasts some seconds.
         disruptions: disruptions to cause once each, in place of random ones.
-        say: is told what is measured.
+        say: function that is called with a text about the next measurement.
 
     Raises:
         RunError: a run fails without a disruption.

@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class CorruptsGradient(Disruption):
-    """Worker `worker` computes NaN in its gradient number `step`, which `--on-bad-gradient skip` refuses."""
+    """Gradient number `step` of worker `worker` contains NaN, so `--on-bad-gradient skip` refuses the gradient."""
 
     worker: int = 1
     step: int = 20

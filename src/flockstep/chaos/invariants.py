@@ -131,12 +131,12 @@ def mass_conserved(history: RunHistory) -> Iterator[str]:
 
 
 def bits_equal(history: RunHistory) -> Iterator[str]:
-    """A synchronous run in which no worker died ends with the bits of a run that was not disrupted."""
+    """A synchronous run in which no worker died ends with the same model bits as a run without a disruption."""
     synchronous = history.setting.strategy.traits.delivery == "synchronous"
     if not synchronous or not _finished(history) or _dead(history) or history.expected.refused:
         return
     if history.result is None or history.result != history.baseline:
-        yield "the resulting model does not have the bits of the baseline run"
+        yield "the resulting model differs from the model of the baseline run"
 
 
 def nothing_left(history: RunHistory) -> Iterator[str]:

@@ -30,7 +30,7 @@ ENDS = 60.0
 class ChaosRun:
     """A real run in a folder, which `flockstep resume` may continue.
 
-    The processes of the run are found by their variable TMPDIR, whose value only this run has.
+    The processes of the run are found by their environment variable TMPDIR, whose value no other run has.
     """
 
     def __init__(self, setting: Setting, place: Path, disruption: Disruption | None = None, patience: float = 600.0):

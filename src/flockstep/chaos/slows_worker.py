@@ -12,14 +12,16 @@ import numpy as np
 from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting, middle, require_worker
 
 STOPPED, RUNNING = 0.04, 0.01
-"""STOPPED: seconds for which the worker is stopped. RUNNING: seconds for which the worker then runs. Both alternate."""
+"""STOPPED: seconds for which the worker is stopped. RUNNING: seconds for which the worker then runs. The two periods
+alternate.
+"""
 LEAST = 3
 """Number of times that the worker must have been stopped for the disruption to count."""
 
 
 @dataclass(frozen=True)
 class SlowsWorker(Disruption):
-    """From its step `step` on, worker `worker` runs a fifth of the time, for `seconds`."""
+    """From step `step` on, worker `worker` runs only a fifth of the time, for `seconds` seconds."""
 
     worker: int = 1
     step: int = 20

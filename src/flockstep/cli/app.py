@@ -188,7 +188,7 @@ def train(
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
-    """Train for real, on processes of this machine or of several."""
+    """Train for real, in processes on this machine or on several."""
     from flockstep.cli.runs import run_one
     from flockstep.drivers.setup import check, prepare
 
@@ -268,7 +268,7 @@ def join(
     timeout: o.MeetTimeout = 600.0,
     host_address: o.HostAddress = "",
 ) -> None:
-    """Add workers to a run that is going on: on this machine, or on another host to a run of flockstep train."""
+    """Add workers to a run in progress: on this machine or, for a run of flockstep train, on another host."""
     from flockstep.launchers.join_requests import ask
     from flockstep.records.folder import RunFolder
 

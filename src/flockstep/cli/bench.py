@@ -49,7 +49,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Also write a chart to t
 
 @app.command()
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
-    """Measure one-way pushes of arrays that the receiver adds up: by transports, raw sockets and a memory copy."""
+    """Measure one-way pushes of arrays that the receiver adds up: over transports, raw sockets, and a memory copy."""
     from flockstep.bench import plots
     from flockstep.bench.transport import COPY, measure
 

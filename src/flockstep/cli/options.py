@@ -328,7 +328,7 @@ class HostOptions:
 
 
 HERE = HostOptions()
-"""The options about hosts of a command that runs all processes on this host."""
+"""Values of the options about hosts for a command that runs all processes on this host."""
 
 
 def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
@@ -606,8 +606,8 @@ def leave_to_slurm(
         context: the command.
         where: the command's options about hosts.
         workers: number of workers.
-        place: folder of its record.
-        script: a launched script, and its arguments, with which the command ends.
+        place: folder of the run's record.
+        script: a launched script and its arguments, which are the last words of the command.
 
     Raises:
         ConfigurationError: options do not go together, or Slurm refuses the job.

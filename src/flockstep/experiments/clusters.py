@@ -115,10 +115,10 @@ def on_spark(
     cluster must be able to run one task for each partition at the same time. The stage ends with its first lost
     executor, under every strategy; a worker process that dies on a living executor is a lost worker.
 
-    Every worker takes the same number of batches from its own partition, in a new random order each pass, as many as
-    make `epochs` passes of all workers together over all rows. The rows of a small partition are therefore used more
-    often than those of a large one. The run depends on the order of rows within the partitions, of which the record's
-    facts hold a hash.
+    Every worker takes the same number of batches from its own partition, in a new random order in each pass, so that
+    all workers together make `epochs` passes over all rows. The rows of a small partition are therefore used more often
+    than those of a large one. The run depends on the order of the rows within the partitions; the record's facts hold a
+    hash of the rows in this order.
 
     Arguments not listed here are as in `flockstep.run`.
 

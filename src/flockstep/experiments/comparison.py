@@ -207,7 +207,7 @@ def compare(
     Args:
         job: a built-in workload, or the path of a Python file with a function `job()`.
         strategies: expressions or strategy objects.
-        simulated: whether to run in virtual time, in place of processes of this machine.
+        simulated: whether to run in virtual time instead of on processes of this machine.
         network: network between the nodes, as in `simulate`. `network`, `compute`, `cluster` and `until_target` are
             refused without `simulated`.
         faults: injected faults, as in `simulate`; runs on real processes take only faults of gradients.

@@ -67,7 +67,8 @@ def launch(
         transport: how messages move between the processes.
         heartbeat: seconds without an answer after which a node counts as lost.
         step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
-        threads: threads of the numerical libraries in each process; None keeps the environment's, or sets 1.
+        threads: threads of the numerical libraries in each process; None keeps the number that the environment sets, or
+            sets 1 if it sets none.
         imports: Python files that register custom components.
         prefix: whether each line that the processes print begins with its rank.
         out: folder of the record; None for a new folder in runs/.
@@ -79,8 +80,9 @@ def launch(
     Raises:
         ConfigurationError: the function, or something that it uses, cannot be sent to another process; or an argument
             is invalid.
-        RunError: the run failed, or was interrupted; the record is complete up to that point. If the function has
-            raised, the error's note is its traceback. Or the run has finished, but a result cannot be sent back.
+        RunError: the run failed or was interrupted, and the record is complete up to that point; or the run has
+            finished, but a result cannot be sent back. If the function raised an exception, a note of the error holds
+            its traceback.
     """
     program = program_of(function, tuple(args))
     name = function.__name__
