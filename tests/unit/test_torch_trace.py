@@ -428,7 +428,7 @@ TAKES = "forward of Steps may take elements from the iterator in numbers, which 
     [
         (Watches(Late("list")), "reads noted, which a module inside changes in every call"),
         (WatchesNorm(nn.BatchNorm1d(4)), "got WatchesNorm: symbolically traced variables cannot be used as inputs to"),
-        (Assigns(nn.Linear(4, 4)), "got Assigns: forward assigns 'data' of a tensor"),
+        (Assigns(nn.Linear(4, 4)), "got Assigns: forward assigns the attribute 'data' of a tensor"),
         (Steps(nn.Linear(4, 4), itertools.count()), TAKES),
         (Steps(nn.Linear(4, 4), itertools.chain(itertools.repeat(1, 100), itertools.count())), TAKES),
         (Steps(nn.Linear(4, 4), (1 + call // 100 for call in itertools.count())), TAKES),

@@ -54,8 +54,8 @@ class Data:
     def of(cls, train: Any, test: Any) -> Data:
         """Return data whose samples are read when they are needed; the next batch is read in advance.
 
-        Each argument is a data set (`__len__`, and `__getitem__` that returns a pair (x, y)), a PyTorch DataLoader, of
-        which the data set and the collate function are used, an iterable of pairs that ends, which is read into memory,
+        Each argument is one of these: a data set (`__len__`, and `__getitem__` that returns a pair (x, y)); a PyTorch
+        DataLoader, whose data set and collate function are used; a finite iterable of pairs, which is read into memory;
         or a pair of arrays. The job draws the batches, so a loader's batch size and order have no effect. Reading a
         sample twice must give the same values.
 
@@ -75,7 +75,8 @@ class Job:
             `flockstep.frameworks.numpy.Model`.
         data: function that returns the training and test samples.
         optimizer: an `Optimizer` or an expression such as "sgd(lr=0.1)"; for a torch model also a function params →
-            torch optimizer of a known class, and for a JAX model an optax optimizer, where workers step.
+            torch optimizer of a known class, and for a JAX model an optax optimizer, if the strategy's workers run the
+            optimizer.
         loss: function (outputs, targets) → mean loss of a batch; None for a model with its own loss.
         metric: function (outputs, targets) → mean over a batch, or "accuracy".
         higher_is_better: whether larger values of the metric are better.

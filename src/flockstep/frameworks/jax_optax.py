@@ -110,7 +110,7 @@ class OptaxOptimizer(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        assert share == 1, "only servers take shares of a step"
+        assert share == 1, "an optax optimizer takes whole steps; only optimizers on servers take shares of a step"
         own = jax.tree.unflatten(self.structure, state.foreign)
         if not math.isnan(self.lr):
             own.hyperparams["learning_rate"] = np.asarray(lr, own.hyperparams["learning_rate"].dtype)

@@ -47,7 +47,8 @@ class FlatTree:
         """Copy the leaves of `tree` into the flat array (K,). `what` names the tree in errors.
 
         Raises:
-            ConfigurationError: `tree` has another structure or other shapes than the parameters, or is being traced.
+            ConfigurationError: the structure or the shapes of `tree` differ from those of the parameters, or `tree` is
+                being traced.
         """
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:

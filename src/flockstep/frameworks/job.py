@@ -109,8 +109,8 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return the model `split` such that this process can hold a single part without building the whole model; if that
-    is impossible, `split.facts` has the reason.
+    """Return the split model in a form that lets this process hold a single part without building the whole model; if
+    that is impossible, the facts of the returned model hold the reason.
     """
     if isinstance(split, PipelineModel):
         from flockstep.frameworks.torch_stages import with_obstacle
@@ -171,8 +171,8 @@ def launch_instead(path: str | Path) -> str:
 def may_define(file: Path, name: str) -> bool:
     """Return whether running a Python file may define `name`, as far as the file's syntax tree shows.
 
-    A file that imports `*`, calls `exec` or `globals`, or defines `__getattr__` may define any name. A file that cannot
-    be read or parsed counts as well: running it tells the error.
+    A file that imports `*`, calls `exec` or `globals`, or defines `__getattr__` may define any name. The result is also
+    True for a file that cannot be read or parsed, because running the file shows the error.
     """
     try:
         tree = ast.parse(file.read_bytes())

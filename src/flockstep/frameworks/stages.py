@@ -120,8 +120,8 @@ class ModelPart(HeldPart):
     borrowed: int = 0
     """Number B of elements that other parts train and with which this part also computes."""
     overwritten: ClassVar[bool] = False
-    """Whether the array of the parameters holds other values between a forward pass and its backward pass, as the array
-    that all units of a sharded model share.
+    """Whether the array of the parameters may be overwritten between a forward pass and its backward pass, like the
+    array that all units of a sharded model share.
     """
 
     @abstractmethod

@@ -32,8 +32,8 @@ class WeightGradient:
         """Add the product of gradients of outputs (rows, outputs) and inputs (rows, inputs) to the gradient of the
         weight, at once or later.
 
-        The factors that wait take at most the memory of the weight. Factors that wait are copies, because a model may
-        write its next inputs to the same memory.
+        Pending factors take at most as much memory as the weight. They are copies, because a model may write its next
+        inputs to the same memory.
         """
         assert self.tensor is not None
         self._held += slopes.numel() + inputs.numel()
@@ -44,13 +44,13 @@ class WeightGradient:
             self.complete()
 
     def complete(self) -> None:
-        """Add all products that wait to be added to the gradient of the weight."""
+        """Add all pending products to the gradient of the weight."""
         if self.tensor is not None and self._held:
             self.tensor.addmm_(torch.cat(self._slopes).t(), torch.cat(self._inputs))
             self.clear()
 
     def clear(self) -> None:
-        """Drop all products that wait to be added to the gradient of the weight."""
+        """Drop all pending products instead of adding them to the gradient of the weight."""
         self._slopes, self._inputs, self._held = [], [], 0
 
 

@@ -1,4 +1,4 @@
-"""Calls of a torch module with other parameters and buffers than its own."""
+"""Calls of a torch module with parameters and buffers other than its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Substituted:
-    """A torch module whose forward pass is computed with other parameters and buffers than its own."""
+    """A torch module whose forward pass is computed with parameters and buffers other than its own."""
 
     def __init__(self, module: torch.nn.Module):
         """Find the places of the tensors of `module`, which stay the same from call to call."""

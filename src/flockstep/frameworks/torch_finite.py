@@ -1,4 +1,6 @@
-"""Looks at gradients while the processor has them in its cache, so that a step need not read all gradients again."""
+"""Checks that gradients are finite while they are in the processor's cache, so that a step need not read all of them
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,26 @@ import numpy as np
 import torch
 
 LARGE = 1 << 20
-"""Smallest number of elements of a flat gradient whose parts stay where autograd makes them."""
+"""Smallest size, in elements, of a flat gradient whose parts may stay in the tensors that autograd creates."""
 SMALL = 1 << 16
-"""Smallest number of elements of a single gradient of which some are looked at once more in the step."""
+"""Smallest size, in elements, of a gradient of which a step checks some elements a second time."""
 
 
 class LooseGradients:
-    """Knows whether all gradients are finite that lie where autograd has made them, outside of the flat array.
+    """Records whether the gradients outside of the flat array, in tensors that autograd has created, are all finite.
 
-    A gradient is looked at when a backward pass has completed it. A gradient that was replaced since, or that torch has
-    written to, is not known to be finite. For writes through `.data` and numpy, which torch does not count, a step
-    looks at some elements of each large gradient once more.
+    A gradient is checked when a backward pass has completed it. If the gradient is replaced afterwards, or torch writes
+    to it, it is no longer known to be finite. Torch does not count writes through `.data` and numpy, so a step checks
+    some elements of each large gradient a second time.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]):
         self._parameters = parameters
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
-        """Address and version of each gradient that was finite when it was looked at."""
+        """Address and version of each gradient that was finite when it was checked."""
 
     def look(self, index: int) -> None:
-        """Look at a parameter's gradient, which a backward pass has just completed."""
+        """Check whether a parameter's gradient, which a backward pass has just completed, is finite."""
         gradient = self._parameters[index].grad
         assert gradient is not None
         values = _memory_of(gradient)
@@ -37,7 +39,7 @@ class LooseGradients:
         self._seen[index] = (gradient.data_ptr(), gradient._version) if finite else None
 
     def known(self) -> bool:
-        """Return whether all gradients are known to be finite, and forget what was known of them."""
+        """Return whether all gradients are known to be finite, and discard the results of the checks."""
         seen, self._seen = self._seen, [None] * len(self._parameters)
         gradients = ((parameter.grad, at) for parameter, at in zip(self._parameters, seen, strict=True))
         return all(one is None or _unchanged(one, at) for one, at in gradients)

@@ -223,7 +223,9 @@ class FlatModule:
                 self.parameters[index].grad = None
 
     def clear_signs(self, start: int, stop: int) -> None:
-        """Replace -0 by +0 at the beginning of each gradient among the elements `start` to `stop` - 1, if `signs`."""
+        """If `signs` is set, replace -0 by +0 in the first element of each gradient that begins at an element from
+        `start` to `stop` - 1.
+        """
         if self.signs:
             first, last = bisect_left(self._offsets, start), bisect_left(self._offsets, stop)
             self.grads[self._firsts[first:last]] += 0
@@ -330,8 +332,8 @@ class FlatModule:
         parameter.grad = view
 
     def gather_completed(self, index: int) -> None:
-        """Gather a gradient that a backward pass has just completed. After `leave_gradients`, look whether the gradient
-        is finite instead.
+        """Gather a gradient that a backward pass has just completed. After `leave_gradients`, only check whether the
+        gradient is finite.
         """
         if self._loose is None or self.in_place(index):
             self.gather(index)
@@ -339,8 +341,9 @@ class FlatModule:
             self._loose.look(index)
 
     def leave_gradients(self) -> None:
-        """From now on, leave gradients where autograd makes them if they are known to be finite: the caller steps along
-        each `.grad`, and reads the flat array only if they are not. Gradients of small models are gathered as before.
+        """From now on, leave gradients in the tensors that autograd creates if all of them are known to be finite: the
+        caller then steps along each `.grad`, and reads the flat array only otherwise. Gradients of small models are
+        gathered as before.
         """
         if not self.narrow and self.schema.size >= LARGE:
             self._loose = LooseGradients(self.parameters)

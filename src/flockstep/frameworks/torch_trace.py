@@ -118,7 +118,7 @@ class _Proxy(fx.Proxy):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in ("tracer", "node"):
-            raise ConfigurationError(f"forward assigns {name!r} of a tensor")
+            raise ConfigurationError(f"forward assigns the attribute {name!r} of a tensor")
         super().__setattr__(name, value)
 
 

@@ -30,9 +30,9 @@ REQUIREMENTS = {
 }
 """Name of a requirement that a user can state → meaning of the requirement."""
 DROPS = "part of each gradient is dropped without error feedback, which reduces the accuracy (use feedback=residual)"
-"""Reason, as text, for which a strategy is never recommended, whatever the requirements."""
+"""Text of the reason why a strategy that loses part of each gradient is never recommended."""
 UNCOUNTED = "no updates are recorded, so the number of samples that the strategy needs is not known"
-"""Reason, as text, for which a strategy without trials is not recommended for its speed."""
+"""Text of the reason why a strategy without recorded updates is recommended for its speed only after trials."""
 LEAVING = {
     "others": "workers compute on samples of other workers",
     "sent": "messages contain training samples (the inputs of the first layer)",
@@ -245,7 +245,7 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
-        return f"the {formatting.size(memory)} of memory of a worker are not enough"
+        return f"a worker's memory of {formatting.size(memory)} is not enough"
     if found.strategy is None:
         return "the data are on other machines" if "private" in requirements else None
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits

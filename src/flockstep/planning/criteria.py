@@ -45,7 +45,9 @@ DOUBT = 1.1
 model.
 """
 DROPPING = 0.01
-"""Share of an array's energy above which what a codec leaves out or adds counts."""
+"""Squared error of a codec, as a share of the array's energy (sum of squares), above which the codec counts as a lossy
+approximation.
+"""
 TRIED = 4096
 """Number of elements of the random array on which the error of codecs is measured."""
 

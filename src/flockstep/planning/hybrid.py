@@ -268,8 +268,8 @@ def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
     """Yield the partitions to consider, in lists whose members differ only in the number of micro-batches, which is a
     power of two: 1F1B with each number of stages, layers split over ways, both together, and sharded parameters.
 
-    Layers are split over ways, and parameters stored in shards, only for a job, whose model tells what a run can split.
-    A model with convolutions is also split with its convolutions divided by samples.
+    Layers are split over ways, and parameters stored in shards, only for a job, because only a job's model shows which
+    layers a run can split. A model with convolutions is also split with its convolutions divided by samples.
     """
     model, job = site.task.shape, site.task.job is not None
     places = 0 if model is None else len(units(model))
@@ -579,8 +579,8 @@ def _sentences(
     limit = outlook.site.cluster.memory
     if choice is None:
         said = (
-            f"Neither whole nor split replicas fit into the {size(limit or 0.0)} of a worker; the least that a worker "
-            f"needs is {size(_least(outlook))}."
+            f"Neither whole nor split replicas fit into the {size(limit or 0.0)} of a worker; a worker needs at least "
+            f"{size(_least(outlook))}."
         )
         return (said,)
     if isinstance(choice, SplitPrediction):

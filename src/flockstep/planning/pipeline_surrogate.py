@@ -62,7 +62,9 @@ class PipelineShape(SplitShape):
         return [chunk.sends * self.batch / self.partition.microbatches for chunk in self.chunks]
 
     def elements_held(self, slots: int) -> float:
-        """If a part has several chunks, the largest chunk counts for every micro-batch in flight."""
+        """Return the number of elements in the memory of the worker that needs the most. If a part has several chunks,
+        the activations of its largest chunk are assumed for every micro-batch in flight.
+        """
         return max(
             sum(chunk.parameters for chunk in chunks) * (2 + slots + self.partition.copies(part))
             + self.partition.batches_held(part) * self.batch * max(chunk.holds for chunk in chunks)

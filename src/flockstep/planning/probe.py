@@ -20,8 +20,8 @@ from flockstep.strategies.base import Strategy, Traits
 BURST = 200
 """Number of successive messages by which the time of handling a message is measured."""
 LARGE = 1 << 20
-"""Smallest size in bytes of the large message, because the message of a small model takes hardly longer than that of a
-single element.
+"""Smallest size in bytes of the large message, because a message with a small model takes hardly longer than a message
+with a single element.
 """
 
 

@@ -79,8 +79,8 @@ AGREE, BYTES = 0.05, 0.15
 in bytes (BYTES).
 """
 GROWS = 1.4
-"""If delays grow by more than this factor with twice the steps, messages accumulate, and further steps would not make
-the two halves of a rehearsal agree.
+"""Factor by which delays grow with twice the steps, above which messages are assumed to accumulate, so that further
+steps would not make the two halves of a rehearsal agree.
 """
 ALIKE = 0.1
 """Largest accepted relative difference between the bytes per step predicted with a surrogate and with a surrogate a

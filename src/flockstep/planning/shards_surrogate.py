@@ -19,7 +19,7 @@ from flockstep.planning.split_shape import SplitShape, SurrogateHeld
 from flockstep.planning.surrogate import SurrogateEngine
 
 TRANSIENT = 3
-"""Arrays with the elements of a unit while the unit is computed: the gathered parameters, the weights, the gradient."""
+"""Number of arrays of a unit's size while the unit is computed: the gathered parameters, the weights, the gradient."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ has little effect.
 LARGEST = 65536
 """Largest number of parameters to which a surrogate is enlarged so that activations have `FINEST` elements."""
 SLIGHT = 16
-"""Arrays between parts that are as many times smaller than the largest need not satisfy `FINEST`."""
+"""Factor by which an array between parts must be smaller than the largest such array to be exempt from `FINEST`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SplitShape(ABC):
 
 
 class SurrogateHeld(HeldPart):
-    """What the surrogates of all parts have in common: elements of an engine's flat array, and no buffers."""
+    """Base class of the surrogates of all parts, which have elements of an engine's flat array, and no buffers."""
 
     def __init__(self, engine: SurrogateEngine, schema: Schema, span: slice):
         """`span`: the elements of the part in the flat array of `engine`."""

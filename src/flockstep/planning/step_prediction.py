@@ -314,7 +314,12 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
         moved.samples_per_second,
         held_bytes(site.task) + pace.grown(lambda found: found.held, workers),
         "extrapolation",
-        (f"extrapolated from rehearsals with {', '.join(map(str, pace.sizes))} workers and only slowest links",),
+        (
+            (
+                f"extrapolated from rehearsals with {', '.join(map(str, pace.sizes))} workers in which every link is "
+                "as slow as the slowest"
+            ),
+        ),
         pace.updates,
     )
 
