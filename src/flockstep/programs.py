@@ -32,7 +32,7 @@ class NeedGradient:
     samples: tuple[int, int] | None = None
     """Range of training samples to use instead of a batch: the first sample, and the end of the range (exclusive)."""
     teachers: tuple[Array, ...] = ()
-    """Parameters of the models toward whose mean prediction the gradient should also lead."""
+    """Parameters of the teacher models, whose mean prediction the gradient's objective includes as a second target."""
     weight: float = 0.0
     """Weight of the distance to the teachers' mean prediction in the objective, relative to the loss."""
     layers: tuple[FactoredWeight, ...] = ()
@@ -181,7 +181,7 @@ class Rendezvous:
     messages.
     """
     moved: Callable[[int, int, int], None]
-    """Function that counts bytes that are sent and received without messages, as a formula gives them, and an
+    """Function that records traffic without messages: the bytes sent and received, which a formula gives, and an
     equivalent number of messages in each direction.
     """
     held: dict[str, Closing] = field(default_factory=dict)

@@ -250,7 +250,7 @@ class Elsewhere(Identity):
         (Mute, "instead of raising Diverged"),
         (Vague, "does not name 'element 0'"),
         (Descends, "not in ascending order"),
-        (Elsewhere, "returns other values than decode"),
+        (Elsewhere, "the values from stream differ from those of decode"),
     ],
 )
 def test_a_wrong_codec_is_caught(wrong, complaint):

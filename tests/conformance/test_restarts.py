@@ -138,7 +138,7 @@ class Holds(AllReduce):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (Counts(), "ends differently|in me.state|has other events|was lost|deadlock"),
+        (Counts(), "ends differently|in me.state|has different events|was lost|deadlock"),
         (Remembers(), "in me.state"),
         (Collects(), "in me.state|deadlock"),
         (Holds(), r"state\.state is builtins\.range_iterator, which cannot be saved"),

@@ -54,7 +54,7 @@ def assert_same(found: dict[str, list[tuple[int, float]]], run) -> None:
 
 
 def test_the_place_of_tensorboard_names_the_command_that_shows_it():
-    expected = "the folder my curves; tensorboard --logdir 'my curves' shows them"
+    expected = "the folder my curves; tensorboard --logdir 'my curves' shows the curves"
     assert ExperimentTracker.parse("tensorboard(folder='my curves')").place == expected
 
 

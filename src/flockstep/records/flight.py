@@ -1,9 +1,9 @@
 """The flight recorder: the last events of each process, which are written to the run's folder when a fault occurs.
 
 Every process of a run keeps its last messages, waits and steps in memory. When a node is lost or fails, a gradient is
-refused or a deadline has passed, the processes send them to the launcher, which appends them to flight/NODE.jsonl. A
-process that was killed sends none; the recorders of the other processes show the last messages that they received from
-the killed process.
+refused or a deadline has passed, the processes send these events to the launcher, which appends them to
+flight/NODE.jsonl. A process that was killed sends none; the recorders of the other processes show the last messages
+that they received from the killed process.
 """
 
 from __future__ import annotations

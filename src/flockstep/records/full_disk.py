@@ -41,7 +41,7 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
     In its original place, a symbolic link is created, for which a full disk has room.
 
     Raises:
-        OSError: none of the folders takes the file.
+        OSError: the file cannot be written to any of these folders.
     """
     try:
         write_whole(path, data)

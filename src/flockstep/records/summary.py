@@ -62,7 +62,9 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute_seconds: float
     """Seconds from the request of a gradient until the worker had the gradient."""
     wait_seconds: float
-    """Seconds in which the worker waited for messages; in virtual time, a message counts only until it is sent."""
+    """Seconds in which the worker waited for messages; in virtual time, waiting for a message counts only until the
+    message is sent.
+    """
     comm_seconds: float
     """Seconds of sending, receiving, adding and optimizer steps; in virtual time, seconds in which the worker waited
     for messages in transit.

@@ -52,7 +52,7 @@ EXPLAINED = (
     "operations in the longest chain of dependent operations; W/D: mean number of operations that can run at the "
     "same time; activations: size for the whole batch; data parallel and split: bytes that a worker sends per step "
     "if the data are split over the workers, or if this layer is split; pipeline: bytes of activations and their "
-    "gradients that cross the link behind this layer per step, if a stage ends with it; data, model and pipeline W, "
+    "gradients that cross the link after this layer per step, if a stage ends with it; data, model and pipeline W, "
     "D and W/D: work, depth and their ratio of one worker in a step over the samples of all workers, if the data are "
     "divided, if this layer is divided, or if this layer belongs to the worker's stage, which computes a micro-batch "
     "for each worker; cheaper: the alternative that "

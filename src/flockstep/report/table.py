@@ -85,9 +85,9 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
     said = []
     if any("=" in place for place in places(ranked)):
         said.append(
-            "=: a tie, the ranges of their seeds overlap."
+            "=: a tie, because the ranges over the seeds overlap."
             if seeds > 1
-            else "=: a tie, the evaluations are too far apart to tell which run was first."
+            else "=: a tie, because the evaluations are too far apart to tell which run was first."
         )
     if seeds == 1 and len(ranked) > 1 and ranked[0].clock == "real":
         said.append(

@@ -60,7 +60,7 @@ class Clock(ABC):
     def handle(self, t: float, seconds: float) -> float:
         """Return the time at which a node has handled a message that needs a core for `seconds` from time `t` on.
 
-        On shared cores messages go before gradients.
+        On shared cores, messages take precedence over gradients.
         """
 
 
@@ -460,7 +460,8 @@ class Speeds(Wrapper):
 
 @dataclass(frozen=True)
 class SlowSpells(Wrapper):
-    """Each worker is slow for `length` successive steps now and then, as a machine with other work is.
+    """Each worker is slow from time to time, for `length` successive steps, like a machine that also runs other
+    programs.
 
     Outside a slow spell, each step begins a spell with probability `probability`; the `length` steps of a spell take
     `factor` times as long. The share of slow steps is p L / (p L + 1 - p).

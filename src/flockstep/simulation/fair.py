@@ -34,9 +34,9 @@ class FairLink(Network):
 
     The shares are those of connections that take turns packet by packet, times a random factor for each message:
     lognormal with sigma `spread`; with 0, the shares are equal. Up to `backlog` bytes of a message wait in the card's
-    queue, at most the bytes of 10 ms and at most as many as have left; they leave before the first byte of a message to
-    another node that is sent later. At the receiver, bytes from several senders queue in order of arrival. Between two
-    nodes messages keep their order. Durations are exact to one thousandth.
+    queue: at most as many as leave within 10 ms, and at most as many as have already left. These bytes leave before the
+    first byte of a message that is sent to another node later. At the receiver, bytes from several senders queue in
+    order of arrival. Between two nodes messages keep their order. Durations are exact to one thousandth.
     """
 
     bandwidth: str | float

@@ -1,9 +1,9 @@
 """Network models: how long messages take in virtual time.
 
-A message passes hops, one after another. A hop serves messages in the order of their arrival; each takes its bytes over
-the hop's bandwidth. Forwarding is cut-through: a hop passes bytes on as they arrive, so an uncontended message takes
-the latency of its path plus its bytes over the smallest bandwidth on the path. Buffers are unbounded, links are full
-duplex, and a node's messages to itself take no time.
+A message passes hops, one after another. A hop serves messages in the order of their arrival; a message takes its
+number of bytes divided by the hop's bandwidth. Forwarding is cut-through: a hop passes bytes on as they arrive, so an
+uncontended message takes the latency of its path plus its number of bytes divided by the smallest bandwidth on the
+path. Buffers are unbounded, links are full duplex, and a node's messages to itself take no time.
 
 A message that arrives slowly from a slower hop does not keep a faster hop from serving other messages: the faster hop
 spends only the message's share of its time. On the first, the last and the slowest hops of a path that share is one
@@ -259,7 +259,7 @@ class TwoTier(Network):
         units.duration(self.outer_latency, "outer_latency")
 
     def groups(self, cluster: Cluster) -> dict[Address, int]:
-        """Return node's address → number of the node's group."""
+        """Return a mapping from the address of each node to the number of the node's group."""
         number = max(1, -(-cluster.workers // self.group))
         members = {rank: rank // self.group for rank in range(cluster.workers)}
         return members | {one: cluster.turn(one) % number for one in cluster.processes if one < 0}

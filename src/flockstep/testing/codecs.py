@@ -173,7 +173,7 @@ def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         filled = np.zeros(array.size, array.dtype)
         filled[indices] = values
         decoded = codec.decode(data, array.size, dtype)
-        assert (filled == decoded).all(), f"{what}: stream returns other values than decode"
+        assert (filled == decoded).all(), f"{what}: the values from stream differ from those of decode"
         damaged = np.resize(data, data.size + 1)
         if not decodes(codec, damaged, array.size, dtype):
             try:

@@ -46,7 +46,7 @@ DEATH, UNNOTICED = 6.505, 10.0
 until the other workers are notified.
 """
 SLACK = 1.15
-"""Largest ratio of two durations that still counts as equal."""
+"""Largest ratio of two durations that still count as equal."""
 
 ENDS = "the run ends with an error"
 GOES_ON = "the other workers continue"

@@ -233,7 +233,7 @@ def check_restart(whole: SimulatedRun) -> None:
     who = f"{strategy} on {workers} workers, restarted at {', '.join(f'{t:.3g}' for t in times)} virtual seconds"
     differ = _differences(whole, resumed)
     assert not differ, f"{who}: the run ends differently on {differ}; keep all state between steps in me.state"
-    assert whole.events == resumed.events, f"{who}: the run has other events"
+    assert whole.events == resumed.events, f"{who}: the run has different events"
 
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
@@ -245,8 +245,8 @@ def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
         stepper.step(params, source.gradient(0, params))
     result = run_or_fail(strategy, 1, steps).result
     assert equal_bits(result, params), (
-        f"{strategy} with one worker gives another result than training without a strategy; if the strategy documents "
-        "this difference, call check_strategy with alone_is_plain=False"
+        f"{strategy} with one worker gives a different result from training without a strategy; if the strategy "
+        "documents this difference, call check_strategy with alone_is_plain=False"
     )
 
 

@@ -20,8 +20,8 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     """Run every check of this module for each number of workers in `sizes`.
 
     A size that the topology refuses with `ConfigurationError` is skipped, but the topology may not refuse all sizes
-    above 2. `doubly_stochastic=False` is for a topology that documents other weights, of which rows or columns sum to
-    one; D-PSGD then refuses the topology.
+    above 2. `doubly_stochastic=False` is for a topology whose documented weights have only rows, or only columns, that
+    sum to one; D-PSGD then refuses the topology.
 
     Raises:
         AssertionError: a check fails; the message names the violated rule.

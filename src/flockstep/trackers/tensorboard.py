@@ -20,7 +20,7 @@ class TensorBoard(ExperimentTracker):
 
     @property
     def place(self) -> str:
-        return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows them"
+        return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows the curves"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
         """Create the event file of a run.

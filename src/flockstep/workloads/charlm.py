@@ -66,7 +66,7 @@ class CharLM(Workload):
 
         Raises:
             MissingDependency: torch is not installed.
-            ConfigurationError: the text cannot be read, is too short, or has another hash than `sha256`.
+            ConfigurationError: the text cannot be read, is too short, or has a hash other than `sha256`.
         """
         require("torch", "torch", "the workload charlm")
         from flockstep.workloads import models

@@ -40,8 +40,8 @@ class TextWindows:
     def __post_init__(self) -> None:
         if self.length < 1 or len(self) < 1:
             raise ConfigurationError(
-                f"{self.file} has {len(self._bytes)} bytes, got windows of {self.length}, which need at least one "
-                f"byte more than a window; use shorter windows"
+                f"windows must have at least one byte and fewer bytes than the file, got windows of {self.length} and "
+                f"{len(self._bytes)} bytes in {self.file}; use another length"
             )
 
     @cached_property

@@ -36,7 +36,7 @@ class Split(Component):
             seed: the run's seed.
 
         Raises:
-            ConfigurationError: there are fewer samples than workers, or `labels` has another length than `size`.
+            ConfigurationError: there are fewer samples than workers, or the length of `labels` is not `size`.
                 CompositionError: the split needs classes, but the samples have none.
         """
 
