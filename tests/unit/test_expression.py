@@ -227,7 +227,7 @@ def test_unknown_names_come_with_the_nearest(text, message):
     ("text", "message"),
     [
         ("", "cannot read '' as a gadget; write it like plain()"),
-        ("scalars(", "cannot read 'scalars(' as a gadget, because a parenthesis has no counterpart; write it like"),
+        ("scalars(", "cannot read 'scalars(' as a gadget, because the parentheses do not match; write it like"),
         ("plain; plain", "cannot read"),
         ("pl\0ain", "cannot read"),
         ("\ud800", "cannot read"),

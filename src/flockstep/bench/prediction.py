@@ -80,13 +80,13 @@ CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
 strategy is recorded.
 """
 FRAMES = (1448 + 66 + 66 / 2) / 1448
-"""Smallest number of bytes that a link carries per payload byte: headers of a TCP frame, and one acknowledgement for
-two frames.
+"""Minimum number of bytes that a link carries per payload byte, with the headers of TCP frames and one acknowledgement
+for every two frames.
 """
 WITHIN = 0.2
-"""Largest relative error with which a prediction counts as accurate."""
+"""Largest relative error at which a prediction counts as accurate."""
 RANKED = 0.9
-"""Smallest rank correlation of predicted and measured times with which predictions count as accurate."""
+"""Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
 """GRADIENTS: number of gradients of each worker in the calibration on the slow link, both alone and while all workers
 compute. LEAST_GRADIENTS: the same on the fast link, where only messages are of interest. ROUNDS: number of rounds of
@@ -231,7 +231,7 @@ class Known:
     share: float
     copies: tuple[tuple[float, float], ...] = ()
     """Measurements of two network cards, as (bandwidth in bytes per second, seconds that a core spends on each byte).
-    Empty: all cards have the calibration's value.
+    If empty, all cards have the calibration's value.
     """
 
     @classmethod

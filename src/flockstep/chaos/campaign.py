@@ -26,8 +26,8 @@ from flockstep.records.folder import RunFolder
 PILOT = 100
 """Number of steps of the short run that measures the duration of a step."""
 LONG, MOST_STEPS = 3.0, 20_000
-"""LONG: seconds that training should take without a disruption, long enough for a disruption in the middle.
-MOST_STEPS: largest number of steps.
+"""LONG: seconds that training should take without a disruption, long enough for a disruption in the middle. MOST_STEPS:
+largest number of steps of each worker in such a run.
 """
 PATIENCE = 30.0
 """Factor for the time limit of a disrupted command: this many times the seconds of the baseline run, plus one

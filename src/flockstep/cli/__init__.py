@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; errors end in one sentence on standard error and an exit code, no traceback."""
+    """Run the command line; an error prints one sentence on standard error, without a traceback, and sets the exit
+    code.
+    """
     from flockstep.cli.app import run
 
     sys.exit(run(sys.argv[1:]))

@@ -25,8 +25,8 @@ console = Console(stderr=True)
 
 
 def page() -> Console:
-    """Return a console that prints tables on standard output, as wide as the terminal or the variable COLUMNS says,
-    otherwise 120 characters.
+    """Return a console that prints tables on standard output, with the width of the terminal or the value of the
+    variable COLUMNS, otherwise 120 characters.
     """
     known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if known else 120)

@@ -57,7 +57,7 @@ def on_ray(
         job: a built-in workload, or the path of a Python file with a function `job()`, which is copied to the nodes.
         strategy: an expression or a strategy object.
         workers: number of worker processes on all nodes.
-        nodes: number of nodes that share the workers; None for as many as the cluster has, and at most `workers`.
+        nodes: number of nodes that share the workers; None for all nodes of the cluster, but at most `workers`.
         cpus_per_worker: cores that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves.
         timeout: seconds to wait for the nodes.

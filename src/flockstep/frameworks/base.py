@@ -46,7 +46,7 @@ class Data:
             x, y = getattr(self, f"{name}_x"), getattr(self, f"{name}_y")
             if len(x) != len(y) or len(x) == 0:
                 raise ConfigurationError(
-                    f"{name}_x and {name}_y must hold equally many samples and at least one, got {len(x)} and "
+                    f"{name}_x and {name}_y must hold the same number of samples, at least one, got {len(x)} and "
                     f"{len(y)}; give one target for each sample"
                 )
 

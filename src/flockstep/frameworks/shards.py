@@ -49,8 +49,8 @@ class ModelShard(HeldPart):
         return np.concatenate([unit.initial()[span] for unit, span in zip(self._units, self.spans, strict=True)])
 
     def values(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the initial parameters of the shards, followed by the tensors that every worker of a
-        replica has of each unit: frozen parameters and buffers.
+        """Return the bytes of the initial parameters of the shards, followed by the tensors of each unit that every
+        worker of a replica holds whole: frozen parameters and buffers.
         """
         others = [unit.values()[unit.schema.nbytes :] for unit in self._units]
         return np.concatenate([self.initial().view(np.uint8), *others])

@@ -240,8 +240,8 @@ def counted(found: StepPrediction) -> bool:
 
 
 def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
-    """Return the reason for which a strategy does not meet the requirements or cannot run; None if the strategy meets
-    the requirements and can run.
+    """Return the reason why a strategy does not meet the requirements or cannot run; None if the strategy meets the
+    requirements and can run.
     """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:

@@ -34,7 +34,7 @@ class Case:
     meanings: Sequence[str]
     """Meanings of the user's requirements, one phrase for each requirement."""
     alone: str | None = None
-    """Reason for which training on one worker does not meet the requirements; None if it meets them."""
+    """Reason why training on one worker does not meet the requirements; None if it meets them."""
     tried: bool = False
     """Whether the best strategy that meets the requirements was chosen by trials."""
 

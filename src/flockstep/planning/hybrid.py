@@ -243,8 +243,8 @@ def samples_needed(whole: StepPrediction, partition: Partition, site: Site) -> f
     """Return the factor by which split replicas need more samples than one worker for the same accuracy. The factor is
     that of whole replicas, increased for the delays of a pipeline schedule.
 
-    `whole` is the prediction for equally many whole replicas that take as long for a step, and that send other replicas
-    as many bytes, as the split replicas do.
+    `whole` is the prediction for the same number of whole replicas, with the step time of the split replicas and with
+    the bytes that the split replicas send to each other.
     """
     return _with_delays(relative_samples(whole, site), partition.mean_delay, whole.workers, site.task)
 
@@ -634,6 +634,6 @@ def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedup
 
 def _of_planner(planner: SplitPrediction, speedups: dict[str, float]) -> str:
     return (
-        f"PipeDream's planner, with equally many workers for each stage, would choose {planner.partition}: predicted "
-        f"speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker."
+        f"PipeDream's planner, with the same number of workers for each stage, would choose {planner.partition}: "
+        f"predicted speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker."
     )

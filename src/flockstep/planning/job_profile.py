@@ -67,7 +67,7 @@ class JobProfile:
     dtype: str = "float32"
     batch: int = BATCH
     usual: bool = True
-    """Whether `batch` is the batch size that the job itself specifies, or the job specifies none."""
+    """Whether `batch` is the batch size that the job itself specifies; also True if the job specifies none."""
     slots: int = 0
     """Number of arrays of the model's size that the optimizer stores."""
     work: float | None = None

@@ -1,5 +1,5 @@
-"""A simulation that evaluates the current model during a run, instead of the model after equally many steps of all
-nodes.
+"""A simulation that evaluates the current model during a run, instead of the model after the same number of steps of
+all nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LiveSimulation(Simulation):
     """A simulation whose snapshots show the model at the time of the snapshot: on average, one snapshot for every
     gradient of each worker.
 
-    In contrast, the snapshots of a record show the model after equally many steps of all nodes, and are as late as the
-    slowest node. If workers differ in speed and do not wait for each other, the current model is then far ahead, and
-    determines the time to target.
+    In contrast, the snapshots of a record show the model after the same number of steps of all nodes, and are as late
+    as the slowest node. If workers differ in speed and do not wait for each other, the current model is then far ahead,
+    and determines the time to target.
     """
 
     _begun = 0

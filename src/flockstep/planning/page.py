@@ -168,7 +168,7 @@ class Map:
 
     @property
     def kinds(self) -> list[str]:
-        """Names of all strategies on the map. The order is that of the letters that stand for them."""
+        """Names of all strategies on the map, in the order of the letters that stand for them."""
         return list(dict.fromkeys(name for row in self.names for name in row))
 
     def letter(self, name: str) -> str:

@@ -162,7 +162,7 @@ def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tup
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the reasons for which strategies do not meet the requirements, one sentence for each reason."""
+    """Return the reasons why strategies do not meet the requirements, one sentence for each reason."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)
@@ -170,7 +170,7 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """Return the reasons for which strategies are not in the table, one sentence for each strategy."""
+    """Return the reasons why strategies are not in the table, one sentence for each strategy."""
     return tuple(why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused)
 
 

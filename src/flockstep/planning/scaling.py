@@ -27,7 +27,7 @@ workers.
 GRAPH = 1024
 """Largest number of workers for which the topologies in `GRAPHS` are computed."""
 PAYS = 1.1
-"""Factor on the speed from which doubling the number of workers counts as worthwhile."""
+"""Smallest factor by which doubling the number of workers must increase the speed to count as worthwhile."""
 SCAN = 6
 """Number of points, on each side of the current value of a quantity, at which the best strategy is computed to find a
 crossover.

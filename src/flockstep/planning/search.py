@@ -49,7 +49,7 @@ class Found:
     trials: tuple[Trial, ...]
     """Trials in order; the first trial runs the strategy as written, with the job's learning rate."""
     refused: str | None = None
-    """Reason for which there are no trials, or no further trials, of the strategy."""
+    """Reason why there are no trials, or no further trials, of the strategy."""
 
     @property
     def best(self) -> Trial | None:

@@ -151,8 +151,8 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
-    """Return the configuration of a run in virtual time in which links, gradients, messages and steps cost what they
-    cost on a cluster.
+    """Return the configuration of a run in virtual time in which links, gradients, messages and steps have the same
+    costs as on a cluster.
 
     Raises:
         ConfigurationError: the cluster cannot have this number of workers.

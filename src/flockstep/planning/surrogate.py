@@ -1,7 +1,7 @@
 """The surrogate of a model for rehearsals: arrays that stand for the model's arrays, without computation.
 
 For a small model, the surrogate's arrays have the model's shapes. For a larger model, the surrogate has smaller
-matrices, every byte of payload counts as many bytes, and the sizes in a strategy's settings shrink accordingly.
+matrices, every byte of payload stands for several bytes, and the sizes in a strategy's settings shrink accordingly.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def trial(
         within: virtual seconds after which the trial ends.
         split: how the data is split over the workers.
         every: number of steps between two evaluations; None for few evaluations.
-        live: evaluate the current model, as `LiveSimulation` does, instead of the model after equally many steps of all
-            nodes.
+        live: evaluate the current model, as `LiveSimulation` does, instead of the model after the same number of steps
+            of all nodes.
         context: data and engines that trials share.
         heed: function that is called after every gradient with the mean steps of a worker and the virtual seconds; an
             exception that it raises ends the trial without a result.

@@ -56,8 +56,8 @@ def risk(found: StepPrediction, outlook: Outlook) -> float:
 
 
 def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None:
-    """Return the reason for which a strategy is unsuitable for workers that join and leave; None if the strategy is
-    suitable.
+    """Return the reason why a strategy is unsuitable for workers that join and leave; None if the strategy is suitable
+    for such workers.
     """
     survived = _survived(found)
     ends = f"a run survives the loss of {many(survived, 'worker')}" if survived else "a run stops when a worker is lost"

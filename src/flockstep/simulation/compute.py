@@ -25,7 +25,7 @@ _TAG = int.from_bytes(b"time", "big")  # separates these random streams from oth
 _BLOCK = 32
 _BASE, _SPELLS = 0, 1
 FORWARD = 1 / 3
-"""Fraction of a gradient's time that the forward pass takes, about half as long as the backward pass."""
+"""Fraction of a gradient's time that the forward pass takes, which is about half as long as the backward pass."""
 _CLOSE = 1e-9
 """Rounding error with which a gradient counts as complete, as a share of its work."""
 
@@ -87,7 +87,7 @@ class ComputeModel(Component):
 
     @property
     def turns(self) -> bool:
-        """Whether the gradients of a core run at the same time; otherwise they queue for the core."""
+        """Whether the gradients on a core run concurrently, by time slicing; otherwise they queue for the core."""
         return False
 
     @property
@@ -501,8 +501,8 @@ class SlowSpells(Wrapper):
 class SharedCores(Wrapper):
     """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
-    With `turns`, a gradient begins on the core with the fewest gradients, and the gradients of a core share it evenly,
-    as under an operating system.
+    With `turns`, a gradient begins on the core with the fewest gradients, and the gradients on a core share the core
+    evenly, as under an operating system.
     """
 
     cores: int

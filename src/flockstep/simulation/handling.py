@@ -54,7 +54,7 @@ class Handled(Network):
     A node spends `message` seconds on each message that it sends or receives. In addition, a worker spends `receive`
     seconds, and a server `serve` seconds, on each byte of payload that it receives. While the network carries a
     message, either end spends `copy` seconds on each byte of payload, which delay the message only if no core is free.
-    Where gradients share cores by turns, all these seconds are taken from the cores.
+    Where gradients share cores by time slicing, all these seconds are taken from the cores.
     """
 
     network: Network

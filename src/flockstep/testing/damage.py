@@ -11,8 +11,8 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 
 FACTOR = 12
-"""Largest memory of decoding, including intermediate results, as a multiple of the bytes of the decoded array plus the
-received bytes.
+"""Largest memory that decoding may use, including intermediate results, as a multiple of the bytes of the decoded array
+plus the received bytes.
 """
 SLACK = 1 << 18
 """Number of bytes that decoding may use in addition, for overhead of Python and numpy."""
