@@ -169,7 +169,7 @@ class Rendezvous:
     """Opens resources that the workers of a run share, such as shared memory. Each worker is a separate process."""
 
     run: str
-    """Name of the run, which no other run has."""
+    """Unique name of the run."""
     folder: Path
     """Path of the folder of the record; the folder of the sockets cannot be used, because it is removed once all
     sockets are connected.

@@ -81,7 +81,7 @@ class FlockstepMixin:
         self.optimizer = self.accelerator.plain(self.optimizer)  # for another call of train
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate the common model of all workers in place of this worker's replica."""
+        """Evaluate the common model of all workers instead of this worker's replica."""
         with self._common():
             return super().evaluation_loop(*args, **options)  # type: ignore[misc]
 

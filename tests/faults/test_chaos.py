@@ -78,7 +78,7 @@ def test_a_server_that_forgets_its_bound_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(StaleSynchronous, "bound", math.inf)
     (found,) = broken(recorded(SSP, tmp_path / "run"))
     assert found.startswith("staleness_bounded: an update has staleness ")
-    assert found.endswith(f"and {Strategy.parse(SSP)} allows 10")
+    assert found.endswith(f"but {Strategy.parse(SSP)} allows 10")
 
 
 @pytest.mark.parametrize("s", [0, 1, 3])

@@ -215,13 +215,13 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
     bytes_, text = shard.read_bytes(), (last / disk.MANIFEST).read_bytes()
 
     shard.write_bytes(bytes_[:-1] + bytes([bytes_[-1] ^ 1]))
-    assert f"{shard} is damaged: its bytes are not those written; delete {last} to resume from the" in refused(run)
+    assert f"{shard} is damaged: its bytes differ from those written; delete {last} to resume from the" in refused(run)
     shard.unlink()
     assert f"{shard} cannot be read: No such file or directory; delete {last}" in refused(run)
     shard.write_bytes(bytes_)
 
     (last / disk.MANIFEST).write_bytes(text.replace(b'"seconds": ', b'"seconds": 1'))
-    assert "is damaged: its hash is not that of its content" in refused(run)
+    assert "is damaged: its hash does not match its content" in refused(run)
     for change, said in [
         ({"version": "0.0.1"}, "was written by flockstep 0.0.1, but this is"),
         ({"format": 1}, "has format 1 and was written by flockstep"),

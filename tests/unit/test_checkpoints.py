@@ -151,7 +151,9 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     file = with_snapshot(tmp_path) / "worker-0.30"
     assert disk.newest(tmp_path).manifest.pending[0].snapshot.path == file.name
     file.write_bytes(b"1235")
-    with pytest.raises(ConfigurationError, match=r"worker-0\.30 is damaged: its bytes are not those written; delete"):
+    with pytest.raises(
+        ConfigurationError, match=r"worker-0\.30 is damaged: its bytes differ from those written; delete"
+    ):
         disk.newest(tmp_path)
     file.unlink()
     with pytest.raises(ConfigurationError, match=r"worker-0\.30 cannot be read: No such file or directory; delete"):

@@ -68,7 +68,7 @@ def test_a_state_that_arrives_changed_is_refused(change: str, tmp_path: Path) ->
     got = {"byte": data[:-1] + bytes([data[-1] ^ 1]), "short": data[:-1], "twice": data + data}[change]
     one, told = arriving(tmp_path, data)
     assert one.take(PartOf(0, True), memoryview(got))
-    assert told == ["worker-1.safetensors did not arrive as worker 1 has written it"]
+    assert told == ["worker-1.safetensors did not arrive as worker 1 wrote it"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from flockstep.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a run that is going to be disrupted."""
+    """Settings of a run that will be disrupted."""
 
     job: str
     strategy: Strategy

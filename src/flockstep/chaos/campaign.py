@@ -209,7 +209,7 @@ def campaign(
         minutes: time for all runs together, those without disruptions included; each setting has at least one trial.
         place: a new folder for the runs.
         steps: steps of each worker; None chooses a number with which training lasts some seconds.
-        disruptions: disruptions to cause once each, in place of random ones.
+        disruptions: disruptions to cause once each, instead of random disruptions.
         say: function that is called with a text about the next measurement.
 
     Raises:

@@ -118,7 +118,7 @@ def staleness_bounded(history: RunHistory) -> Iterator[str]:
     bound = history.setting.strategy.most_stale(history.setting.workers)
     seen = [e.staleness for e in history.events if isinstance(e, UpdateEvent) and e.staleness is not None]
     if bound is not None and seen and max(seen) > bound:
-        yield f"an update has staleness {max(seen)}, and {history.setting.strategy} allows {bound}"
+        yield f"an update has staleness {max(seen)}, but {history.setting.strategy} allows {bound}"
 
 
 def mass_conserved(history: RunHistory) -> Iterator[str]:
@@ -207,7 +207,7 @@ def _mass_in(folder: Path, history: RunHistory) -> Iterator[str]:
     waiting += [message for one in saved for taken in one.taken.values() for message in taken]
     mass = history.setting.strategy.mass([one.state for one in saved], waiting)
     if mass is not None and mass[0] != mass[1]:
-        yield f"checkpoint {folder.name}: the mass (push-sum weight) is {mass[0]} in place of {mass[1]}"
+        yield f"checkpoint {folder.name}: the mass (push-sum weight) is {mass[0]} instead of {mass[1]}"
 
 
 def _named(nodes: frozenset[int]) -> str:

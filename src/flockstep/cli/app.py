@@ -605,7 +605,7 @@ def chaos(
     disruption: Annotated[
         list[str] | None,
         typer.Option(
-            help="Disruption to cause once, in place of random disruptions; flockstep list disruptions shows all.",
+            help="Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
             autocompletion=o.completed("disruption"),
         ),
     ] = None,

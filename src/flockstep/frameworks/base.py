@@ -33,7 +33,7 @@ class Evaluation:
 class Data:
     """The training and test samples of a job, as numpy arrays or torch tensors whose first axis counts the samples.
 
-    `Data.of` accepts data sets, loaders and iterables in place of arrays.
+    `Data.of` accepts data sets, loaders and iterables instead of arrays.
     """
 
     train_x: Any

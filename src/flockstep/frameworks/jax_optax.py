@@ -20,7 +20,7 @@ from flockstep.optimizers.sgd import SGD
 
 
 class FlatOptax:
-    """An optax optimizer that is compiled for a flat array (K,) in place of a tree. Its state is optax's pytree."""
+    """An optax optimizer that is compiled for a flat array (K,) instead of a tree. Its state is optax's pytree."""
 
     def __init__(self, optimizer: Any, tree: FlatTree):
         def stepped(params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Samples that are read when they are needed: data sets, loaders and iterables in place of arrays."""
+"""Samples that are read when they are needed: data sets, loaders and iterables instead of arrays."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
             inputs.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"layers are found in a torch.nn.Module, got {type(module).__name__}; pass the model")
+        raise ConfigurationError(
+            f"layers can be found only in a torch.nn.Module, got {type(module).__name__}; pass the model"
+        )
     title = type(module).__name__ if name is None else name
     lazy = next((key for key, one in module.named_parameters() if isinstance(one, UninitializedParameter)), None)
     if lazy is not None:

@@ -63,7 +63,7 @@ GAIN = 1.02
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """The part of a plan's arguments that concerns split models."""
+    """The arguments of a plan that concern split models."""
 
     search: bool = True
     """Whether to look for the best partition together with the strategy."""
@@ -109,7 +109,7 @@ class HybridOptions:
 
 
 SEARCH = HybridOptions()
-"""The search for the best partition and strategy."""
+"""Options of a plan that searches for the best partition and strategy."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ChunkShape:
 
 @dataclass(frozen=True)
 class PipelineShape(SplitShape):
-    """A model as a pipeline cuts it."""
+    """A model that is cut into the stages of a pipeline."""
 
     partition: Pipeline
     chunks: tuple[ChunkShape, ...]

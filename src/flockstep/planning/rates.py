@@ -33,7 +33,7 @@ def measure_rates(
     """Measure the elements per second of codecs and optimizers on float32 arrays: medians over rounds, after a warm-up
     that includes compilation.
 
-    `shapes` gives the shapes of a model's tensors, in place of one matrix of `elements` elements.
+    `shapes` gives the shapes of a model's tensors, instead of one matrix of `elements` elements.
 
     Raises:
         ConfigurationError: a codec or optimizer does not exist.

@@ -31,7 +31,7 @@ SLIGHT = 16
 
 @dataclass(frozen=True)
 class SplitShape(ABC):
-    """A model as a partition splits it, together with the number of samples in a batch."""
+    """A model that is split by a partition, together with the number of samples in a batch."""
 
     partition: Partition
     batch: int

@@ -273,7 +273,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
     task, seconds = site.task, found.seconds_per_step
     said, versions = [f"{found.steps} steps in virtual time"], has_versions(strategy)
     if not found.settled:
-        said.append("both halves of the rehearsal differ by more than 5 %")
+        said.append("the two halves of the rehearsal differ by more than 5 %")
     return StepPrediction(
         str(strategy),
         strategy,

@@ -152,7 +152,7 @@ class _Bowl(Model):
     def gradients(
         self, params: Mapping[str, FlatArray], x: FlatArray, y: FlatArray, out: Mapping[str, FlatArray]
     ) -> FlatArray:
-        raise NotImplementedError("a surrogate model has only gradients of the whole array")
+        raise NotImplementedError("a surrogate computes only gradients of the whole array")
 
     def outputs(self, params: Mapping[str, FlatArray], x: FlatArray) -> FlatArray:
         return x

@@ -30,12 +30,12 @@ from flockstep.planning.surrogate import SurrogateEngine
 
 @dataclass(frozen=True)
 class WayShape:
-    """One way of one stage."""
+    """The part of a split model that one way (one worker of a stage) holds and computes."""
 
     tensors: tuple[Shape, ...]
-    """Shapes of the trained tensors; those that other ways copy come last."""
+    """Shapes of the trained tensors; tensors that the other ways copy come last."""
     copied: int
-    """Number of elements that other ways copy."""
+    """Number of elements of this way's parameters that the other ways copy."""
     divided: int
     """Number of elements that belong to divided layers; they come first among those that other ways copy."""
     shares: tuple[tuple[BlockShares, ...], ...]
@@ -43,7 +43,7 @@ class WayShape:
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters of the way."""
+        """Number of trained parameters that the way holds."""
         return sum(map(math.prod, self.tensors))
 
 

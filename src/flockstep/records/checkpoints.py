@@ -128,7 +128,9 @@ class Checkpoint:
             except OSError as error:
                 raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(self.folder)}") from None
             if not whole:
-                raise ConfigurationError(f"{file} is damaged: its bytes are not those written; {_way_out(self.folder)}")
+                raise ConfigurationError(
+                    f"{file} is damaged: its bytes differ from those written; {_way_out(self.folder)}"
+                )
 
 
 def digest_of(file: Path) -> str:
@@ -209,7 +211,7 @@ class ArrivingShard:
             OSError: the file cannot be written to the disk.
         """
         if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
-            raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} has written it")
+            raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} wrote it")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -261,7 +263,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigurationError(f"{file} is damaged: {error}; {_way_out(folder)}") from None
     names = [*(shard.file for shard in manifest.shards), *(item.snapshot.path for item in manifest.pending)]
     if manifest.digest() != manifest.sha256 or not all(map(_plain, names)):
-        raise ConfigurationError(f"{file} is damaged: its hash is not that of its content; {_way_out(folder)}")
+        raise ConfigurationError(f"{file} is damaged: its hash does not match its content; {_way_out(folder)}")
     return manifest
 
 

@@ -73,7 +73,7 @@ class CheckpointInterval:
         """Return the interval that a text such as "500" (steps), "5min" or "30s" describes.
 
         Raises:
-            ConfigurationError: the text is no interval.
+            ConfigurationError: the text is not an interval.
         """
         found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|min|h)|([0-9]+)", text.strip())
         if found is not None and found[3] is not None and int(found[3]) > 0:
@@ -118,7 +118,7 @@ class RunConfig:
     batch: int | None = None
     """Number of samples per worker and step."""
     lr: float | None = None
-    """Learning rate in place of the learning rate of the job's optimizer."""
+    """Learning rate that replaces the learning rate of the job's optimizer."""
     schedule: str | None = None
     """Schedule by which learning rate and batch size change over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"

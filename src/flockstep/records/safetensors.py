@@ -82,7 +82,9 @@ def read_arrays(path: Path, digest: str) -> dict[str, FlatArray]:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}; resume from another checkpoint") from None
     if hashlib.sha256(data.data).hexdigest() != digest:
-        raise ConfigurationError(f"{path} is damaged: its bytes are not those written; resume from another checkpoint")
+        raise ConfigurationError(
+            f"{path} is damaged: its bytes differ from those written; resume from another checkpoint"
+        )
     try:
         return arrays_in(data)
     except (ValueError, OverflowError, RecursionError, MemoryError) as error:

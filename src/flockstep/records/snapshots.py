@@ -190,7 +190,7 @@ class SnapshotWriter:
                 int(note["sent_bytes"]),
             )
         except ValueError as error:
-            raise ProtocolError(f"{node_name(address)} announced something that is no snapshot: {error}") from None
+            raise ProtocolError(f"{node_name(address)} announced something that is not a snapshot: {error}") from None
         if not self.item.nbytes <= largest or not self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers

@@ -1,4 +1,4 @@
-"""Samples that one process of a run reads from files, in place of the job's samples."""
+"""Samples that one process of a run reads from files, instead of the job's samples."""
 
 from __future__ import annotations
 

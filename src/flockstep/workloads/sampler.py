@@ -51,7 +51,7 @@ class Sampler:
             ConfigurationError: an empty shard, a batch below 1, or a negative seed or rank.
         """
         if len(indices) == 0:
-            raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 samples, got 0; use fewer workers")
+            raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 sample, got 0; use fewer workers")
         if batch < 1:
             raise ConfigurationError(f"batch must be >= 1, got {batch}; use 1 for single samples")
         if seed < 0 or rank < 0:
