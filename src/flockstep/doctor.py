@@ -384,7 +384,7 @@ class _SameBits:
         """
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
-            raise ValueError("the parameters at the end of the run differ from those of its simulation")
+            raise ValueError("the run and its simulation ended with different parameters")
         return f"{said}, with the same result as the simulation"
 
 

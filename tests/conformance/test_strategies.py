@@ -126,7 +126,7 @@ def test_conforms_with_settings_that_differ_alone(text, workers):
 
 @pytest.mark.parametrize("name", DIFFERS_ALONE)
 def test_what_differs_alone_is_noticed(name):
-    with pytest.raises(AssertionError, match="with one worker gives another result"):
+    with pytest.raises(AssertionError, match="with one worker gives a different result"):
         checks.check_alone(Strategy.parse(name))
 
 
@@ -429,7 +429,7 @@ def test_exchanges_may_be_rare_and_separate_models_need_none():
         (SumsFromItself(), r"declared synchronous, but the parameters of workers \[.*\] of 4"),
         (Asynchronous(), r"declared synchronous, but the parameters of workers"),
         (ForgetsAtRestart(), "ends differently on worker 0; keep all state between steps in me.state"),
-        (DoublesTheStep(), "with one worker gives another result"),
+        (DoublesTheStep(), "with one worker gives a different result"),
         (KeepsSome(), "is declared complete, but 10 of 20 updates of worker 1 take effect on worker 0"),
         (CountsTwice(), "21 updates of worker 1 take effect on worker 0"),
         (LeavesUnread(), "leaves messages unread"),

@@ -39,7 +39,7 @@ def test_ranks_by_hand() -> None:
 def test_nothing_to_rank() -> None:
     assert rank_correlation([1, 1], [1, 2]) is None
     assert rank_correlation([], []) is None
-    with pytest.raises(ConfigurationError, match="two values"):
+    with pytest.raises(ConfigurationError, match="must have the same length"):
         rank_correlation([1], [])
 
 

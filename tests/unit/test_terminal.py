@@ -89,7 +89,7 @@ def test_runs_whose_times_overlap_share_a_place() -> None:
     failed = msgspec.structs.replace(made[1], status="failed")
     assert places(rank([made[0], failed])) == ["1", "2"]
     said = " ".join(printed(table(made[:2]), 100))
-    assert "=: a tie, the evaluations are too far apart" in said
+    assert "=: a tie, because the evaluations are too far apart" in said
     assert "=: a tie, because the ranges over the seeds overlap" in " ".join(printed(table(made[:2], seeds=3), 100))
     assert "tie" not in " ".join(printed(table([made[0], made[3]]), 100))
 
