@@ -10,7 +10,7 @@ keras.utils.set_random_seed(0)
 images, labels = load_digits(return_X_y=True)
 images = (images / 16).astype("float32")
 rank, workers = flockstep.rank(), flockstep.workers()
-own = slice(rank, 1437 - 1437 % workers, workers)  # equally many samples for every rank
+own = slice(rank, 1437 - 1437 % workers, workers)  # the same number of samples for every rank
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)])
 model.compile(
     optimizer=keras.optimizers.SGD(0.1, momentum=0.5),

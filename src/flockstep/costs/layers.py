@@ -31,7 +31,7 @@ def log2_ceil(count: Number) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """The operations of one pass of a layer: of its values, of the gradient of its weights, or of the gradient of its
+    """The operations of one pass of a layer: the forward pass, the gradient of its weights, or the gradient of its
     inputs.
 
     `products` are multiply-adds and `other` further operations, both per sample. The longest chain consists of `depth`
@@ -263,8 +263,6 @@ class ModelShape:
     def depth(self, batch: int) -> int:
         """Return the depth D, the length of the longest chain of dependent operations through the layers, forward and
         backward. Branches run in parallel.
-
-        Branches run in parallel.
         """
         forward = self._longest([layer.forward.chain(batch) for layer in self.layers])
         return forward + self._longest([layer.depth_backward(batch) for layer in self.layers])
@@ -356,4 +354,4 @@ def require_scale(batch: int, workers: int) -> None:
     """
     for name, value in (("batch", batch), ("workers", workers)):
         if value < 1:
-            raise ConfigurationError(f"{name} must be >= 1, got {value}; give a number from 1")
+            raise ConfigurationError(f"{name} must be >= 1, got {value}; give at least 1")

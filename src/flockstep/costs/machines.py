@@ -19,8 +19,8 @@ DAY = 86400.0
 MOST = 1_000_000
 """Largest number of machines, or of workers, in a cluster."""
 SLOWEST, FASTEST = 1e-9, 1e9
-"""Smallest (SLOWEST) and largest (FASTEST) allowed speed of a machine, relative to the speed to which `compute` of the
-description refers.
+"""Smallest (SLOWEST) and largest (FASTEST) allowed speed of a machine, relative to the speed for which the
+description's `compute` holds.
 """
 
 
@@ -44,7 +44,7 @@ class MachineGroup:
     workers: int = 1
     """Number of worker processes on each machine."""
     speed: float = 1.0
-    """Speed of each machine relative to the speed to which `compute` of the description refers; 2 is twice as fast."""
+    """Speed of each machine relative to the speed for which the description's `compute` holds; 2 is twice as fast."""
     cores: int | None = None
     """Number of cores of each machine that the machine's workers share; None for one core per worker."""
     memory: float | None = None
@@ -75,8 +75,8 @@ class MachineGroup:
                 raise WrongValue(f"{key} must be > 0 and finite, got {value:g}; leave it out for the default", key)
         if not SLOWEST <= self.speed <= FASTEST:
             raise WrongValue(
-                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is the speed to which "
-                "compute refers",
+                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is the speed for which "
+                "compute holds",
                 "speed",
             )
         for key in ("failures", "restart"):

@@ -25,7 +25,7 @@ class StageCut:
     shares: tuple[float, ...]
     """Each stage's share of the work W of a gradient."""
     link_bytes: tuple[Number, ...]
-    """Bytes per step on the link behind each stage except the last, for activations and their gradients."""
+    """Bytes per step on the link after each stage except the last, for activations and their gradients."""
 
     @property
     def speedup(self) -> float:

@@ -60,7 +60,7 @@ def launch(
     guard the call with `if __name__ == "__main__":`, because servers import the script again.
 
     Args:
-        function: a function that is defined at the top of a cell or of a module.
+        function: a function that is defined at the top level of a notebook cell or module.
         workers: number of worker processes.
         args: arguments of the function.
         seed: seed of the random draws of strategies and codecs.

@@ -814,10 +814,10 @@ def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: in
 
 
 def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> int:
-    """Run the chunks one after another on a batch, and check what would travel between stages.
+    """Run the chunks one after another on a batch, and check what stages would send to each other.
 
     Returns:
-        Size in bytes of the largest output that travels, for one sample.
+        Size in bytes of the largest output that a stage sends, for one sample.
 
     Raises:
         ConfigurationError: the output of a chunk is not one floating-point tensor with the samples on its first axis.
@@ -834,7 +834,7 @@ def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole:
                 got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ConfigurationError(
                     f"the output of layer {last!r} of {who} must be one tensor of floats with the {len(samples)} "
-                    f"samples on its first axis to travel to the next stage, got {got}; cut elsewhere with split_at, "
+                    f"samples on its first axis to be sent to the next stage, got {got}; cut elsewhere with split_at, "
                     "or use partition=none"
                 )
             most = max(most, x.nbytes // max(1, len(x)))

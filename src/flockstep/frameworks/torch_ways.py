@@ -405,7 +405,7 @@ class BlockPass:
     split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
     error: FlatArray | None = None
     """Gradient with respect to the outputs of a chunk, or to the inputs of the block's split layers, summed over the
-    ways; None behind the loss.
+    ways; None after the loss.
     """
     residual_error: torch.Tensor | None = None
     """Gradient with respect to the residual connection after the block."""
@@ -594,14 +594,14 @@ class TorchWay(ModelWay):
         return before
 
     def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
-        """The values of a tensor that travels to other parts; `samples`: length that its first axis must have.
+        """The values of a tensor that a part sends to other parts; `samples`: length that its first axis must have.
 
         Raises:
             ConfigurationError: it is not a tensor of floats with that first axis.
         """
         if tensor.dtype not in FLOATS or (samples is not None and tensor.shape[:1] != (samples,)):
             raise ConfigurationError(
-                "what travels between the parts of a split model must be one tensor of floats, between stages with the "
+                "the parts of a split model must send one tensor of floats, between stages with the "
                 f"samples on its first axis, got shape {tuple(tensor.shape)} of {tensor.dtype} in chunk "
                 f"{chunk.number}; cut elsewhere with split_at, or use partition=none"
             )

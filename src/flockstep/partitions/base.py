@@ -60,7 +60,7 @@ class Partition(Component):
     divides: ClassVar[Division] = "nothing"
     """Division of the model among the workers of a replica: layers, tensors or state."""
     part_noun: ClassVar[str] = "part"
-    """What a part of the model is called: a stage, a way, or a shard."""
+    """Noun for a part of the model: "stage", "way" or "shard"."""
     addressing: ClassVar[Addressing] = "none"
     """Topology of the messages between the parts of a replica; see `Addressing`."""
 
@@ -90,7 +90,7 @@ class Partition(Component):
 
     @property
     def mean_delay(self) -> float:
-        """Mean number of updates that the weights of a gradient are old because of the partition."""
+        """Mean age, in updates, of the weights with which a gradient is computed, as far as the partition causes it."""
         return 0.0
 
     def part_name(self, part: int) -> str:

@@ -35,7 +35,7 @@ class Pipeline(Partition):
     the least work.
     """
     codec: Codec = Identity()
-    """Codec for the activations, and their gradients, that stages send each other."""
+    """Codec for the activations and gradients of activations that stages send to each other."""
     differences: bool = False
     """Whether the codec encodes the change of a sample's activations since the previous epoch (AQ-SGD, Wang et al.
     2022). Both ends of a link then store the activations of every sample of their replica.

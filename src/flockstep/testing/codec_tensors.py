@@ -61,7 +61,7 @@ def as_array(tensor: Any, dtype: np.dtype[Any]) -> FlatArray:
 
 
 def _encoded(what: str, codec: Any, array: FlatArray, tensor: Any) -> tuple[FlatArray, Any]:
-    """The encoded bytes of the array and of the tensor, which must be equally many; the latter as a tensor."""
+    """The encoded bytes of the array, and of the tensor as a tensor; both must have the same length."""
     import torch
 
     before = tensor.clone()

@@ -70,7 +70,7 @@ class PipelineSchedule(Component):
         """
 
     def delay(self, stage: int, stages: int) -> int:
-        """Return how many updates old the weights of a gradient are when the stage applies the gradient, once the
+        """Return the age, in updates, of the weights of a gradient when the stage applies the gradient, once the
         pipeline is full.
         """
         return 0
