@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
-from flockstep.errors import ProtocolError
+from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Message
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
@@ -204,6 +205,39 @@ def test_a_class_that_overrides_one_of_the_sums_does_not_inherit_the_other_one(o
     custom = type("Custom", (own, kind), {})
     run = run_strategy(Doubled(custom()), 3, 1, job=bowl_job(dimension=7))
     assert all((replica == 2 * 2.0).all() for replica in run.replicas)
+
+
+class CallsDividedSum:
+    async def all_reduce(self, me, array):
+        await self.divided_sum(me, array, 1)
+        array *= 2
+
+
+class CallsAllReduce:
+    async def divided_sum(self, me, array, divisor):
+        await self.all_reduce(me, array)
+        array *= 2 / divisor
+
+
+@pytest.mark.parametrize("kind", [Ring, Collective])
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (CallsDividedSum, "Custom.all_reduce calls self.divided_sum, which calls all_reduce again; call super()"),
+        (CallsAllReduce, "Custom.divided_sum calls self.all_reduce, which calls divided_sum again; call super()"),
+    ],
+)
+def test_a_class_whose_sum_calls_the_sum_that_is_derived_from_it_is_refused(own, said, kind):
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        type("Custom", (own, kind), {})
+
+
+def test_a_class_that_defines_both_sums_may_call_one_from_the_other():
+    custom = type(
+        "Custom", (CallsDividedSum, Ring), {"divided_sum": Ring.divided_sum, "all_reduce": CallsDividedSum.all_reduce}
+    )
+    run = summed(custom(), arrays(3, 7))
+    assert equal_bits(*run.replicas)
 
 
 @dataclass(frozen=True)

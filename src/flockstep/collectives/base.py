@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from inspect import unwrap
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from flockstep.arrays.namespace import copied, zeros
@@ -12,6 +15,7 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all, sum_shares
 from flockstep.collectives.group import Group
+from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 
 
@@ -28,6 +32,9 @@ class Collective(Component):
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `divided_sum` from `all_reduce`, or the other way round, if the class overrides only one of them, so
         that the class does not inherit sums that leave its own sum out.
+
+        Raises:
+            ConfigurationError: the overridden method calls the method that would be derived from the overridden method.
         """
         super().__init_subclass__(**options)
         names = ("all_reduce", "divided_sum", "average", "average_of")
@@ -35,8 +42,10 @@ class Collective(Component):
             next(place for place, one in enumerate(cls.__mro__) if name in vars(one)) for name in names
         )
         if summed < divided:
+            _require_no_circle(cls, "all_reduce", "divided_sum")
             cls.divided_sum = _divided(cls.all_reduce)  # type: ignore[method-assign]
         elif divided < summed:
+            _require_no_circle(cls, "divided_sum", "all_reduce")
             cls.all_reduce = _undivided(cls.divided_sum)  # type: ignore[method-assign]
         if min(summed, divided, mean) < mean_of:
             cls.average_of = Collective.average_of  # type: ignore[method-assign]
@@ -152,6 +161,18 @@ class Collective(Component):
         message waits for the message before it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
+
+
+def _require_no_circle(kind: type[Collective], own: str, derived: str) -> None:
+    """Raise `ConfigurationError` if the method `own` of a class calls `self.derived`, which is derived from `own`."""
+    code = unwrap(getattr(kind, own)).__code__
+    for before, step in pairwise(dis.get_instructions(code)):
+        read = before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and before.argval == code.co_varnames[0]
+        if read and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == derived:
+            raise ConfigurationError(
+                f"{kind.__name__}.{own} calls self.{derived}, which calls {own} again; call super().{derived}, or "
+                f"define {derived} too"
+            )
 
 
 def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
