@@ -264,10 +264,14 @@ def test_workers_with_different_models(tmp_path: Path) -> None:
     few(
         [
             ("local_sgd", "steps(2)", 1),
+            ("local_sgd(period=2)", "steps(2)", 0),
+            ("local_sgd(period=2)", "steps(3)", 1),
             ("local_sgd", "steps(2); optimizer.finish()", 0),
             ("all_reduce", "steps(2)", 0),
             ("ps(bsp)", "steps(2)", 0),
         ],
+        ("local_sgd(period=2)", "steps(2)", 0),
+        ("local_sgd(period=2)", "steps(3)", 1),
         ("local_sgd", "steps(2); optimizer.finish()", 0),
         ("all_reduce", "steps(2)", 0),
     ),

@@ -598,16 +598,16 @@ class Loop:
         if os.getpid() != self._process:  # a forked child has no part in the run
             return
         if self._failure is None and not self.finished and getattr(sys, "last_value", None) is None:
-            separate = self.strategy.traits.delivery != "synchronous"
-            if separate:
-                self._tell_unfinished()
             if self._worker.step == 0:
                 self._tell_unused()
-            before = copied(self._params)
+            before, traits = copied(self._params), self.strategy.traits
+            changed = traits.delivery != "synchronous"
             with contextlib.suppress(FlockstepError):  # the supervisor has been notified
                 self.finish()
-                if not separate and self._changed_by_finish(before):
-                    self._tell_unfinished()
+                others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
+                changed = others or self._changed_by_finish(before)
+            if changed:
+                self._tell_unfinished()
         if self._member is not None:
             self._member.line.close(0.3)
 
