@@ -106,7 +106,7 @@ def launch(
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        _with_changes(script, arguments, config, record, output, gathering, hosts, show)
+        _ChangingRun(script, arguments, record, gathering, hosts, show).run(config, output)
     return record.read_summary()
 
 
@@ -121,32 +121,42 @@ def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
         )
 
 
-def _with_changes(
-    script: Path,
-    arguments: Sequence[str],
-    config: RunConfig,
-    record: RunFolder,
-    output: Output,
-    gathering: Gathering | None,
-    hosts: OtherHosts,
-    show: Callable[[dict[Address, NodeProgress]], None],
-    resumed: Checkpoint | None = None,
-    said: Sequence[str] = (),
-) -> None:
-    """Run a script, and begin the script again from a checkpoint whenever workers leave or join."""
-    notes, left = [*said], None
-    while True:
-        start = ScriptStarter(script, arguments, config, output, gathering)
-        checkpoints = _checkpointer(config, record, hosts, resumed)
-        try:
-            supervise(start, config, record, hosts, start.close, show, checkpoints, notes, left)
-            return
-        except NodesChanged as change:
-            left = change
-        finally:
-            start.close()
-        config, resumed = _continued(record, config, newest(record.path), left.workers, notes, left)
-        output = Output.of(config, output.show)
+@dataclass(frozen=True)
+class _ChangingRun:
+    """The run of a script whose workers may change, with all that stays the same when the workers change."""
+
+    script: Path
+    arguments: Sequence[str]
+    record: RunFolder
+    gathering: Gathering | None
+    """The hosts of the run, of which this one coordinates; None: all processes are on this machine."""
+    hosts: OtherHosts
+    show: Callable[[dict[Address, NodeProgress]], None]
+
+    def run(
+        self, config: RunConfig, output: Output, resumed: Checkpoint | None = None, said: Sequence[str] = ()
+    ) -> None:
+        """Run the script, and begin the script again from a checkpoint whenever workers leave or join.
+
+        Args:
+            config: the configuration with which the script begins.
+            output: how the scripts' output is handled until the workers change.
+            resumed: the checkpoint from which the script begins; None: the script begins anew.
+            said: notes with which the record begins.
+        """
+        notes, left = [*said], None
+        while True:
+            start = ScriptStarter(self.script, self.arguments, config, output, self.gathering)
+            checkpoints = _checkpointer(config, self.record, self.hosts, resumed)
+            try:
+                supervise(start, config, self.record, self.hosts, start.close, self.show, checkpoints, notes, left)
+                return
+            except NodesChanged as change:
+                left = change
+            finally:
+                start.close()
+            config, resumed = _continued(self.record, config, newest(self.record.path), left.workers, notes, left)
+            output = Output.of(config, output.show)
 
 
 def _continued(
@@ -239,8 +249,8 @@ def resume_script(
         if gathering is not None:
             config = moved(record, config, gathering)
             hosts = gathering.hosts(config, settings, stack, resumes=True)
-        output = Output.of(config, sink)
-        _with_changes(script, arguments, config, record, output, gathering, hosts, show, checkpoint, said)
+        changing = _ChangingRun(script, arguments, record, gathering, hosts, show)
+        changing.run(config, Output.of(config, sink), checkpoint, said)
     return record.read_summary()
 
 
@@ -371,7 +381,7 @@ class ScriptStarter:
         self._forker = ScriptForker(script, self._command, unbuffered(self._environment), len(self._ranks))
 
     def __call__(self, node_spec: NodeSpec) -> Child:
-        """Start the worker."""
+        """Start the script as the worker that `node_spec` describes, and return its process."""
         rank = node_spec.address
         place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
         environment = unbuffered({**self._environment, **place, NODE_SPEC: spec_to_text(node_spec)})
