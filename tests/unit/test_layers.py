@@ -244,6 +244,25 @@ def test_a_method_without_a_docstring_is_found():
     assert sorted(undescribed([base, kind])) == ["Base.unsaid", "Kind.new", "Kind.unsaid"]
 
 
+def summed_up_in_few_words(source: str) -> list[str]:
+    """Public functions whose docstring has at most four words: too few to name the subject."""
+    found = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    said = {node.name: ast.get_docstring(node) for node in found if node.name[0] != "_" or node.name == "__call__"}
+    return [name for name, text in said.items() if text and len(text.split()) <= 4]
+
+
+def test_every_public_function_has_a_full_summary():
+    assert {shown(path): found for path in FILES if (found := summed_up_in_few_words(path.read_text()))} == {}
+
+
+def test_a_summary_of_four_words_is_found():
+    function = 'def {0}():\n    """{1}"""\n'
+    source = function.format("short", "Configuration of the run.") + function.format(
+        "full", "Seconds that a run takes."
+    )
+    assert summed_up_in_few_words(source + function.format("_own", "Start.")) == ["short"]
+
+
 def repeated_classes(sources: dict[str, str]) -> dict[str, list[str]]:
     """Name of a class → the modules that define a class, a type or a value of that name, if there are several."""
     homes: dict[str, list[str]] = {}

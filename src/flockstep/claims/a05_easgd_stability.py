@@ -42,7 +42,7 @@ class Paced(ElasticAveraging):
     """
 
     def __post_init__(self) -> None:
-        """Accept any α."""
+        """Accept any elastic rate α, also one outside of the range that elastic averaging requires."""
 
     async def worker(self, me: Worker) -> None:
         """Compute one gradient, so that workers do not all exchange at the same time, then run elastic averaging."""

@@ -114,7 +114,7 @@ class Adopter:
 
     @property
     def config(self) -> RunConfig:
-        """Configuration of the run."""
+        """Configuration of the run whose processes torchrun, mpirun or srun has started."""
         return RunConfig(
             kind="launch",
             job=self.script,

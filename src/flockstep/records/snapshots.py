@@ -79,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True):
             )
 
     def remove(self) -> None:
-        """Delete the snapshot's file."""
+        """Delete the file that holds the snapshot's parameters and buffers, if the file still exists."""
         Path(self.path).unlink(missing_ok=True)
 
 

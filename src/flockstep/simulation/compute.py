@@ -176,7 +176,7 @@ class _Core:
         self.now = 0.0
 
     def begin(self, rank: int, seconds: float) -> None:
-        """Start a gradient now."""
+        """Start a gradient of worker `rank`, which takes `seconds` on a core of its own."""
         self.work[rank] = self.left[rank] = seconds
 
     def idle(self, t: float, seconds: float) -> float:
