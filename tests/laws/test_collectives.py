@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -22,59 +21,9 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Message
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
+from support.collectives import arrays, doubling_sum, ring_sum, summed
 
 WORKERS = range(1, 10)
-
-
-@dataclass(frozen=True)
-class SumOnly(Strategy):
-    """Replaces every replica by the sum of what `given` holds for each rank and step."""
-
-    collective: Collective = field(default_factory=Ring)
-    given: Any = None
-
-    @property
-    def traits(self):
-        return Traits(delivery="synchronous", survives=False, results=("rank0",))
-
-    async def worker(self, me):
-        while me.training:
-            await me.gradient()
-            me.params[:] = self.given[me.rank, me.step - 1]
-            await self.collective.all_reduce(me, me.params)
-
-
-def arrays(n, size, steps=1, dtype="float32", seed=0):
-    return np.random.default_rng(seed).normal(size=(n, steps, size)).astype(dtype)
-
-
-def summed(collective, given, **options):
-    n, steps, size = given.shape
-    job = bowl_job(dimension=size, dtype=given.dtype.name)
-    return run_strategy(SumOnly(collective, given), n, steps, job=job, **options)
-
-
-def ring_sum(given):
-    """Chunk c is summed in the order c, c+1, …, c-1 of ranks."""
-    n, size = given.shape
-    total = np.empty_like(given[0])
-    for chunk, part in enumerate(slices(size, n)):
-        total[part] = given[chunk, part]
-        for hop in range(1, n):
-            total[part] += given[(chunk + hop) % n, part]
-    return total
-
-
-def doubling_sum(given):
-    """The last n - 2^k fold into the first; then sums of pairs, of pairs of pairs, and so on."""
-    power = 1 << (len(given).bit_length() - 1)
-    rows = [row.copy() for row in given[:power]]
-    for extra in range(power, len(given)):
-        rows[extra - power] += given[extra]
-    while len(rows) > 1:
-        half = len(rows) // 2  # the order in which pairs meet: neighbors first
-        rows = [rows[2 * i] + rows[2 * i + 1] for i in range(half)]
-    return rows[0]
 
 
 @pytest.mark.oracle("collective:ring", "collective:recursive_doubling")
@@ -86,10 +35,10 @@ def doubling_sum(given):
 def test_every_rank_gets_the_sum_in_the_documented_order(collective, oracle, n, size):
     for dtype in ("float32", "float64"):
         given = arrays(n, size, dtype=dtype)
-        run = summed(collective, given)
-        assert equal_bits(oracle(given[:, 0]), *run.replicas)
+        _, got = summed(collective, given)
+        assert equal_bits(oracle(given[:, 0]), *got)
         exact = [math.fsum(map(float, column)) for column in given[:, 0].T]
-        assert np.allclose(run.replicas[0], exact, rtol=0, atol=20 * np.finfo(dtype).eps)
+        assert np.allclose(got[0], exact, rtol=0, atol=20 * np.finfo(dtype).eps)
 
 
 def test_the_two_orders_differ():
@@ -109,14 +58,14 @@ def test_the_two_orders_differ():
 def test_no_delay_confuses_one_round_with_the_next(n, seed, compute, network, ring):
     given = arrays(n, 5, steps=4, seed=seed)
     collective, oracle = (Ring(), ring_sum) if ring else (RecursiveDoubling(), doubling_sum)
-    run = summed(collective, given, compute=compute, network=network, seed=seed)
-    assert equal_bits(oracle(given[:, -1]), *run.replicas)
+    _, got = summed(collective, given, compute=compute, network=network, seed=seed)
+    assert equal_bits(oracle(given[:, -1]), *got)
 
 
 @pytest.mark.parametrize("n", WORKERS)
 @pytest.mark.parametrize("size", [1, 7, 18, 64])
 def test_ring_sends_twice_n_less_one_messages_and_that_many_models_over_all(n, size):
-    run = summed(Ring(), arrays(n, size))
+    run, _ = summed(Ring(), arrays(n, size))
     nodes = list(run.totals.values())
     assert [node.messages_sent for node in nodes] == [2 * (n - 1)] * n
     assert sum(node.sent_bytes for node in nodes) == 2 * (n - 1) * size * 4
@@ -128,7 +77,7 @@ def test_ring_sends_twice_n_less_one_messages_and_that_many_models_over_all(n, s
 
 @pytest.mark.parametrize("n", WORKERS)
 def test_recursive_doubling_sends_the_whole_array_in_each_round(n):
-    run = summed(RecursiveDoubling(), arrays(n, 18))
+    run, _ = summed(RecursiveDoubling(), arrays(n, 18))
     rounds = n.bit_length() - 1
     power, folded = 1 << rounds, n - (1 << rounds)
     expected = [1 if rank >= power else rounds + (rank < folded) for rank in range(n)]
@@ -140,7 +89,7 @@ def test_recursive_doubling_sends_the_whole_array_in_each_round(n):
 def test_rounds_are_what_latency_counts(n):
     """On a network of latency 1 and no other cost, a round takes a second."""
     times = {
-        c: summed(c, arrays(n, 18), compute="constant(0)", network="link(1e30, 1)").seconds
+        c: summed(c, arrays(n, 18), compute="constant(0)", network="link(1e30, 1)")[0].seconds
         for c in (Ring(), RecursiveDoubling())
     }
     assert times[Ring()] == pytest.approx(2 * (n - 1))
@@ -236,8 +185,8 @@ def test_a_class_that_defines_both_sums_may_call_one_from_the_other():
     custom = type(
         "Custom", (CallsDividedSum, Ring), {"divided_sum": Ring.divided_sum, "all_reduce": CallsDividedSum.all_reduce}
     )
-    run = summed(custom(), arrays(3, 7))
-    assert equal_bits(*run.replicas)
+    _, got = summed(custom(), arrays(3, 7))
+    assert equal_bits(*got)
 
 
 @dataclass(frozen=True)
@@ -264,8 +213,8 @@ class AnyOrder(RecursiveDoubling):
 @pytest.mark.parametrize("broken", [OneHopShort(), OwnFirst(), AnyOrder()], ids=lambda c: type(c).__name__)
 def test_the_checks_above_notice_a_broken_collective(broken):
     given = arrays(4, 18, steps=3)
-    run = summed(broken, given, compute="speeds(exponential(0.01), (1, 1, 20, 40))")
-    assert not equal_bits(*run.replicas)
+    _, got = summed(broken, given, compute="speeds(exponential(0.01), (1, 1, 20, 40))")
+    assert not equal_bits(*got)
 
 
 @pytest.mark.parametrize(

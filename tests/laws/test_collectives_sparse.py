@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from flockstep.collectives.ring import Ring
 from flockstep.collectives.sparse import Sparse, expected_elements
 from flockstep.collectives.streams import Stream, threshold
 from flockstep.errors import ProtocolError
-from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
+from support.collectives import does
 
 WORKERS = range(1, 10)
 PLAIN = [Sparse("ssar_doubling"), Sparse("ssar_split"), Sparse("dsar"), Sparse()]
@@ -65,31 +64,15 @@ class NonZero(Codec):
         return 0.0
 
 
-@dataclass(frozen=True)
-class SumEncoded(Strategy):
-    """A strategy that sums the encodings of `given[rank]`."""
-
-    collective: Collective = field(default_factory=Sparse)
-    given: Any = None
-    codec: Any = None
-    out: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def traits(self):
-        return Traits(delivery="synchronous", survives=False, results=("rank0",))
-
-    async def worker(self, me):
-        while me.training:
-            await me.gradient()
-            row = self.given[me.rank]
-            data = self.codec.encode(row, me.random)
-            self.out[me.rank] = await self.collective.sum_encoded(me, data, self.codec, len(row), row.dtype.name)
-
-
 def summed(collective, given, codec=None, **options):
-    strategy = SumEncoded(collective, given, codec or NonZero())
-    run = run_strategy(strategy, len(given), 1, job=bowl_job(dimension=3), **options)
-    return run, [strategy.out[rank] for rank in range(len(given))]
+    """The run in which all workers sum the encodings of `given[rank]`, and the sum on each rank."""
+    codec = codec or NonZero()
+
+    async def sum_encoded(me, row):
+        return await collective.sum_encoded(me, codec.encode(row, me.random), codec, len(row), row.dtype.name)
+
+    run, got = does(sum_encoded, given[:, None], **options)
+    return run, [total for total, _ in got]
 
 
 def rows_of(n, size, density, dtype="float32", seed=0):

@@ -8,10 +8,10 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from flockstep.arrays.schema import slices
 from flockstep.communicator import shared_arrays
 from flockstep.communicator.joining import join
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError, TimedOut
+from support.collectives import ring_sum
 from support.communicators import PATIENCE, communicators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
@@ -27,15 +27,6 @@ def rows(n, size):
     return [np.random.default_rng(rank).normal(size=size).astype(np.float32) for rank in range(n)]
 
 
-def ring_sum(n, size):
-    given, total = rows(n, size), np.empty(size, np.float32)
-    for chunk, part in enumerate(slices(size, n)):
-        total[part] = given[chunk][part]
-        for hop in range(1, n):
-            total[part] += given[(chunk + hop) % n][part]
-    return total
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (5000,)])
 def test_a_sum_in_place_has_the_bits_of_a_ring(group, shape):
     n, size = len(group.ranks), int(np.prod(shape))
@@ -46,7 +37,7 @@ def test_a_sum_in_place_has_the_bits_of_a_ring(group, shape):
         assert comm.all_reduce(array, out=array) is array
         return array.tobytes(), array.shape
 
-    assert group.run(program) == [(ring_sum(n, size).tobytes(), shape)] * n
+    assert group.run(program) == [(ring_sum(rows(n, size)).tobytes(), shape)] * n
 
 
 def test_a_mean_and_arrays_one_after_the_other(group):

@@ -35,6 +35,11 @@ def ring_sum(n, size, dtype, turn=0):
     return total
 
 
+def alone(room):
+    """The group of a single worker."""
+    return SharedGroup(SharedMemory.create(needed(1, room)), 0, 1, room)
+
+
 def run(n, body, *arguments, room=ROOM):
     """What `body(group, *arguments)` returns in each of n processes; an exception as its text."""
     memory = SharedMemory.create(needed(n, room))
@@ -263,14 +268,14 @@ def test_more_than_there_can_be_is_refused_and_leaves_nothing_open():
 
 
 def test_a_full_region_is_refused():
-    group = SharedGroup(SharedMemory.create(needed(1, 4096)), 0, 1, 4096)
+    group = alone(4096)
     group.allocate(1024, "float32")
     with pytest.raises(ConfigurationError, match="no room for 4096 more"):
         group.allocate(1, "float32")
 
 
 def test_what_cannot_be_added_up_is_said_beforehand():
-    group = SharedGroup(SharedMemory.create(needed(1, 4096)), 0, 1, 4096)
+    group = alone(4096)
     assert group.can(np.zeros(3, np.float32))
     for array in (np.zeros(3, np.float16), np.zeros((2, 2), np.float32), np.zeros(4, np.float32)[::2]):
         assert not group.can(array)
@@ -317,15 +322,14 @@ def test_parts_of_a_mean_are_added_in_the_order_of_processes(n):
 def test_an_array_that_is_taken_leaves_no_memory_behind(monkeypatch):
     """In pieces, so that there are never two copies of the gradients, and other arrays stay."""
     monkeypatch.setattr("flockstep.transports.shared_group.RETURNED", 1 << 14)
-    memory = SharedMemory.create(needed(1, ROOM))
-    group = SharedGroup(memory, 0, 1, ROOM)
+    group = alone(ROOM)
     before, array, after = (group.allocate(size, "float32") for size in (1000, 100_003, 1000))
     before[:], after[:] = 1, 2
     array[:] = np.arange(100_003)
-    held = os.fstat(memory._descriptor).st_blocks
+    held = os.fstat(group._memory._descriptor).st_blocks
     own = group.taken(array)
     assert np.array_equal(own, np.arange(100_003))
     assert not group.holds(own)
-    assert 512 * (held - os.fstat(memory._descriptor).st_blocks) >= array.nbytes
+    assert 512 * (held - os.fstat(group._memory._descriptor).st_blocks) >= array.nbytes
     assert (before == 1).all()
     assert (after == 2).all()
