@@ -1,6 +1,7 @@
 """Milliseconds per training step and memory of each worker: flockstep beside DistributedDataParallel on gloo.
 
-Ways: alone (a plain loop without any exchange), ddp, fabric (DDP as Lightning's Fabric sets it up) and flockstep. They
+Ways: alone (a plain loop without any exchange), ddp, fabric (DDP as Lightning's Fabric sets it up; the package
+`lightning`, or `lightning_fabric`, which comes with `pytorch-lightning`) and flockstep. They
 take turns in the same processes, round after round, so that whatever else the machine does hits all of them alike. Each
 process uses one thread and its own model. "cpu ms" is the processor time of rank 0, waits in a loop included, which
 other programs disturb less. Each process holds the models of all ways at once: gpt2 with alone, ddp and flockstep takes
@@ -21,6 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,8 @@ from flockstep.launchers.script import launch
 from flockstep.records.config import RunConfig
 
 WAYS = ("alone", "ddp", "fabric", "flockstep")
+FABRIC = next((name for name in ("lightning.fabric", "lightning_fabric") if find_spec(name.partition(".")[0])), None)
+"""Name of the installed package that has Fabric; None if no package has it."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -74,7 +80,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if "fabric" in options.ways and not find_spec("lightning"):
+    if "fabric" in options.ways and FABRIC is None:
         raise SystemExit("fabric needs Lightning; pip install lightning, or leave fabric out of --ways")
     results = [
         (memory if options.memory else times)(options, model, int(n))
@@ -142,20 +148,34 @@ def worker(options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=workers)
     ready(out.parent)
     dist.barrier()
-    ways, parameters = {}, 0
-    for way in options["ways"]:
-        ways[way], parameters = build(way, options, rank, workers)
+    built = {way: build(way, options, rank, workers) for way in options["ways"]}
+    ways = {way: one.step for way, one in built.items()}
     cpu = {way: list[float]() for way in ways}
     counted = {way: counting(step, cpu[way]) for way, step in ways.items()}
     taken = take_turns(counted, dict.fromkeys(ways, options["steps"]), options["rounds"])
     if rank == 0:
         medians = {way: statistics.median(own) for way, own in cpu.items()}
-        out.write_text(json.dumps({"times": taken, "cpu": medians, "parameters": parameters}))
+        out.write_text(
+            json.dumps({"times": taken, "cpu": medians, "parameters": next(iter(built.values())).parameters})
+        )
     dist.barrier()
+    for one in built.values():
+        one.finish()
     if "flockstep" not in ways:  # the launcher waits for a call
         part = nn.Linear(1, 1)
         flockstep.distribute(part, torch.optim.SGD(part.parameters(), lr=0.1), strategy="all_reduce").finish()
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model, ready to be trained one way."""
+
+    step: Step
+    """Function that trains the model for one step."""
+    parameters: int
+    finish: Callable[[], object] = lambda: None
+    """Function to call after the last step."""
 
 
 def counting(step: Step, cpu: list[float]) -> Step:
@@ -169,8 +189,8 @@ def counting(step: Step, cpu: list[float]) -> Step:
     return counted
 
 
-def build(way: str, options: dict[str, Any], rank: int, workers: int) -> tuple[Step, int]:
-    """One training step, the given way, on samples of the rank's own; and the number of parameters."""
+def build(way: str, options: dict[str, Any], rank: int, workers: int) -> Built:
+    """A model that is trained the given way, on samples of the rank's own."""
     chosen = MODELS[options["model"]]
     torch.manual_seed(0)
     model = chosen.build().to(getattr(torch, options["dtype"]))
@@ -180,12 +200,12 @@ def build(way: str, options: dict[str, Any], rank: int, workers: int) -> tuple[S
     x = x.to(getattr(torch, options["dtype"])) if x.is_floating_point() else x
     optimizer = optimizer_of(model, way, options)
     if way == "flockstep":
-        return step_of(model, flockstep.distribute(model, optimizer, strategy=options["strategy"]), x, y), parameters
+        ours = flockstep.distribute(model, optimizer, strategy=options["strategy"])
+        return Built(step_of(model, ours, x, y), parameters, ours.finish)
     if way == "ddp":
-        return step_of(DistributedDataParallel(model), optimizer, x, y), parameters
-    return (
-        on_fabric(model, optimizer, rank, workers, x, y) if way == "fabric" else step_of(model, optimizer, x, y)
-    ), parameters
+        return Built(step_of(DistributedDataParallel(model), optimizer, x, y), parameters)
+    step = on_fabric(model, optimizer, rank, workers, x, y) if way == "fabric" else step_of(model, optimizer, x, y)
+    return Built(step, parameters)
 
 
 def optimizer_of(model: nn.Module, way: str, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -200,14 +220,14 @@ def on_fabric(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, workers: int, x: torch.Tensor, y: torch.Tensor
 ) -> Step:
     """A training step under Fabric's DDP, in the process group that is open already."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
-    from lightning.fabric.strategies import DDPStrategy
+    assert FABRIC is not None
+    parts = [import_module(name) for name in (FABRIC, f"{FABRIC}.plugins.environments", f"{FABRIC}.strategies")]
+    fabric_of, environment, ddp = parts[0].Fabric, parts[1].TorchElasticEnvironment, parts[2].DDPStrategy
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    plan = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
-    fabric = Fabric(accelerator="cpu", devices=workers, strategy=plan)
+    plan = ddp(cluster_environment=environment(), process_group_backend="gloo")
+    fabric = fabric_of(accelerator="cpu", devices=workers, strategy=plan)
     fabric.launch()
     wrapped, stepper = fabric.setup(model, optimizer)
     loss_fn = nn.CrossEntropyLoss()

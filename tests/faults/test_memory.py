@@ -51,3 +51,26 @@ def test_a_worker_of_a_script_takes_little_more_memory_than_with_ddp(dtype: str,
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=with_compiler)
     (row,) = json.loads(done.stdout)
     assert 0.3 < row["ways"]["flockstep"]["of ddp"] < 1.2, row
+
+
+@pytest.mark.full
+def test_the_benchmark_of_steps_finishes_its_run() -> None:
+    """Under `local_sgd` a script that does not is told that its models are not the result."""
+    options = [
+        "--models",
+        "digits",
+        "--processes",
+        "2",
+        "--ways",
+        "flockstep",
+        "--rounds",
+        "1",
+        "--strategy",
+        "local_sgd",
+    ]
+    command = [sys.executable, str(FILE.with_name("step_time.py")), "--json", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)}
+    )
+    assert json.loads(done.stdout)[0]["ways"]["flockstep"]["ms"] > 0
+    assert "finish()" not in done.stderr
