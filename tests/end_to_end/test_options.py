@@ -135,3 +135,19 @@ def test_a_system_that_gives_no_process_ends_the_run_in_order(tmp_path: Path) ->
 
     supervisor = Supervisor(2, Ipc(), 5.0, tmp_path / "run", refused, refused)
     assert str(supervisor.run().error) == "the run could not be supervised: OSError: no more processes"
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_a_batch_of_more_samples_than_there_are_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each batch is filled up with samples that it has already; a job's own batch is its author's decision."""
+    assert run([command, "quadratic", "-s", "all_reduce", *QUICK, "--batch", "100000", "--out", "runs/a"]) == 2
+    assert "batch must be <= 2048, the number of training samples, got 100000, with which" in capsys.readouterr().err
+    assert not Path("runs/a").exists()
+
+
+def test_a_batch_of_all_samples_is_accepted() -> None:
+    assert run(["simulate", "quadratic", "-s", "all_reduce", *QUICK, "--batch", "2048", "--out", "runs/a"]) == 0
+    imports = "import dataclasses\nfrom flockstep.drivers.setup import load_job\n"
+    own = f"{imports}job = lambda: dataclasses.replace(load_job('quadratic', 0), batch=4000)"
+    Path("own.py").write_text(own)
+    assert run(["simulate", "own.py", "-s", "all_reduce", *QUICK, "--out", "runs/b"]) == 0

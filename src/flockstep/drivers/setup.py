@@ -232,7 +232,8 @@ class BuiltJob:
             CompositionError: workers of the strategy compute on each other's samples, and each has its `own`.
         """
         strategy = check(config)
-        job = overridden(load_job(config.job, config.seed), config)
+        loaded = load_job(config.job, config.seed)
+        job = overridden(loaded, config)
         if own is not None:
             require_own_samples(strategy)
             job = own.job(job)
@@ -246,6 +247,8 @@ class BuiltJob:
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)
+        if job.batch != loaded.batch:
+            _require_batch_of_different_samples(job.batch, engine.train_size)
         return cls(job, engine, split)
 
 
@@ -315,6 +318,15 @@ def prepare(
         versions=versions() | ({JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}),
     )
     return engine, plan, resolved
+
+
+def _require_batch_of_different_samples(batch: int, train_size: int) -> None:
+    """Raise `ConfigurationError` if a batch has more samples than the training set."""
+    if batch > train_size:
+        raise ConfigurationError(
+            f"batch must be <= {train_size}, the number of training samples, got {batch}, with which every batch would "
+            f"contain samples several times; use --batch {train_size} or less"
+        )
 
 
 def require_own_samples(strategy: Strategy) -> None:
