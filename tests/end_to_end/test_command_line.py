@@ -22,6 +22,7 @@ from flockstep.launchers import supervisor
 from flockstep.launchers.wait_monitor import WaitMonitor
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from support.processes import RealRun
 
 FAST = ["--steps", "20", "--seed", "1"]
 
@@ -421,3 +422,37 @@ def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFi
     said = " ".join(out.split())
     assert "staleness: number of updates applied between reading the parameters and applying the gradient." in said
     assert "trained by itself" not in said
+
+
+WRONG = """
+from dataclasses import dataclass
+import flockstep
+
+
+@dataclass(frozen=True)
+class Wrong(flockstep.Strategy):
+    @property
+    def traits(self):
+        return flockstep.Traits(delivery="partial", survives=False, results=("rank0",))
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            me.nonsense
+
+
+flockstep.register("strategy", "wrong", Wrong)
+"""
+
+
+def test_an_error_of_a_strategy_is_named_with_its_worker_step_and_line_in_virtual_time(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    options = ["quadratic", "-s", "wrong", "-n", "2", "--import", str(tmp_path / "wrong.py")]
+    said = "worker 0 at step 1 raised AttributeError: 'Worker' object has no attribute 'nonsense' (wrong.py, line 15)"
+    for more, shown in [([], False), (["--debug", "--overwrite"], True)]:
+        ended = RealRun(["simulate", *options, "--steps", "3", *more], tmp_path / "run").end()
+        assert ended.code == 1
+        assert f"flockstep: {said}; --debug shows the traceback\n" in ended.err
+        assert ("Traceback" in ended.err) == shown
+        assert ended.summary is not None
+        assert said in ended.summary["error"]

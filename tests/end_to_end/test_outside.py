@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     path = tmp_path / f"{request.node.name}.py"  # a process imports a file of one name once
     path.write_text(SOURCE)
     return path
+
+
+def test_a_plan_lists_a_strategy_that_raises_an_error_with_its_line(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(SOURCE.replace("self.share *", "self.nonsense *"))
+    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce"]
+    assert run([*words, "--import", str(file)]) == 0
+    said = re.sub(r"\s+", "", capsys.readouterr().out)
+    assert re.search(
+        r"relay:worker\datstep\d+raisedAttributeError:'Relay'objecthasnoattribute'nonsense'\(test_a_plan", said
+    )
 
 
 def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

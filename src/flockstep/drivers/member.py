@@ -44,8 +44,8 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.drivers.replication import NOTES as REPLICAS
-from flockstep.drivers.user_code import place_of
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError, in_short
+from flockstep.drivers.user_code import said_of
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.partitions.split_facts import SplitFacts
@@ -658,8 +658,7 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
         kind = RunError.__name__
     elif not isinstance(error, FlockstepError):
         where = "" if step is None else f" at step {step}"
-        said = in_short(error) + place_of(error)
-        reason = f"{node_name(node_spec.address)}{where} raised {said}; --debug shows the traceback"
+        reason = said_of(error, f"{node_name(node_spec.address)}{where}")
         kind = RunError.__name__
     trace = "".join(traceback.format_exception(error))
     return Failure(node_spec.run, node_spec.address, kind, reason[:LONGEST], trace[-LONGEST:])

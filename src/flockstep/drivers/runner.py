@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any, Protocol
 
 from flockstep import nodes
@@ -21,6 +23,7 @@ from flockstep.drivers.program_restart import CHANNEL, ProgramRestart, ScriptReq
 from flockstep.drivers.replication import NOTES as BETWEEN_PROCESSES
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
+from flockstep.drivers.user_code import place_of, said_of
 from flockstep.errors import CompositionError, ConfigurationError, Diverged, FlockstepError, PeerLost, RunError
 from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import BadGradients, Node, Server, Worker
@@ -604,3 +607,29 @@ def _now(node: Worker) -> str:
 
 def _nowhere(to: Address, message: Message) -> None:
     """Drop a message that is sent again in a replay; it arrived before."""
+
+
+@contextmanager
+def reporting_users_errors() -> Iterator[None]:
+    """Context manager of a run in virtual time that reports an error in the user's own files as a real run does.
+
+    Errors of the operating system are raised unchanged: a command reports them with a way out.
+
+    Raises:
+        RunError: code in a file of the user raised an error; the message names the file and the line.
+    """
+    try:
+        yield
+    except (FlockstepError, OSError):
+        raise
+    except Exception as error:
+        if not place_of(error):
+            raise
+        raise RunError(said_of(error, _source_of(error))) from error
+
+
+def _source_of(error: Exception) -> str:
+    """The node whose program has raised an error, with the node's step."""
+    selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    running = [one.node for one in selves if isinstance(one, Runner)]
+    return f"{node_name(running[-1].address)} at step {running[-1].run_step}" if running else "the simulation"

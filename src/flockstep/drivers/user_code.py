@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from flockstep.errors import in_short
+
 
 class ScriptCall(NamedTuple):
     """A call of flockstep in the user's script."""
@@ -46,6 +48,11 @@ def place_of(error: Exception) -> str:
         if _is_the_users(frame.filename):
             return f" ({Path(frame.filename).name}, line {frame.lineno})"
     return ""
+
+
+def said_of(error: Exception, where: str) -> str:
+    """Return the sentence that reports an error of the user's code; `where` says what raised the error."""
+    return f"{where} raised {in_short(error)}{place_of(error)}; --debug shows the traceback"
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.plan import Plan
+from flockstep.drivers.runner import reporting_users_errors
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
@@ -62,7 +63,7 @@ def simulate(
             events.write(HostsEvent(0.0, hosts))
         heard = until_target(config, events.write) if config.until_target else events.write
         run = _simulation(engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults)
-        with contextlib.suppress(TargetReached):
+        with reporting_users_errors(), contextlib.suppress(TargetReached):
             run.run()
         run.stop()
         record.check_whole([None])

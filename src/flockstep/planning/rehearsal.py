@@ -20,6 +20,7 @@ import numpy as np
 
 from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.plan import Plan, require_steppable
+from flockstep.drivers.runner import reporting_users_errors
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
@@ -251,7 +252,8 @@ class _Stage:
             simulation = Simulation(engine, plan, compute, network, both)
         else:
             simulation = SplitSimulation(self.split.model(engine), plan, compute, network, both)
-        simulation.run()
+        with reporting_users_errors():
+            simulation.run()
         if isinstance(simulation, SplitSimulation):
             groups, counts.between_parts = simulation.groups, simulation.bytes_between_parts
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from flockstep.collectives import costs
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.plan import Plan
+from flockstep.drivers.runner import reporting_users_errors
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
@@ -325,11 +327,11 @@ def _run(
 
     run = kind(engine, plan, law, network, watch.emit, step)
     try:
-        run.run()
-    except _Over:
+        with reporting_users_errors(), suppress(_Over):
+            run.run()
+            return "steps"
         return "time"
     except Diverged:
         return "diverged"
     finally:
         run.close()
-    return "steps"
