@@ -220,3 +220,22 @@ def test_a_program_that_is_no_coroutine_is_refused_where_it_is_defined() -> None
         class Plain(Mine):
             def worker(self, me: Worker) -> None:
                 me.leave()
+
+
+NO_SOURCE = """
+@dataclass(frozen=True)
+class Forgotten(Mine):
+    async def worker(self, me):
+        while me.training:
+            gradient = me.gradient()
+            me.optimizer_step(gradient)
+"""
+
+
+def test_a_forgotten_await_of_a_class_without_source_ends_in_a_sentence() -> None:
+    """As in `python -c`, in an interactive session or with `exec`: there is no file that names the call."""
+    names = {"dataclass": dataclass, "Mine": Mine, "__name__": __name__}
+    exec(NO_SOURCE, names)
+    said = r"Forgotten.worker \(<string>, line 7\): TypeError: .*'generator'; look up to this line for a call"
+    with pytest.raises(ConfigurationError, match=said):
+        run_strategy(names["Forgotten"](), 2)

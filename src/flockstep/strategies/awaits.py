@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, in_short
 from flockstep.nodes import Node, Server, Worker
 from flockstep.strategies.base import Strategy
 
@@ -51,14 +51,23 @@ def explained(error: Exception) -> ConfigurationError | None:
     while trace is not None:
         frame = trace.tb_frame
         if isinstance(frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")), Strategy):
-            found = _problem(frame.f_code, {**frame.f_globals, **frame.f_locals}, trace.tb_lineno) or found
+            found = _problem(frame.f_code, {**frame.f_globals, **frame.f_locals}, trace.tb_lineno, error) or found
         trace = trace.tb_next
     return None if found is None else ConfigurationError(found)
 
 
-def _problem(code: CodeType, names: Mapping[str, Any], line: int) -> str | None:
-    """The sentence about the last wrong call of a function up to the line that raised the exception."""
+def _problem(code: CodeType, names: Mapping[str, Any], line: int, error: Exception) -> str | None:
+    """The sentence about the last wrong call of a function up to the line that raised the exception; if the source of
+    the function is not known, the sentence says what to look for.
+    """
     tree, first = _source(code)
+    if not any(ast.iter_child_nodes(tree)):
+        return _sentence(
+            f"{in_short(error)}; look up to this line for a call without await, or a needless await; flockstep names "
+            "the call if the class is defined in a file",
+            code,
+            line,
+        )
     awaited = [one for node in ast.walk(tree) for one in _awaited(node, names)]
     kept = {one.id for one in awaited if isinstance(one, ast.Name)}
     right = {id(one) for one in awaited} | {id(one) for node in ast.walk(tree) for one in _kept_as(node, kept)}
