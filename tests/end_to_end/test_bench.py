@@ -8,17 +8,21 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flockstep.bench import collectives, transport
+from flockstep.arrays.schema import FlatArray
+from flockstep.bench import collectives, simulator, transport
 from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
 from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.cli.app import run
 from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
+from flockstep.frameworks.base import Evaluation
+from flockstep.frameworks.numpy import NumpyEngine
 from support.matrix import few
 
 ORDINARY = ["ring", "recursive_doubling"]
@@ -131,6 +135,20 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
     assert all(row["events"] >= row["rate"] for row in rows[2:]), "a step is an event on the record"
     assert "plain training loop" in picture.read_text("utf-8")
     assert outcome(arguments, capsys)[0] == 0
+
+
+def test_the_simulator_is_measured_without_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain loop that the simulation is compared with evaluates nothing."""
+    evaluated: list[int] = []
+    evaluate = NumpyEngine.evaluate
+
+    def counted(engine: NumpyEngine, params: FlatArray, ranks: Sequence[int]) -> Evaluation:
+        evaluated.extend(ranks)
+        return evaluate(engine, params, ranks)
+
+    monkeypatch.setattr(NumpyEngine, "evaluate", counted)
+    assert simulator.measure(["gossip", "asgd"], [4], rounds=1, steps=3)
+    assert evaluated == []
 
 
 @pytest.mark.parametrize(
