@@ -240,14 +240,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(capfd: pytest.C
     for words in (
         ["train", "early.py", "-s", "gossip", "-n", "2", "--transport", "ipc"],
         ["launch", "-n", "2", "--transport", "ipc", "fails.py"],
+        ["simulate", "early.py", "-s", "gossip", "-n", "2"],
     ):
         assert run(words) == 1
         err = capfd.readouterr().err
         assert "record: none was kept, because the run ended before its first step\nflockstep: " in err
         assert list(Path("runs").iterdir()) == []
-    with pytest.raises(LookupError, match="no data"):
-        run(["simulate", "early.py", "-s", "gossip", "-n", "2"])
-    assert list(Path("runs").iterdir()) == []
+    assert err.endswith(
+        "flockstep: the simulation raised LookupError: no data (early.py, line 17); --debug shows the traceback\n"
+    )
 
 
 def test_a_launch_that_fails_keeps_what_its_folder_holds_and_names_it(capfd: pytest.CaptureFixture[str]) -> None:
