@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flockstep.experiments.single import simulate as simulate
     from flockstep.frameworks.base import Data as Data
     from flockstep.frameworks.base import Job as Job
+    from flockstep.frameworks.torch_local import LocallyConnected2d as LocallyConnected2d
     from flockstep.messages import Message as Message
     from flockstep.nodes import BadGradientAction
     from flockstep.nodes import Server as Server
@@ -47,6 +48,7 @@ _HOMES = {
     "Data": "frameworks.base",
     "Job": "frameworks.base",
     "LaunchResult": "experiments.function",
+    "LocallyConnected2d": "frameworks.torch_local",
     "Message": "messages",
     "PlanResult": "experiments.planned",
     "RunResult": "experiments.single",
@@ -73,6 +75,7 @@ __all__ = [
     "Data",
     "Job",
     "LaunchResult",
+    "LocallyConnected2d",
     "Message",
     "PlanResult",
     "RunResult",

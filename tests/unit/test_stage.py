@@ -43,7 +43,7 @@ class OverTheWire:
         self.sent = 0
         self._lose = lose
         self._ways: dict[tuple[int, int], deque[tuple[bytes, bytes]]] = {}
-        notes = stage_notes(self.pipeline.schedule)
+        notes = stage_notes(self.pipeline.schedule.chunks)
         self._identity = partial(wire.SenderIdentity, "run", schema="chain", model_bytes=1 << 20, notes=notes)
         self.runners = [self._runner(number) for number in range(self.pipeline.stages)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from flockstep.drivers.grid_way import GridWay
 from flockstep.drivers.part_program import PartProgram, PartRun, Send, part_random
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.sharded_way import ShardedWay
@@ -12,6 +13,7 @@ from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.drivers.tensor_way import TensorWay
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Indices
+from flockstep.frameworks.grid import GridModel
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
@@ -46,6 +48,8 @@ def program_of(
     name, random = model.partition.part_name(part), partial(part_random, plan.seed, replica, drawing)
     run = PartRun(replica, part, name, plan.steps, batch, send, random, taken)
     match model:
+        case GridModel():
+            return GridWay(run, model)
         case PipelineModel():
             return PipelineStage(run, model.parts[part], model.pipeline, model.ties)
         case TensorModel():
@@ -57,6 +61,8 @@ def program_of(
 
 def notes_between(model: SplitModel) -> Notes:
     """Return message tag → type of the note, for the messages between the parts of a replica."""
+    if isinstance(model, GridModel):
+        return stage_notes(len(model.exchanges), len(model.ties))
     if isinstance(model, PipelineModel | TensorModel):
-        return stage_notes(model.pipeline.schedule, len(model.ties) if isinstance(model, PipelineModel) else 0)
+        return stage_notes(model.pipeline.schedule.chunks, len(model.ties) if isinstance(model, PipelineModel) else 0)
     return NO_NOTES

@@ -26,7 +26,7 @@ from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
 from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
+from flockstep.partitions.pipeline_schedules.base import PipelinePass
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages that carry the inputs and outputs of such passes."""
@@ -52,9 +52,12 @@ class StageNote(Note, frozen=True):
     """The micro-batch's share of the mean loss of its batch; only in messages of the backward pass."""
 
 
-def stage_notes(schedule: PipelineSchedule, ties: int = 0) -> Notes:
-    """Return message tag → type of the note, for the messages between stages; `ties` is the number of `Tie`s."""
-    words = [(word, schedule.chunks) for word in sorted(set(TAGS.values()))] + [(LENT, ties), (RETURNED, ties)]
+def stage_notes(chunks: int, ties: int = 0) -> Notes:
+    """Return message tag → type of the note, for the messages between stages.
+
+    `chunks` is the number of chunks of a stage, or of exchanges of a grid; `ties` is the number of `Tie`s.
+    """
+    words = [(word, chunks) for word in sorted(set(TAGS.values()))] + [(LENT, ties), (RETURNED, ties)]
     return dict.fromkeys([PASSED, *(f"{word} {one}" for word, count in words for one in range(count))], StageNote)
 
 

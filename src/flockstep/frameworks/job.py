@@ -16,11 +16,13 @@ from typing import Any
 from flockstep.arrays.memory import release
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
+from flockstep.frameworks.grid import GridModel
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
 from flockstep.partitions.base import Partition
+from flockstep.partitions.grid import Grid
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.split_facts import SplitFacts
@@ -81,6 +83,10 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_ways import ways_without_values
 
         return ways_without_values(job, seed, partition, facts)
+    if facts is not None and isinstance(partition, Grid):
+        from flockstep.frameworks.torch_grid import rectangles_without_values
+
+        return rectangles_without_values(job, seed, partition, facts)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -103,8 +109,12 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_shards import shard_torch
 
         return shard_torch(job, seed, partition)
+    if isinstance(partition, Grid):
+        from flockstep.frameworks.torch_grid import split_grid
+
+        return split_grid(job, seed, partition)
     raise CompositionError(
-        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded or partition=none"
+        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded, grid or partition=none"
     )
 
 
@@ -112,6 +122,10 @@ def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
     """Return the split model in a form that lets this process hold a single part without building the whole model; if
     that is impossible, the facts of the returned model hold the reason.
     """
+    if isinstance(split, GridModel):
+        from flockstep.frameworks.torch_grid import with_obstacle_of_rectangles
+
+        return with_obstacle_of_rectangles(job, seed, split)
     if isinstance(split, PipelineModel):
         from flockstep.frameworks.torch_stages import with_obstacle
 

@@ -192,7 +192,7 @@ class BlocksOfChain:
     def _can_split(self, module: nn.Module) -> bool:
         """Whether a layer is of a kind that can be split, and does nothing besides."""
         alone = all(one.requires_grad and self.uses[id(one)] == 1 for one in module.parameters())
-        if _hooked(module) or not alone:
+        if hooked(module) or not alone:
             return False
         match module:
             case nn.Linear():
@@ -207,7 +207,7 @@ class BlocksOfChain:
                     and attention.batch_first
                     and attention.num_heads >= self.ways
                     and module.activation_relu_or_gelu in (1, 2)
-                    and not any(map(_hooked, module.modules()))
+                    and not any(map(hooked, module.modules()))
                 )
         return False
 
@@ -236,7 +236,7 @@ class BlocksOfChain:
         """
         layer, end = chain[at], at + 1
         assert isinstance(layer.module, nn.Linear)
-        while end < len(chain) and _elementwise(chain[end].module):
+        while end < len(chain) and is_elementwise_layer(chain[end].module):
             end += 1
         wide = layer.module.out_features >= self.ways
         second = chain[end].module if end < len(chain) and wide else None
@@ -274,9 +274,11 @@ def _inside(name: str, module: nn.Module) -> Whole:
     return Whole(ChainLayer(name, module, name, (name,)))
 
 
-def _elementwise(module: nn.Module) -> bool:
-    return (type(module) in ELEMENTWISE or is_elementwise(module)) and not _hooked(module)
+def is_elementwise_layer(module: nn.Module) -> bool:
+    """Return whether a layer has no parameters and treats every element of its input in the same way."""
+    return (type(module) in ELEMENTWISE or is_elementwise(module)) and not hooked(module)
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, which run only if the module itself is called."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))

@@ -161,7 +161,7 @@ def _assembled(
     """Return the parts that hold the chunks."""
     count, stages = len(chunks), range(pipeline.stages)
     names_of = {id(one): name for name, one in whole.module.named_parameters()}
-    used = [_names(names_of, whole.schema, chunk) for chunk in chunks]
+    used = [trained_within(names_of, whole.schema, chunk) for chunk in chunks]
     owners: dict[str, int] = {}
     for number, one in enumerate(used):
         owners.update({name: number % pipeline.stages for name in one if name not in owners})
@@ -757,8 +757,10 @@ def _slopes(
     )
 
 
-def _names(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
-    """Names of the trainable parameters of a chunk, in the model's order; a shared one under its first name."""
+def trained_within(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
+    """Return the names of the trainable parameters of a chunk, in the model's order; a shared one has its first
+    name.
+    """
     known = {entry.name for entry in schema.entries}
     found = dict.fromkeys(names_of[id(one)] for layer in chunk for one in layer.module.parameters())
     return [name for name in found if name in known]

@@ -22,7 +22,7 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.stages import MicroBatch
+from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, chunks_of
@@ -71,14 +71,14 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         check_samples("tensor", tensor.ways, job.batch // pipeline.microbatches)
     whole = TorchEngine(job, seed)
     who = f"job {job.name!r}"
-    layers = _chain(whole.module, who)
+    layers = opened_chain(whole.module, who)
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(layers, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
     check_buffers(whole, _chains(layers, starts), who)
     facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, _classifies(whole))
     model = _assembled(whole, partition, facts, who, shape, job.batch)
-    with _trial(model):
+    with trial_of(model):
         loss, largest, outputs = _difference(model, model)
     if loss:
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     for part in model.parts:
         assert isinstance(part, TorchWay)
         part.forget()
-    check_loss(_engine_of(model), whole, pipeline.microbatches, who)
+    check_loss(engine_of(model), whole, pipeline.microbatches, who)
     return replace(model, facts=replace(facts, sample_bytes=largest), outputs=outputs)
 
 
@@ -113,7 +113,7 @@ def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorMode
         bare = ways_without_values(job, seed, split.split_by, split.facts)
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
-        with _trial(split), _trial(bare):
+        with trial_of(split), trial_of(bare):
             found, *_ = _difference(bare, split)
     except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
         found = in_short(error)
@@ -134,8 +134,8 @@ def _pipeline_of(partition: TensorParallel | Product) -> tuple[Pipeline, TensorP
     return Pipeline(1, GPipe()), partition
 
 
-def _chain(module: nn.Module, who: str) -> list[ChainLayer]:
-    """The layers of a model, with those modules of a traced model that a unit consists of."""
+def opened_chain(module: nn.Module, who: str) -> list[ChainLayer]:
+    """Return the layers of a model, with those modules of a traced model that a unit consists of."""
     return [opened(one) for one in model_chain(module, who)]
 
 
@@ -153,7 +153,7 @@ def _assembled(
 ) -> TensorModel:
     """Divide the layers among stages and ways; `shape`: work of the layers, None if nobody asks for it."""
     pipeline, tensor = _pipeline_of(partition)
-    layers = _chain(whole.module, who)
+    layers = opened_chain(whole.module, who)
     chains, uses, last = _chains(layers, facts.starts), uses_of(layers), len(facts.starts) - 1
     chunks = [
         WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and facts.cross_entropy).of(chain), last)
@@ -208,14 +208,14 @@ def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], way
     if all(len(chunk.blocks) == 1 for chunk in chunks):
         raise ConfigurationError(
             f"no layer of the model of {who} can be split over {ways} ways, got "
-            f"{', '.join(dict.fromkeys(_kind(one.module) for one in layers))}; two nn.Linear with activations "
+            f"{', '.join(dict.fromkeys(kind_of(one.module) for one in layers))}; two nn.Linear with activations "
             "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
             "cross entropy can; use fewer ways, a pipeline, sharded, or partition=none"
         )
 
 
-def _kind(module: nn.Module) -> str:
-    """What a layer is, in words."""
+def kind_of(module: nn.Module) -> str:
+    """Return what a layer is, in words."""
     return "traced operations" if isinstance(module, fx.GraphModule) else type(module).__name__
 
 
@@ -832,15 +832,16 @@ def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:
     return [f"part {way} of {split}" for way in range(ways)]
 
 
-def _engine_of(model: TensorModel) -> PartsEngine:
+def engine_of(model: SplitModel) -> PartsEngine:
+    """Return the torch engine of a split model."""
     assert isinstance(model.engine, PartsEngine)
     return model.engine
 
 
 @contextmanager
-def _trial(model: TensorModel) -> Iterator[None]:
-    """A context in which the passes of all parts draw as the unsplit model does, and no unit drops out."""
-    engine = _engine_of(model)
+def trial_of(model: SplitModel) -> Iterator[None]:
+    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out."""
+    engine = engine_of(model)
     with engine.trial(), _without_dropout(engine.whole.module):
         yield
 
@@ -852,7 +853,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
         How they differ, None if by rounding only; the size in bytes of the largest array between parts, for one sample;
         the outputs of each block of each chunk.
     """
-    engine = _engine_of(known)
+    engine = engine_of(known)
     whole = engine.whole
     assert isinstance(whole, TorchEngine)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)

@@ -18,8 +18,8 @@ def split_shape(task: JobProfile, partition: Partition) -> SplitShape:
     """Return the model of a task as `partition` splits it.
 
     Raises:
-        ConfigurationError: the layers of the model are unknown, the model cannot be split in this way, or the partition
-            does not split models.
+        ConfigurationError: the layers of the model are unknown, the model cannot be split in this way, or plans do not
+            predict the partition.
     """
     match partition:
         case Pipeline():
@@ -29,6 +29,6 @@ def split_shape(task: JobProfile, partition: Partition) -> SplitShape:
         case Sharded():
             return shards_shape(task, partition)
     raise ConfigurationError(
-        f"a plan of split models predicts partitions that split the model, got {partition}; write for example "
-        "'pipeline(2, 1f1b, 4)', 'tensor(2)' or 'sharded(2)', or leave it out for whole replicas"
+        f"a plan of split models predicts pipeline, tensor, sharded and pipeline * tensor, got {partition}; use one of "
+        "them, leave it out for whole replicas, or run flockstep simulate with this partition"
     )

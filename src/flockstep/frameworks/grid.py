@@ -1,0 +1,169 @@
+"""The interface between drivers and frameworks for a model whose layers are divided into rectangles on a grid of
+workers.
+
+A plane is the height × width of the outputs of a layer for one sample. Each worker of a replica holds a rectangle of
+every plane; between two layers the workers exchange the parts of rectangles that other workers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.frameworks.stages import PipelineModel
+from flockstep.partitions.base import Partition
+from flockstep.partitions.grid import Grid
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of places of a plane: rows `top` to `bottom` - 1, columns `left` to `right` - 1."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in places; 0 if the rectangle is empty."""
+        return max(0, self.bottom - self.top), max(0, self.right - self.left)
+
+    @property
+    def places(self) -> int:
+        """Number of places of the rectangle."""
+        return self.size[0] * self.size[1]
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Slices of the rectangle in an array (height, width) of the whole plane."""
+        return slice(self.top, self.bottom), slice(self.left, self.right)
+
+    def overlap(self, other: Rectangle) -> Rectangle:
+        """Return the places that two rectangles have in common."""
+        return Rectangle(
+            max(self.top, other.top),
+            min(self.bottom, other.bottom),
+            max(self.left, other.left),
+            min(self.right, other.right),
+        )
+
+    def of(self, array: FlatArray, held: Rectangle) -> FlatArray:
+        """Return the view of this rectangle in `array` (…, height, width), which has the places of `held`."""
+        rows = slice(self.top - held.top, self.bottom - held.top)
+        view: FlatArray = array[..., rows, self.left - held.left : self.right - held.left]
+        return view
+
+
+NOWHERE = Rectangle(0, 0, 0, 0)
+"""The empty rectangle."""
+
+
+def rectangles(size: tuple[int, int], grid: Grid) -> tuple[Rectangle, ...]:
+    """Return the rectangle of each worker of a grid, row by row, for a plane of the given height and width."""
+    pairs = product(slices(size[0], grid.rows), slices(size[1], grid.columns))
+    return tuple(Rectangle(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in pairs)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The activations between two layers: each worker holds a rectangle of the plane, and needs another rectangle."""
+
+    held: tuple[Rectangle, ...]
+    """Places of each worker's outputs of the layer before."""
+    needed: tuple[Rectangle, ...]
+    """Places of the inputs that each worker reads; empty for a worker that computes no further layer."""
+    channels: int
+    """Number of activations at each place, for one sample."""
+
+    def sent(self, part: int) -> dict[int, Rectangle]:
+        """Return worker → places that worker `part` sends this worker in the forward pass."""
+        return self._shared(part, [self.held[part].overlap(one) for one in self.needed])
+
+    def fetched(self, part: int) -> dict[int, Rectangle]:
+        """Return worker → places that worker `part` gets from this worker in the forward pass."""
+        return self._shared(part, [self.needed[part].overlap(one) for one in self.held])
+
+    def fetched_elements(self, part: int) -> int:
+        """Return the number of activations that worker `part` fetches for one sample."""
+        return self.channels * sum(one.places for one in self.fetched(part).values())
+
+    @property
+    def largest(self) -> int:
+        """Number of activations of the largest message, for one sample."""
+        return self.channels * max(
+            (one.places for part in range(len(self.held)) for one in self.sent(part).values()), default=0
+        )
+
+    def pieces(self, part: int, outputs: FlatArray) -> dict[int, FlatArray]:
+        """Return worker → the activations that worker `part` sends this worker, of its `outputs` (samples, channels,
+        height, width).
+        """
+        return {other: places.of(outputs, self.held[part]) for other, places in self.sent(part).items()}
+
+    def inputs(self, part: int, outputs: FlatArray, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
+        """Return the inputs that worker `part` reads, from its own outputs and from those that arrived from other
+        workers; None if it computes no further layer.
+        """
+        return self._filled(part, self.needed[part], self.held[part], outputs, arrived, self.fetched(part))
+
+    def slopes(self, part: int, errors: FlatArray | None) -> dict[int, FlatArray]:
+        """Return worker → the gradients that worker `part` sends back to this worker, of the gradients `errors` of its
+        inputs (samples, channels, height, width).
+        """
+        if errors is None:
+            return {}
+        return {other: places.of(errors, self.needed[part]) for other, places in self.fetched(part).items()}
+
+    def output_slopes(self, part: int, errors: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray:
+        """Return the gradient of the outputs of worker `part`: the sum of the gradients of its own inputs and of those
+        that other workers sent back, in the order of the workers.
+        """
+        found = self._filled(part, self.held[part], self.needed[part], errors, arrived, self.sent(part))
+        assert found is not None
+        return found
+
+    def _shared(self, part: int, places: Sequence[Rectangle]) -> dict[int, Rectangle]:
+        return {other: one for other, one in enumerate(places) if other != part and one.places}
+
+    def _filled(
+        self,
+        part: int,
+        wanted: Rectangle,
+        has: Rectangle,
+        own: FlatArray | None,
+        arrived: Mapping[int, FlatArray],
+        places: Mapping[int, Rectangle],
+    ) -> FlatArray | None:
+        """An array of the places `wanted`: zeros, plus the worker's own array of the places `has`, plus arrivals."""
+        like = next((one for one in (own, *arrived.values()) if one is not None), None)
+        if like is None or not wanted.places:
+            return None
+        found = np.zeros((len(like), self.channels, *wanted.size), like.dtype)
+        both = wanted.overlap(has)
+        for other in range(len(self.held)):
+            if other == part and own is not None and both.places:
+                both.of(found, wanted)[...] += both.of(own, has)
+            elif other in places:
+                places[other].of(found, wanted)[...] += arrived[other]
+        return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GridModel(PipelineModel):
+    """A job whose model is divided into rectangles on a grid of workers.
+
+    Chunk i + 1 of a part begins with the inputs of exchange i. Only part 0 has the chunk after the last exchange. A tie
+    is a weight of a convolution, with which all parts compute and which one of them trains.
+    """
+
+    grid: Grid
+    exchanges: Sequence[Exchange]
+
+    @property
+    def partition(self) -> Partition:
+        return self.grid

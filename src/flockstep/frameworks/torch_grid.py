@@ -1,0 +1,494 @@
+"""A torch module whose layers are divided into rectangles on a grid of workers (Coates et al. 2013, COTS HPC)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.costs.layers import ModelShape
+from flockstep.errors import ConfigurationError, in_short
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.grid import NOWHERE, Exchange, GridModel, Rectangle, rectangles
+from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
+from flockstep.frameworks.torch import TorchEngine
+from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses_of
+from flockstep.frameworks.torch_chain import ChainLayer, layers_within
+from flockstep.frameworks.torch_layers import shape_of
+from flockstep.frameworks.torch_local import LocallyConnected2d
+from flockstep.frameworks.torch_skeleton import SkeletonEngine
+from flockstep.frameworks.torch_split_layers import Places, numbered
+from flockstep.frameworks.torch_stages import (
+    Chunk,
+    TorchPart,
+    buffers_within,
+    check_buffers,
+    difference,
+    trained_within,
+)
+from flockstep.frameworks.torch_ways import (
+    Held,
+    WaysEngine,
+    WayTensors,
+    engine_of,
+    kind_of,
+    opened_chain,
+    trial_of,
+)
+from flockstep.partitions.grid import Grid
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.split_facts import SplitFacts
+
+
+def split_grid(job: Job, seed: int, grid: Grid) -> GridModel:
+    """Build the job's model, and divide its layers into rectangles.
+
+    The first layers of the model are divided, up to the first layer without a window of its own or with fewer outputs
+    than workers along an axis; part 0 computes all further layers. Every worker reads its rectangle of the data, and
+    computes layers without parameters before the first window on whole samples. Dropout in a divided layer draws for
+    each worker; the layers of part 0 draw as a stage does.
+
+    Raises:
+        ConfigurationError: the model cannot be traced, its first layers cannot be divided, a worker would hold no
+            parameters, or the parts together do not compute what the model computes.
+    """
+    whole, who = TorchEngine(job, seed), f"job {job.name!r}"
+    chain = opened_chain(whole.module, who)
+    check_buffers(whole, [chain], who)
+    facts = SplitFacts((0,), tuple(whole.changing_buffers), whole.random, 0)
+    shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
+    model = _assembled(whole, chain, grid, facts, who, shape, job.batch)
+    with trial_of(model):
+        if got := _difference(model, model):
+            raise ConfigurationError(
+                f"the layers of {who}, divided into {grid.rows} x {grid.columns} rectangles, must compute what the "
+                f"model computes, got {got}; move what the model does besides running its layers (a forward method of "
+                "its own, state that layers share) into one layer, or use partition=none"
+            )
+    return model
+
+
+def rectangles_without_values(job: Job, seed: int, grid: Grid, facts: SplitFacts) -> GridModel:
+    """Return the parts of a model that another process has divided. This process then gives one part its values by
+    `ModelPart.take`.
+    """
+    whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
+    who = f"job {job.name!r}"
+    return _assembled(whole, opened_chain(whole.module, who), grid, facts, who, None, job.batch)
+
+
+def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridModel:
+    """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
+    such a reason.
+    """
+    try:
+        bare = rectangles_without_values(job, seed, split.grid, split.facts)
+        for part, known in zip(bare.parts, split.parts, strict=True):
+            part.take(known.values())
+        with trial_of(split), trial_of(bare):
+            found = _difference(bare, split)
+    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
+        found = in_short(error)
+    differs = (
+        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
+    )
+    return replace(split, facts=replace(split.facts, obstacle=f"{differs}: {found}" if found else ""))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The inputs that one output of a layer reads; each field is for height and width."""
+
+    size: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    fill: float = 0.0
+    """Value of the places around the inputs."""
+
+    def outputs(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width of the outputs, for inputs of the given height and width."""
+        found = [(size[a] + 2 * self.padding[a] - self.size[a]) // self.stride[a] + 1 for a in (0, 1)]
+        return found[0], found[1]
+
+    def read(self, made: Rectangle) -> Rectangle:
+        """Return the places of the inputs that a rectangle of outputs reads; they may lie outside of the plane."""
+        spans = [
+            (first * self.stride[a] - self.padding[a], (end - 1) * self.stride[a] - self.padding[a] + self.size[a])
+            for a, (first, end) in enumerate([(made.top, made.bottom), (made.left, made.right)])
+        ]
+        return Rectangle(*spans[0], *spans[1])
+
+
+def window_of(module: nn.Module) -> Window | None:
+    """Return the window of a layer that can be divided into rectangles; None for other layers."""
+    if is_elementwise_layer(module):
+        return Window()
+    found = None if hooked(module) else _window(module)
+    return found if found is not None and all(map(operator.lt, found.padding, found.size)) else None
+
+
+def _window(module: nn.Module) -> Window | None:
+    match module:
+        case LocallyConnected2d():
+            if type(module) is LocallyConnected2d and all(one.requires_grad for one in module.parameters()):
+                return Window(module.kernel_size, module.stride, module.padding)
+        case nn.Conv2d():
+            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and set(module.dilation) == {1}
+            if plain and not isinstance(module.padding, str):
+                return Window(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
+        case nn.MaxPool2d():
+            if type(module) is nn.MaxPool2d and _pair(module.dilation) == (1, 1) and not module.return_indices:
+                return None if module.ceil_mode else _pool(module, -math.inf)
+        case nn.AvgPool2d():
+            counted = module.count_include_pad or _pair(module.padding) == (0, 0)
+            return _pool(module, 0.0) if type(module) is nn.AvgPool2d and counted and not module.ceil_mode else None
+    return None
+
+
+def _pool(module: nn.MaxPool2d | nn.AvgPool2d, fill: float) -> Window:
+    return Window(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding), fill)
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+class Crop(nn.Module):
+    """The rectangle of a worker, taken out of whole samples."""
+
+    def __init__(self, places: Rectangle):
+        super().__init__()
+        self.places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the places of the rectangle, of samples (batch, channels, height, width)."""
+        rows, columns = self.places.slices
+        return x[..., rows, columns]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedLayer:
+    """A layer of the model on the rectangle of one part."""
+
+    layers: Sequence[ChainLayer]
+    """The layer with the rectangle's own weights, behind a layer that adds the padding."""
+    of: ChainLayer
+    """The layer in the model."""
+    share: float
+    """Number of places of the rectangle, as a share of the places of the plane."""
+
+
+@dataclass(eq=False)
+class Division:
+    """The layers of a model on the parts of a grid, and the exchanges between them."""
+
+    grid: Grid
+    chunks: list[list[list[PlacedLayer]]]
+    """Layers of each chunk of each part."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    slices: list[list[tuple[nn.Parameter, nn.Parameter, Rectangle]]] = field(default_factory=list)
+    """For each part: the parameter of a locally connected layer, the part's slice of the parameter, and its places."""
+    divided: list[str] = field(default_factory=list)
+    """Names of the layers that are divided."""
+
+    def add(self, layer: ChainLayer, window: Window, plane: Rectangle, made: Sequence[Rectangle]) -> None:
+        """Add a layer that computes the rectangles `made` of its outputs from inputs on `plane`."""
+        total = sum(one.places for one in made)
+        for part, chunks in enumerate(self.chunks):
+            read = window.read(made[part])
+            within = read.overlap(plane)
+            pads = (
+                within.left - read.left,
+                read.right - within.right,
+                within.top - read.top,
+                read.bottom - within.bottom,
+            )
+            local = replace(layer, module=self._local(layer.module, part, made[part]))
+            layers = [local]
+            if any(pads):
+                layers.insert(0, ChainLayer(f"{layer.name} padding", nn.ConstantPad2d(pads, window.fill), "", ()))
+            chunks[-1].append(PlacedLayer(layers, layer, made[part].places / total))
+        self.divided.append(layer.name)
+
+    def crop(self, leading: Sequence[ChainLayer], needed: Sequence[Rectangle]) -> None:
+        """Begin the first chunk of all parts: layers of whole samples, and the rectangle that the layer reads."""
+        for part, places in enumerate(needed):
+            self.whole([*leading, ChainLayer("rectangle", Crop(places), "", ())], part)
+
+    def whole(self, layers: Sequence[ChainLayer], part: int) -> None:
+        """Add layers that one part computes as they are."""
+        self.chunks[part][-1] += [PlacedLayer([layer], layer, 1.0) for layer in layers]
+
+    def exchange(self, exchange: Exchange) -> None:
+        """End the chunks of all parts that need inputs of an exchange."""
+        self.exchanges.append(exchange)
+        for part, places in enumerate(exchange.needed):
+            if places.places:
+                self.chunks[part].append([])
+
+    def _local(self, module: nn.Module, part: int, made: Rectangle) -> nn.Module:
+        """The module without padding, on the places `made` of its outputs."""
+        if is_elementwise_layer(module):
+            return module
+        local: Any = copy.copy(module)
+        local.padding = 0 if isinstance(module, nn.MaxPool2d | nn.AvgPool2d) else (0, 0)
+        local._parameters = dict(module._parameters)
+        if isinstance(module, LocallyConnected2d):
+            for name, one in module.named_parameters():
+                shape = (*made.size, *one.shape[2:])
+                own = local._parameters[name] = nn.Parameter(torch.empty(shape, dtype=one.dtype, device="meta"))
+                self.slices[part].append((one, own, made))
+        return cast(nn.Module, local)
+
+
+def _divided(chain: Sequence[ChainLayer], x: torch.Tensor, grid: Grid, who: str) -> Division:
+    """Divide the layers of a chain whose first input is `x`, one sample."""
+    windows = [window_of(layer.module) for layer in chain]
+    first = _first(chain, windows)
+    if first is not None:
+        x = _after(chain[:first], x)
+    division = Division(grid, [[[]] for _ in range(grid.parts)], slices=[[] for _ in range(grid.parts)])
+    end = 0 if first is None or x.dim() != 4 else _divide(division, chain, windows, first, x)
+    if not end:
+        raise ConfigurationError(
+            f"the first layers of the model of {who} must be layers over images that can be divided into {grid.rows} x "
+            f"{grid.columns} rectangles, got {', '.join(dict.fromkeys(kind_of(one.module) for one in chain))} for "
+            f"inputs of shape {tuple(x.shape[1:])}; flockstep.LocallyConnected2d, nn.Conv2d without dilation, "
+            "nn.MaxPool2d and nn.AvgPool2d can be divided, with layers without parameters before them; use a smaller "
+            "grid, tensor, sharded or partition=none"
+        )
+    division.whole(chain[end:], 0)
+    return division
+
+
+def _first(chain: Sequence[ChainLayer], windows: Sequence[Window | None]) -> int | None:
+    """Index of the first layer with a window; None if layers before it cannot be computed by every worker alike."""
+    for at, layer in enumerate(chain):
+        if windows[at] is not None and not is_elementwise_layer(layer.module):
+            return at
+        drops = any(isinstance(one, _DropoutNd) and one.p for one in layer.module.modules())
+        if drops or any(True for _ in (*layer.module.parameters(), *layer.module.buffers())):
+            return None
+    return None
+
+
+def _after(layers: Sequence[ChainLayer], x: torch.Tensor) -> torch.Tensor:
+    """The outputs of layers without parameters."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for layer in layers:
+            x = layer.module(x)
+    return x
+
+
+def _divide(
+    division: Division, chain: Sequence[ChainLayer], windows: Sequence[Window | None], first: int, x: torch.Tensor
+) -> int:
+    """Divide the layers from `first` on, for inputs like `x`; return the index of the first layer that is not divided,
+    0 if no layer is.
+    """
+    grid, uses, plane, channels = division.grid, uses_of(chain), Rectangle(0, x.shape[2], 0, x.shape[3]), x.shape[1]
+    held: tuple[Rectangle, ...] = ()
+    for at in range(first, len(chain) + 1):
+        window = windows[at] if at < len(chain) and not _shared(chain[at].module, uses) else None
+        size = (0, 0) if window is None else window.outputs(plane.size)
+        if window is None or size[0] < grid.rows or size[1] < grid.columns:
+            break
+        made = rectangles(size, grid)
+        needed = tuple(window.read(one).overlap(plane) for one in made)
+        if not held:
+            division.crop(chain[:first], needed)
+        elif needed != held:
+            division.exchange(Exchange(held, needed, channels))
+        division.add(chain[at], window, plane, made)
+        channels = int(getattr(chain[at].module, "out_channels", channels))
+        plane, held = Rectangle(0, size[0], 0, size[1]), made
+    if not held:
+        return 0
+    division.exchange(Exchange(held, (plane, *[NOWHERE] * (grid.parts - 1)), channels))
+    return at
+
+
+def _shared(module: nn.Module, uses: Mapping[int, int]) -> bool:
+    """Whether another layer uses the weights of a locally connected layer, whose places are divided among parts."""
+    return isinstance(module, LocallyConnected2d) and any(uses[id(one)] > 1 for one in module.parameters())
+
+
+def _assembled(
+    whole: TorchEngine | SkeletonEngine,
+    chain: Sequence[ChainLayer],
+    grid: Grid,
+    facts: SplitFacts,
+    who: str,
+    shape: ModelShape | None,
+    batch: int,
+) -> GridModel:
+    """Return the parts of a model; `shape`: work of the layers, None if nobody asks for it."""
+    division = _divided(chain, whole.samples(np.arange(1))[0], grid, who)
+    held = _held(division, whole, who)
+    buffers = buffers_within([local.of for local in division.chunks[0][-1]], facts)
+    engine, count = WaysEngine(whole, held, buffers), len(division.exchanges) + 1
+    parts, borrowed = list[TorchPart](), list[list[str]]()
+    for part, tensors in enumerate(held):
+        sliced = [f"{one.name} (part {part})" for one in tensors.split]
+        names_of = {id(one): name for name, one in whole.module.named_parameters()}
+        names_of |= {id(own): name for (_, own, _), name in zip(division.slices[part], sliced, strict=True)}
+        chunks = [
+            _chunk(
+                part * count, number, locals_, names_of, engine.schema, _shares(locals_, shape, batch, number), count
+            )
+            for number, locals_ in enumerate(division.chunks[part])
+        ]
+        own = [*sliced, *(one.name for one in tensors.copied)]
+        used = dict.fromkeys(name for chunk in chunks for name in chunk.names)
+        borrowed.append([name for name in used if name not in own])
+        parts.append(TorchPart(engine, chunks, own, borrowed[-1], () if part else buffers, whole_backward=True))
+    owners = {one.name: part for part, tensors in enumerate(held) for one in tensors.copied}
+    ties = tuple(
+        Tie(owners[name], parts[owners[name]].place(name), user, parts[user].place(name))
+        for user, names in enumerate(borrowed)
+        for name in names
+    )
+    largest = max(exchange.largest for exchange in division.exchanges) * np.dtype(whole.schema.dtype).itemsize
+    facts, pipeline = replace(facts, sample_bytes=largest), Pipeline(1, GPipe())
+    words = _described(division)
+    return GridModel(engine, tuple(parts), words, facts, pipeline, ties, grid=grid, exchanges=division.exchanges)
+
+
+def _chunk(
+    start: int,
+    number: int,
+    layers: Sequence[PlacedLayer],
+    names_of: Mapping[int, str],
+    schema: Schema,
+    shares: PassShares,
+    count: int,
+) -> Chunk:
+    """A chunk of a part whose chunks have the numbers from `start` on; a part has up to `count`."""
+    chain = [layer for local in layers for layer in local.layers]
+    names = trained_within(names_of, schema, chain)
+    return Chunk(start + number, chain, names, names_of, shares, last=number == count - 1)
+
+
+def _held(division: Division, whole: TorchEngine | SkeletonEngine, who: str) -> list[WayTensors]:
+    """Divide the trained parameters among the parts.
+
+    The weights of a convolution, which all parts use, are trained by the part that holds the fewest elements so far,
+    largest tensors first; part 0 trains those of layers that are not divided.
+
+    Raises:
+        ConfigurationError: a part would train no parameter.
+    """
+    entries = {entry.name: entry for entry in whole.schema.entries}
+    names = {id(one): name for name, one in whole.module.named_parameters() if name in entries}
+
+    def held(parameter: torch.Tensor, shape: Sequence[int], places: Callable[[], Places]) -> Held:
+        entry = entries[names[id(parameter)]]
+        dtype = entry.dtype or whole.schema.dtype
+        return Held(entry.name, id(parameter), tuple(shape), places, entry.offset, dtype)
+
+    found = [
+        WayTensors([held(one, own.shape, partial(_places, one, places)) for one, own, places in slices])
+        for slices in division.slices
+    ]
+    sliced = {id(one) for slices in division.slices for one, *_ in slices}
+    shared = _trained(division.chunks[1], sliced, names)
+    alone = _trained(division.chunks[0], sliced | set(shared), names)
+    found[0].copied += [held(one, one.shape, partial(numbered, one)) for one in alone.values()]
+    for one in sorted(shared.values(), key=lambda one: -one.numel()):
+        min(found, key=lambda part: part.size).copied.append(held(one, one.shape, partial(numbered, one)))
+    for part, tensors in enumerate(found):
+        if not tensors.size:
+            raise ConfigurationError(
+                f"every worker of {division.grid} must train parameters of {who}, got none for "
+                f"{division.grid.part_name(part)}; use a smaller grid, or locally connected layers, whose weights are "
+                "divided among all workers"
+            )
+    return found
+
+
+def _places(parameter: torch.Tensor, places: Rectangle) -> Places:
+    """The indices of the elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
+    return numbered(parameter)[places.slices]
+
+
+def _trained(
+    chunks: Sequence[Sequence[PlacedLayer]], known: Container[int], names: Container[int]
+) -> dict[int, nn.Parameter]:
+    """Identity → parameter, for the trained parameters of layers; without those that are `known`."""
+    every = (one for chunk in chunks for local in chunk for one in local.of.module.parameters())
+    return {id(one): one for one in every if id(one) in names and id(one) not in known}
+
+
+def _shares(layers: Sequence[PlacedLayer], shape: ModelShape | None, batch: int, number: int) -> PassShares:
+    """Work of the passes of a chunk, relative to the work W of the model; zeros if the work is unknown."""
+    total = 0.0 if shape is None else float(shape.work(batch))
+    if shape is None or not total:
+        return PassShares(0.0, 0.0, 0.0)
+    counted = [(one, local.share / total) for local in layers for one in layers_within(shape, local.of)]
+    forward = sum(share * one.work_forward(batch) for one, share in counted)
+    by_input = sum(share * one.by_input.work(batch) for one, share in counted)
+    by_weight = sum(share * one.by_weight.work(batch) for one, share in counted)
+    return PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input))
+
+
+def _described(division: Division) -> tuple[str, ...]:
+    """The layers of each part, in words."""
+    divided = ", ".join(division.divided)
+    words = [f"{division.grid.part_name(part)} of {divided}" for part in range(division.grid.parts)]
+    alone = ", ".join(local.of.name for local in division.chunks[0][-1])
+    return (f"{words[0]}{alone and f', and all of {alone}'}", *words[1:])
+
+
+def _difference(model: GridModel, known: GridModel) -> str | None:
+    """How loss and gradient of one batch, computed by all parts of `model`, differ from those of the unsplit model of
+    `known`; None if by rounding only.
+    """
+    engine = engine_of(known)
+    whole = engine.whole
+    assert isinstance(whole, TorchEngine)
+    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
+    expected = np.empty_like(engine.initial())
+    loss = engine.gradient(engine.initial(), batch.indices, expected)
+    params = known.lent([part.initial() for part in known.parts])
+    slopes, parts = [np.zeros_like(one) for one in params], range(len(params))
+    given: list[FlatArray | None] = [None for _ in parts]
+    own = [0.0 for _ in parts]
+    with whole.displaced():
+        for number in range(len(model.exchanges) + 1):
+            if number:
+                exchange = model.exchanges[number - 1]
+                sent = [exchange.pieces(part, _present(given[part])) for part in parts]
+                given = [exchange.inputs(part, _present(given[part]), _arrived(sent, part)) for part in parts]
+            for part in parts:
+                if number < len(model.parts[part].shares):
+                    given[part], own[part] = model.parts[part].forward(number, params[part], batch, given[part])
+        for number in reversed(range(len(model.exchanges) + 1)):
+            for part in parts:
+                if number < len(model.parts[part].shares):
+                    given[part] = model.parts[part].backward(number, batch, given[part], slopes[part])
+            if number:
+                exchange = model.exchanges[number - 1]
+                sent = [exchange.slopes(part, given[part]) for part in parts]
+                given = [exchange.output_slopes(part, given[part], _arrived(sent, part)) for part in parts]
+    return difference(own[0], loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance)
+
+
+def _present(array: FlatArray | None) -> FlatArray:
+    assert array is not None
+    return array
+
+
+def _arrived(sent: Sequence[Mapping[int, FlatArray]], part: int) -> dict[int, FlatArray]:
+    """What all parts send to one part."""
+    return {other: pieces[part] for other, pieces in enumerate(sent) if part in pieces}

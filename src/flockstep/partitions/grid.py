@@ -1,0 +1,46 @@
+"""A grid of workers: every worker holds a rectangle of each layer's plane of places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.errors import ConfigurationError
+from flockstep.partitions.base import Addressing, Division, Partition
+
+
+@dataclass(frozen=True)
+class Grid(Partition):
+    """A grid of `rows` × `columns` workers, each of which computes a rectangle of the outputs of each locally connected
+    layer, convolution and pooling (Coates et al. 2013, COTS HPC; Dean et al. 2012, DistBelief).
+
+    A worker fetches the activations outside of its rectangle that its outputs read, each once, and sends their
+    gradients back. The weights of a locally connected layer never travel; those of a convolution are lent by one of
+    the workers. The first worker computes the layers after the last plane.
+    """
+
+    divides: ClassVar[Division] = "tensors"
+    part_noun: ClassVar[str] = "rectangle"
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("rows", self.rows), ("columns", self.columns)):
+            if value < 1:
+                raise ConfigurationError(f"{name} of grid must be >= 1, got {value}; use for example 2")
+        if self.parts < 2:
+            raise ConfigurationError("a grid must have >= 2 workers, got 1 x 1; use partition=none for one worker")
+
+    @property
+    def parts(self) -> int:
+        return self.rows * self.columns
+
+    def part_name(self, part: int) -> str:
+        row, column = divmod(part, self.columns)
+        return f"{self.part_noun} ({row}, {column})"
+
+    def copies(self, part: int) -> int:
+        """Return 1, because a worker stores a copy of its parameters while it computes a step."""
+        return 1

@@ -1,0 +1,69 @@
+"""Small jobs over images, whose models have locally connected layers, convolutions and pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from flockstep import LocallyConnected2d
+from flockstep.frameworks.base import Data, Job
+from flockstep.workloads.models import squared_error
+from support.split_jobs import BATCH
+
+HEIGHT, WIDTH, COLORS = 11, 9, 2
+
+
+def local() -> nn.Sequential:
+    """Two locally connected layers, the first with padding, the second with a stride of 2, and a pooling between."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        LocallyConnected2d((HEIGHT, WIDTH), COLORS, 3, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(3, stride=1),
+        LocallyConnected2d((HEIGHT - 2, WIDTH - 2), 3, 2, 3, stride=2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(24, 1),
+    ).double()
+
+
+def mixed() -> nn.Sequential:
+    """A convolution in groups, the largest of overlapping windows, and a locally connected layer."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Conv2d(COLORS, 4, (3, 5), padding=(1, 2), groups=2),
+        nn.Tanh(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        LocallyConnected2d((6, 5), 4, 3, 2),
+        nn.Tanh(),
+        nn.Conv2d(3, 2, 1, bias=False),
+        nn.Flatten(),
+        nn.Linear(40, 5),
+        nn.Tanh(),
+        nn.Linear(5, 1),
+    ).double()
+
+
+def images_of(model: Callable[[], nn.Module], optimizer: str = "sgd(lr=0.2, momentum=0.9)") -> Job:
+    """A regression on 120 random images."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((160, COLORS, HEIGHT, WIDTH))
+    y = np.tanh(x.reshape(160, -1) @ random.standard_normal((COLORS * HEIGHT * WIDTH, 1)) / 8)
+    return Job(
+        model=model,
+        data=lambda: Data(x[:120], y[:120], x[120:], y[120:]),
+        optimizer=optimizer,
+        loss=squared_error,
+        metric=lambda outputs, targets: float(squared_error(outputs, targets)),
+        higher_is_better=False,
+        batch=BATCH,
+        name="images",
+    )
+
+
+def job() -> Job:
+    """The job of this file, for runs of processes."""
+    return images_of(local)
