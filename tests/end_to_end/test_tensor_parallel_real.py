@@ -11,9 +11,10 @@ import flockstep
 from flockstep.partitions.base import Partition
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
-from support import images_job, split_job, split_jobs, tied_job
+from support import grid_jobs, images_job, split_job, split_jobs, tied_job
 
-CHAIN, NORMS, TIED, IMAGES = split_jobs.__file__, split_job.__file__, tied_job.__file__, images_job.__file__
+CHAIN, NORMS, TIED = split_jobs.__file__, split_job.__file__, tied_job.__file__
+IMAGES, PLANES = images_job.__file__, grid_jobs.__file__
 FULL = pytest.mark.full
 
 
@@ -24,6 +25,9 @@ FULL = pytest.mark.full
         pytest.param(IMAGES, "all_reduce", "tensor(2, convolutions=divided)", 2, marks=FULL),
         (CHAIN, "all_reduce", "sharded(2)", 2),
         (TIED, "all_reduce", "pipeline(2, 1f1b, 3)", 2),
+        pytest.param(PLANES, "all_reduce", "grid(1, 2)", 2, marks=FULL),
+        pytest.param(PLANES, "local_sgd(period=2)", "grid(2, 2)", 4, marks=FULL),
+        pytest.param(PLANES, "ps(bsp, shards=2)", "grid(2, 1)", 4, marks=FULL),
         pytest.param(NORMS, "ps(bsp, shards=2)", "tensor(2)", 4, marks=FULL),
         pytest.param(IMAGES, "ps(bsp, shards=2)", "tensor(2, convolutions=divided)", 4, marks=FULL),
         pytest.param(IMAGES, "local_sgd(period=2)", "tensor(5, convolutions=divided)", 5, marks=FULL),

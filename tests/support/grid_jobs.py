@@ -47,6 +47,30 @@ def mixed() -> nn.Sequential:
     ).double()
 
 
+def normed() -> nn.Sequential:
+    """A function of whole images, a convolution, and batch normalization behind a fully connected layer."""
+    torch.manual_seed(5)
+    begin, end = (nn.Softmax(1), nn.Conv2d(COLORS, 3, 4, stride=3)), (nn.Linear(18, 4), nn.BatchNorm1d(4), nn.Tanh())
+    return nn.Sequential(*begin, nn.Tanh(), nn.Flatten(), *end, nn.Linear(4, 1)).double()
+
+
+class Traced(nn.Module):
+    """A model that is traced: two layers with a function between them, and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = LocallyConnected2d((HEIGHT, WIDTH), COLORS, 2, 4)
+        self.second, self.inner, self.last = nn.Conv2d(2, 2, 3), nn.Linear(48, 48), nn.Linear(48, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number for each image."""
+        x = torch.flatten(self.second(torch.tanh(self.first(x))), 1)
+        out: torch.Tensor = self.last(x + torch.tanh(self.inner(x)))
+        return out
+
+
 def images_of(model: Callable[[], nn.Module], optimizer: str = "sgd(lr=0.2, momentum=0.9)") -> Job:
     """A regression on 120 random images."""
     random = np.random.default_rng(0)

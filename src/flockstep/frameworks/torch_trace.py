@@ -19,6 +19,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_chain import ChainLayer
 from flockstep.frameworks.torch_effects import StateSnapshot, Variable, hidden
 from flockstep.frameworks.torch_layers import WHOLE
+from flockstep.frameworks.torch_local import LocallyConnected2d
 
 ELEMENTWISE_FUNCTIONS = frozenset(
     [
@@ -83,7 +84,8 @@ class _Tracer(fx.Tracer):
         self._opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self._opaque or super().is_leaf_module(m, module_qualified_name)
+        known = m in self._opaque or type(m) is LocallyConnected2d
+        return known or super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Read buffers of modules that are one operation when the graph runs, as such modules may change them."""

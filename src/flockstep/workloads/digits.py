@@ -33,6 +33,8 @@ class Digits(Workload):
     target: float = 0.95
     hidden: int = 240
     data_seed: int = 0
+    local: bool = False
+    """Whether the network has locally connected layers in place of convolutions, as in Coates et al. (2013)."""
 
     def __post_init__(self) -> None:
         require_at_least(1, hidden=self.hidden)
@@ -49,7 +51,7 @@ class Digits(Workload):
         from flockstep.workloads import models
 
         return Job(
-            model=lambda: models.image_cnn(seed, self.hidden),
+            model=lambda: (models.image_local if self.local else models.image_cnn)(seed, self.hidden),
             data=lambda: self._data(table),
             optimizer=self.optimizer,
             loss=models.cross_entropy,

@@ -1,0 +1,234 @@
+"""A grid of workers that hold rectangles of each layer: the unsplit model up to rounding, exact bytes, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flockstep
+from flockstep import LocallyConnected2d
+from flockstep.arrays.schema import FlatArray
+from flockstep.costs.grid import LocalLayer
+from flockstep.drivers.virtual_split import SplitSimulation
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.frameworks.grid import Exchange, GridModel, rectangles
+from flockstep.frameworks.job import make_split, without_whole
+from flockstep.frameworks.torch_grid import split_grid
+from flockstep.frameworks.torch_skeleton import SkeletonEngine
+from flockstep.frameworks.torch_stages import PartsEngine
+from flockstep.partitions.grid import Grid
+from flockstep.records.events import NodeEvent
+from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
+from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated
+
+FULL = pytest.mark.full
+MODELS: dict[str, Callable[[], nn.Module]] = {"local": local, "mixed": mixed, "normed": normed, "traced": Traced}
+STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
+GRIDS = ("grid(1, 2)", "grid(2, 1)", "grid(2, 2)", "grid(3, 2)")
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "partition"),
+    [
+        ("local", "local_sgd(period=2)", "grid(2, 2)"),
+        ("mixed", "ps(bsp, shards=2)", "grid(1, 2)"),
+        *(
+            pytest.param(model, strategy, partition, marks=FULL)
+            for model in MODELS
+            for strategy in STRATEGIES
+            for partition in (GRIDS if model != "normed" else GRIDS[:2])
+        ),
+    ],
+)
+def test_a_grid_computes_the_unsplit_model(model: str, strategy: str, partition: str) -> None:
+    """The oracle is the unsplit model in float64: parameters, losses, evaluations, running statistics."""
+    check_trains_as_whole(images_of(MODELS[model]), strategy, partition)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), pytest.param((3, 2), marks=FULL), pytest.param((4, 1), marks=FULL)])
+def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) -> None:
+    """Forward what the formula of costs says for the pooling and the second layer, and the last plane to part 0; the
+    same number of gradients back; no weights, because no weight is used by two workers.
+    """
+    steps, events = 3, []
+    ran = simulated(images_of(local), "local_sgd(period=100)", str(Grid(*grid)), replicas=1, steps=steps)
+    assert isinstance(ran.simulation, SplitSimulation)
+    model = ran.simulation.model
+    assert isinstance(model, GridModel)
+    layers = [LocalLayer(HEIGHT, WIDTH, 3, 3), LocalLayer(HEIGHT - 2, WIDTH - 2, 3, 3, 2)]
+    expected = [layer.fetched(*grid) for layer in layers]
+    last = rectangles((4, 3), model.grid)
+    gathered = [2 * sum(one.places for one in last[1:]), *[0] * (model.grid.parts - 1)]
+    found = [[one.fetched_elements(part) for part in range(model.grid.parts)] for one in model.exchanges]
+    assert found == [*expected, gathered]
+    assert model.ties == ()
+    events = sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)
+    assert sum(e.sent_bytes for e in events) == 2 * steps * BATCH * 8 * sum(map(sum, found))
+    for event in events:
+        fetches = sum(each[event.node] for each in found)
+        gives = sum(one.channels * places.places for one in model.exchanges for places in one.sent(event.node).values())
+        assert event.sent_bytes == event.received_bytes == steps * BATCH * 8 * (fetches + gives)
+        pairs = sum(len(one.sent(event.node)) + len(one.fetched(event.node)) for one in model.exchanges)
+        assert event.messages_sent == steps * pairs, "one message to each worker that needs any element"
+
+
+def test_a_convolution_lends_its_weights() -> None:
+    """Each of its tensors is trained by one worker; the other three get a copy and return a gradient."""
+    model = split_grid(images_of(mixed), 0, Grid(2, 2))
+    owned = {name: sum(e.name == name for part in model.parts for e in part.schema.entries) for name in ("0.weight",)}
+    assert owned == {"0.weight": 1}
+    assert len(model.ties) == 3 * len(["0.weight", "0.bias", "5.weight"])
+    assert sum(model.sizes) == sum(one.numel() for one in mixed().parameters())
+
+
+def test_the_work_of_all_rectangles_is_the_work_of_the_model() -> None:
+    model = split_grid(images_of(local), 0, Grid(3, 2))
+    shares = [share for part in model.parts for share in part.shares]
+    assert sum(one.forward + one.backward for one in shares) == pytest.approx(1)
+    ran = simulated(images_of(local), "all_reduce", "grid(3, 2)", replicas=1, steps=1)
+    assert GRADIENT / 6 < ran.simulation.now < GRADIENT
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_border_that_does_not_arrive_is_noticed(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control, of the comparison before a run and of the tests: zeros in place of what other workers send."""
+    facts: dict[str, Any] = {"replicas": 1, "steps": 2}
+    whole = simulated(images_of(local), "all_reduce", **facts)
+    name = "inputs" if direction == "forward" else "output_slopes"
+    exchange = getattr(Exchange, name)
+
+    def alone(self: Exchange, part: int, own: FlatArray | None, arrived: Mapping[int, FlatArray]) -> Any:
+        nothing = arrived if part == 0 or own is None else {key: 0 * one for key, one in arrived.items()}
+        return exchange(self, part, own, nothing)
+
+    def left_out(simulation: SplitSimulation) -> None:
+        monkeypatch.setattr(Exchange, name, alone)
+
+    split = simulated(images_of(local), "all_reduce", "grid(1, 2)", prepare=left_out, **facts)
+    assert np.abs(split.result - whole.result).max() > 1e-3
+    with pytest.raises(ConfigurationError, match="divided into 1 x 2 rectangles, must compute what the model computes"):
+        split_grid(images_of(local), 0, Grid(1, 2))
+
+
+@pytest.mark.parametrize("model", ["local", pytest.param("mixed", marks=FULL)])
+def test_a_worker_never_holds_the_whole_model(model: str) -> None:
+    """Its process builds the model without values, and gets those of its rectangles."""
+    job = images_of(MODELS[model])
+    known = without_whole(job, 0, make_split(job, 0, Grid(2, 2)))
+    assert known.facts.obstacle == ""
+    bare = make_split(job, 0, Grid(2, 2), known.facts)
+    assert isinstance(bare.engine, PartsEngine)
+    assert isinstance(bare.engine.whole, SkeletonEngine)
+    for ours, theirs in zip(bare.parts, known.parts, strict=True):
+        assert ours.take(theirs.values()).tobytes() == theirs.initial().tobytes()
+        assert ours.held_bytes == theirs.held_bytes < sum(part.held_bytes for part in known.parts)
+    assert bare.largest_message(BATCH) == known.largest_message(BATCH) > 0
+
+
+@pytest.mark.full
+def test_dropout_draws_for_each_worker() -> None:
+    """A run repeats to the bit, whatever the times; without dropout another model is trained."""
+
+    def model(share: float) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(*list(local())[:2], nn.Dropout(share).double(), *list(local())[2:])
+
+    facts: dict[str, Any] = {"replicas": 1, "steps": 3}
+    ran = [
+        simulated(images_of(model(share)), "all_reduce", "grid(2, 2)", network=network, **facts).result
+        for share, network in ((0.5, "ideal"), (0.5, "1gbit"), (0.0, "ideal"))
+    ]
+    assert ran[0].tobytes() == ran[1].tobytes()
+    assert np.abs(ran[0] - ran[2]).max() > 1e-3
+
+
+@pytest.mark.full
+def test_a_digits_network_is_saved_as_the_unsplit_model(tmp_path: Path) -> None:
+    for job in ("digits(batch=8)", "digits(batch=8, local=true)"):
+        saved = [
+            flockstep.simulate(job, "ps(bsp)", workers=workers, partition=partition, steps=3, out=tmp_path / str(n))
+            for n, (partition, workers) in enumerate((("grid(2, 2)", 8), (None, 2)), start=len(job))
+        ]
+        split, whole = (one.parameters() for one in saved)
+        np.testing.assert_allclose(split[0], whole[0], atol=1e-6)
+        assert split[1] == whole[1]
+        assert saved[0].summary.replicas_agree
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"partition": "grid(0, 2)"}, "rows of grid must be >= 1, got 0; use for example 2"),
+        ({"partition": "grid(1, 1)"}, "a grid must have >= 2 workers, got 1 x 1; use partition=none"),
+        ({"partition": "pipeline(2) * grid(1, 2)"}, "only a pipeline and a tensor can be multiplied, as in"),
+        ({"workers": 3}, r"must be a multiple of 2 for grid\(rows=1, columns=2\), got 3; use 2 workers"),
+        ({"job": "softmax"}, "a model that is split must be a torch.nn.Module"),
+        (
+            {"job": "mnist1d"},
+            r"must be layers over images that can be divided into 1 x 2 rectangles, got Conv1d, ",
+        ),
+        (
+            {"partition": "grid(9, 1)", "workers": 9},
+            r"can be divided into 9 x 1 rectangles, got Shift, Conv2d, .*; use",
+        ),
+        (
+            {"partition": "grid(4, 2)", "workers": 8},
+            r"must train parameters of .*, got none for rectangle \(2, 1\); use",
+        ),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"job": "digits", "partition": "grid(1, 2)", "workers": 2, **given}
+    with pytest.raises(FlockstepError, match=message):
+        flockstep.simulate(facts.pop("job"), "all_reduce", steps=1, out=tmp_path, **facts)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        nn.Conv2d(COLORS, 3, 3, dilation=2),
+        nn.Conv2d(COLORS, 3, 3, padding="same"),
+        nn.Conv2d(COLORS, 3, 3, padding=1, padding_mode="reflect"),
+        nn.MaxPool2d(3, ceil_mode=True),
+        nn.AvgPool2d(3, padding=1, count_include_pad=False),
+        nn.Conv2d(COLORS, 3, 1, padding=1),
+        nn.Sequential(nn.Dropout(0.5), nn.Conv2d(COLORS, 3, 3)),
+        nn.BatchNorm2d(COLORS),
+    ],
+)
+def test_a_first_layer_that_a_rectangle_does_not_compute_alone_is_refused(first: nn.Module) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(first, nn.Flatten(), nn.LazyLinear(1)).double()
+
+    def built() -> nn.Module:
+        whole = model()
+        whole(torch.zeros(2, COLORS, HEIGHT, WIDTH, dtype=torch.float64))
+        return whole
+
+    with pytest.raises(ConfigurationError, match="must be layers over images that can be divided into 1 x 2 rectangl"):
+        split_grid(images_of(built), 0, Grid(1, 2))
+
+
+def test_layers_behind_the_last_that_can_be_divided_are_computed_by_the_first_worker() -> None:
+    """A layer with too few outputs, and one whose weights another layer uses, end the divided layers."""
+    again = LocallyConnected2d((4, 3), 3, 3, 3, padding=1).double()
+
+    def model() -> nn.Module:
+        first = LocallyConnected2d((HEIGHT, WIDTH), COLORS, 3, 3, stride=2).double()
+        return nn.Sequential(first, nn.AvgPool2d(2, stride=1), again, again, nn.Flatten(), nn.LazyLinear(1).double())
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        whole = model()
+        whole(torch.zeros(2, COLORS, HEIGHT, WIDTH, dtype=torch.float64))
+        return whole
+
+    split = split_grid(images_of(built), 0, Grid(4, 1))
+    assert split.layers[0] == "rectangle (0, 0) of 0, 1, and all of 2, 3, 4, 5"
+    assert split.layers[1:] == tuple(f"rectangle ({row}, 0) of 0, 1" for row in (1, 2, 3))
