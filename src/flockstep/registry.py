@@ -125,7 +125,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "tensor": "flockstep.partitions.tensor:TensorParallel",
         "product": "flockstep.partitions.tensor:Product",
         "sharded": "flockstep.partitions.sharded:Sharded",
-        "grid": "flockstep.partitions.grid:Grid",
+        "grid": "flockstep.partitions.grid:SpatialGrid",
     },
     "pipeline_schedule": {
         "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",

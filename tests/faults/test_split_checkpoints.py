@@ -42,6 +42,7 @@ QSGD = "pipeline(2, 1f1b, 3, codec=qsgd(8))"
             ("split_job", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
             ("split_jobs", "local_sgd(3)", "pipeline(2, 1f1b, 3) * tensor(2)", 4, "worker-3", "gradient.computed", 33),
             ("split_jobs", "all_reduce", "pipeline(4, gpipe, 4)", 4, "worker-3", "gradient.computed", 33),
+            ("grid_jobs", "local_sgd(3)", "grid(2, 1)", 4, "worker-3", "gradient.computed", 33),
         ],
         ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
     ),

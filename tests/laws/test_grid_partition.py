@@ -22,7 +22,9 @@ from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch_grid import split_grid
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_stages import PartsEngine
-from flockstep.partitions.grid import Grid
+from flockstep.partitions.grid import SpatialGrid
+from flockstep.planning.job_profile import task_of
+from flockstep.planning.split_surrogate import split_shape
 from flockstep.records.events import NodeEvent
 from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
 from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated
@@ -57,7 +59,7 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
     same number of gradients back; no weights, because no weight is used by two workers.
     """
     steps, events = 3, []
-    ran = simulated(images_of(local), "local_sgd(period=100)", str(Grid(*grid)), replicas=1, steps=steps)
+    ran = simulated(images_of(local), "local_sgd(period=100)", str(SpatialGrid(*grid)), replicas=1, steps=steps)
     assert isinstance(ran.simulation, SplitSimulation)
     model = ran.simulation.model
     assert isinstance(model, GridModel)
@@ -80,7 +82,7 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
 
 def test_a_convolution_lends_its_weights() -> None:
     """Each of its tensors is trained by one worker; the other three get a copy and return a gradient."""
-    model = split_grid(images_of(mixed), 0, Grid(2, 2))
+    model = split_grid(images_of(mixed), 0, SpatialGrid(2, 2))
     owned = {name: sum(e.name == name for part in model.parts for e in part.schema.entries) for name in ("0.weight",)}
     assert owned == {"0.weight": 1}
     assert len(model.ties) == 3 * len(["0.weight", "0.bias", "5.weight"])
@@ -88,7 +90,7 @@ def test_a_convolution_lends_its_weights() -> None:
 
 
 def test_the_work_of_all_rectangles_is_the_work_of_the_model() -> None:
-    model = split_grid(images_of(local), 0, Grid(3, 2))
+    model = split_grid(images_of(local), 0, SpatialGrid(3, 2))
     shares = [share for part in model.parts for share in part.shares]
     assert sum(one.forward + one.backward for one in shares) == pytest.approx(1)
     ran = simulated(images_of(local), "all_reduce", "grid(3, 2)", replicas=1, steps=1)
@@ -113,22 +115,29 @@ def test_a_border_that_does_not_arrive_is_noticed(direction: str, monkeypatch: p
     split = simulated(images_of(local), "all_reduce", "grid(1, 2)", prepare=left_out, **facts)
     assert np.abs(split.result - whole.result).max() > 1e-3
     with pytest.raises(ConfigurationError, match="divided into 1 x 2 rectangles, must compute what the model computes"):
-        split_grid(images_of(local), 0, Grid(1, 2))
+        split_grid(images_of(local), 0, SpatialGrid(1, 2))
 
 
 @pytest.mark.parametrize("model", ["local", pytest.param("mixed", marks=FULL)])
 def test_a_worker_never_holds_the_whole_model(model: str) -> None:
     """Its process builds the model without values, and gets those of its rectangles."""
     job = images_of(MODELS[model])
-    known = without_whole(job, 0, make_split(job, 0, Grid(2, 2)))
+    known = without_whole(job, 0, make_split(job, 0, SpatialGrid(2, 2)))
     assert known.facts.obstacle == ""
-    bare = make_split(job, 0, Grid(2, 2), known.facts)
+    bare = make_split(job, 0, SpatialGrid(2, 2), known.facts)
     assert isinstance(bare.engine, PartsEngine)
     assert isinstance(bare.engine.whole, SkeletonEngine)
     for ours, theirs in zip(bare.parts, known.parts, strict=True):
         assert ours.take(theirs.values()).tobytes() == theirs.initial().tobytes()
         assert ours.held_bytes == theirs.held_bytes < sum(part.held_bytes for part in known.parts)
     assert bare.largest_message(BATCH) == known.largest_message(BATCH) > 0
+
+
+def test_a_plan_of_a_grid_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"predicts pipeline, tensor, .*, got grid\(rows=1, columns=2\); use one"
+    ):
+        split_shape(task_of("digits"), SpatialGrid(1, 2))
 
 
 @pytest.mark.full
@@ -212,7 +221,7 @@ def test_a_first_layer_that_a_rectangle_does_not_compute_alone_is_refused(first:
         return whole
 
     with pytest.raises(ConfigurationError, match="must be layers over images that can be divided into 1 x 2 rectangl"):
-        split_grid(images_of(built), 0, Grid(1, 2))
+        split_grid(images_of(built), 0, SpatialGrid(1, 2))
 
 
 def test_layers_behind_the_last_that_can_be_divided_are_computed_by_the_first_worker() -> None:
@@ -229,6 +238,6 @@ def test_layers_behind_the_last_that_can_be_divided_are_computed_by_the_first_wo
         whole(torch.zeros(2, COLORS, HEIGHT, WIDTH, dtype=torch.float64))
         return whole
 
-    split = split_grid(images_of(built), 0, Grid(4, 1))
+    split = split_grid(images_of(built), 0, SpatialGrid(4, 1))
     assert split.layers[0] == "rectangle (0, 0) of 0, 1, and all of 2, 3, 4, 5"
     assert split.layers[1:] == tuple(f"rectangle ({row}, 0) of 0, 1" for row in (1, 2, 3))

@@ -152,7 +152,7 @@ def test_names_are_forgiving_and_modes_have_names():
         Strategy.parse("MXNet: dist_asink")
     with pytest.raises(UnknownName, match="did you mean 'Petuum'"):
         Strategy.parse("Petum")
-    with pytest.raises(CompositionError, match=r"write --strategy 'all_reduce' --partition 'tensor\(4\)'"):
+    with pytest.raises(CompositionError, match=r"write --strategy 'all_reduce' --partition 'grid\(2, 2\)'"):
         Strategy.parse("COTS HPC")
 
 

@@ -16,7 +16,7 @@ from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Engine, Job
-from flockstep.partitions.grid import Grid
+from flockstep.partitions.grid import SpatialGrid
 from flockstep.records.events import Event, NodeEvent
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
@@ -93,14 +93,14 @@ class GridHalo(Claim):
             )
             say(f"{what}: {sum(ours)} elements fetched, {share:.1%} of the inputs")
         for (name, layer), grid in product(EXECUTED, GRIDS):
-            rows += _executed(f"{name}, {grid[0]} x {grid[1]} machines", layer, Grid(*grid))
+            rows += _executed(f"{name}, {grid[0]} x {grid[1]} machines", layer, SpatialGrid(*grid))
             say(rows[-2].what)
-        alone = _trained(replace(EXECUTED[-1][1], window=1), Grid(*GRIDS[0])).border_bytes
+        alone = _trained(replace(EXECUTED[-1][1], window=1), SpatialGrid(*GRIDS[0])).border_bytes
         rows.append(ClaimRow("control: bytes that cross borders with windows of 1 x 1", 0, alone, alone == 0))
         return Verdict(tuple(rows))
 
 
-def _executed(what: str, layer: LocalLayer, grid: Grid) -> list[ClaimRow]:
+def _executed(what: str, layer: LocalLayer, grid: SpatialGrid) -> list[ClaimRow]:
     """Compare a training step on a grid with the formula, and with the step of the unsplit network."""
     ran, (whole, start) = _trained(layer, grid), _unsplit(layer)
     fetched = layer.fetched(grid.rows, grid.columns)
@@ -179,7 +179,7 @@ def _plan(engine: Engine) -> Plan:
     return Plan(strategy, strategy.cluster(1), engine.optimizer, parts, BATCH, 1, SEED, "mean", 1)
 
 
-def _trained(layer: LocalLayer, grid: Grid) -> GridRun:
+def _trained(layer: LocalLayer, grid: SpatialGrid) -> GridRun:
     from flockstep.frameworks.torch_grid import split_grid
 
     model, events = split_grid(_job(layer), SEED, grid), list[Event]()

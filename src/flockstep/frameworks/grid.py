@@ -16,7 +16,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.frameworks.stages import PipelineModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.grid import Grid
+from flockstep.partitions.grid import SpatialGrid
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ NOWHERE = Rectangle(0, 0, 0, 0)
 """The empty rectangle."""
 
 
-def rectangles(size: tuple[int, int], grid: Grid) -> tuple[Rectangle, ...]:
+def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[Rectangle, ...]:
     """Return the rectangle of each worker of a grid, row by row, for a plane of the given height and width."""
     pairs = product(slices(size[0], grid.rows), slices(size[1], grid.columns))
     return tuple(Rectangle(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in pairs)
@@ -161,7 +161,7 @@ class GridModel(PipelineModel):
     is a weight of a convolution, with which all parts compute and which one of them trains.
     """
 
-    grid: Grid
+    grid: SpatialGrid
     exchanges: Sequence[Exchange]
 
     @property

@@ -22,7 +22,7 @@ from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.grid import Grid
+from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.split_facts import SplitFacts
@@ -83,7 +83,7 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_ways import ways_without_values
 
         return ways_without_values(job, seed, partition, facts)
-    if facts is not None and isinstance(partition, Grid):
+    if facts is not None and isinstance(partition, SpatialGrid):
         from flockstep.frameworks.torch_grid import rectangles_without_values
 
         return rectangles_without_values(job, seed, partition, facts)
@@ -109,7 +109,7 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_shards import shard_torch
 
         return shard_torch(job, seed, partition)
-    if isinstance(partition, Grid):
+    if isinstance(partition, SpatialGrid):
         from flockstep.frameworks.torch_grid import split_grid
 
         return split_grid(job, seed, partition)

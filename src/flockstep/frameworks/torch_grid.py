@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,10 +20,11 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.grid import NOWHERE, Exchange, GridModel, Rectangle, rectangles
 from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses_of
+from flockstep.frameworks.torch_blocks import is_elementwise_layer, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_local import LocallyConnected2d
+from flockstep.frameworks.torch_receptive_fields import ReceptiveField, receptive_field_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_split_layers import Places, numbered
 from flockstep.frameworks.torch_stages import (
@@ -45,13 +44,13 @@ from flockstep.frameworks.torch_ways import (
     opened_chain,
     trial_of,
 )
-from flockstep.partitions.grid import Grid
+from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.split_facts import SplitFacts
 
 
-def split_grid(job: Job, seed: int, grid: Grid) -> GridModel:
+def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     """Build the job's model, and divide its layers into rectangles.
 
     The first layers of the model are divided, up to the first layer without a window of its own or with fewer outputs
@@ -79,7 +78,7 @@ def split_grid(job: Job, seed: int, grid: Grid) -> GridModel:
     return model
 
 
-def rectangles_without_values(job: Job, seed: int, grid: Grid, facts: SplitFacts) -> GridModel:
+def rectangles_without_values(job: Job, seed: int, grid: SpatialGrid, facts: SplitFacts) -> GridModel:
     """Return the parts of a model that another process has divided. This process then gives one part its values by
     `ModelPart.take`.
     """
@@ -104,64 +103,6 @@ def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridMo
         "the model does not give the same results when it is built with uninitialized parameters and filled in later"
     )
     return replace(split, facts=replace(split.facts, obstacle=f"{differs}: {found}" if found else ""))
-
-
-@dataclass(frozen=True)
-class Window:
-    """The inputs that one output of a layer reads; each field is for height and width."""
-
-    size: tuple[int, int] = (1, 1)
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    fill: float = 0.0
-    """Value of the places around the inputs."""
-
-    def outputs(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of the outputs, for inputs of the given height and width."""
-        found = [(size[a] + 2 * self.padding[a] - self.size[a]) // self.stride[a] + 1 for a in (0, 1)]
-        return found[0], found[1]
-
-    def read(self, made: Rectangle) -> Rectangle:
-        """Return the places of the inputs that a rectangle of outputs reads; they may lie outside of the plane."""
-        spans = [
-            (first * self.stride[a] - self.padding[a], (end - 1) * self.stride[a] - self.padding[a] + self.size[a])
-            for a, (first, end) in enumerate([(made.top, made.bottom), (made.left, made.right)])
-        ]
-        return Rectangle(*spans[0], *spans[1])
-
-
-def window_of(module: nn.Module) -> Window | None:
-    """Return the window of a layer that can be divided into rectangles; None for other layers."""
-    if is_elementwise_layer(module):
-        return Window()
-    found = None if hooked(module) else _window(module)
-    return found if found is not None and all(map(operator.lt, found.padding, found.size)) else None
-
-
-def _window(module: nn.Module) -> Window | None:
-    match module:
-        case LocallyConnected2d():
-            if type(module) is LocallyConnected2d and all(one.requires_grad for one in module.parameters()):
-                return Window(module.kernel_size, module.stride, module.padding)
-        case nn.Conv2d():
-            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and set(module.dilation) == {1}
-            if plain and not isinstance(module.padding, str):
-                return Window(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
-        case nn.MaxPool2d():
-            if type(module) is nn.MaxPool2d and _pair(module.dilation) == (1, 1) and not module.return_indices:
-                return None if module.ceil_mode else _pool(module, -math.inf)
-        case nn.AvgPool2d():
-            counted = module.count_include_pad or _pair(module.padding) == (0, 0)
-            return _pool(module, 0.0) if type(module) is nn.AvgPool2d and counted and not module.ceil_mode else None
-    return None
-
-
-def _pool(module: nn.MaxPool2d | nn.AvgPool2d, fill: float) -> Window:
-    return Window(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding), fill)
-
-
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 class Crop(nn.Module):
@@ -190,10 +131,10 @@ class PlacedLayer:
 
 
 @dataclass(eq=False)
-class Division:
+class GridLayers:
     """The layers of a model on the parts of a grid, and the exchanges between them."""
 
-    grid: Grid
+    grid: SpatialGrid
     chunks: list[list[list[PlacedLayer]]]
     """Layers of each chunk of each part."""
     exchanges: list[Exchange] = field(default_factory=list)
@@ -202,11 +143,11 @@ class Division:
     divided: list[str] = field(default_factory=list)
     """Names of the layers that are divided."""
 
-    def add(self, layer: ChainLayer, window: Window, plane: Rectangle, made: Sequence[Rectangle]) -> None:
+    def add(self, layer: ChainLayer, reads: ReceptiveField, plane: Rectangle, made: Sequence[Rectangle]) -> None:
         """Add a layer that computes the rectangles `made` of its outputs from inputs on `plane`."""
         total = sum(one.places for one in made)
         for part, chunks in enumerate(self.chunks):
-            read = window.read(made[part])
+            read = reads.read(made[part])
             within = read.overlap(plane)
             pads = (
                 within.left - read.left,
@@ -217,7 +158,7 @@ class Division:
             local = replace(layer, module=self._local(layer.module, part, made[part]))
             layers = [local]
             if any(pads):
-                layers.insert(0, ChainLayer(f"{layer.name} padding", nn.ConstantPad2d(pads, window.fill), "", ()))
+                layers.insert(0, ChainLayer(f"{layer.name} padding", nn.ConstantPad2d(pads, reads.fill), "", ()))
             chunks[-1].append(PlacedLayer(layers, layer, made[part].places / total))
         self.divided.append(layer.name)
 
@@ -252,14 +193,14 @@ class Division:
         return cast(nn.Module, local)
 
 
-def _divided(chain: Sequence[ChainLayer], x: torch.Tensor, grid: Grid, who: str) -> Division:
+def _grid_layers(chain: Sequence[ChainLayer], x: torch.Tensor, grid: SpatialGrid, who: str) -> GridLayers:
     """Divide the layers of a chain whose first input is `x`, one sample."""
-    windows = [window_of(layer.module) for layer in chain]
-    first = _first(chain, windows)
+    fields = [receptive_field_of(layer.module) for layer in chain]
+    first = _first(chain, fields)
     if first is not None:
         x = _after(chain[:first], x)
-    division = Division(grid, [[[]] for _ in range(grid.parts)], slices=[[] for _ in range(grid.parts)])
-    end = 0 if first is None or x.dim() != 4 else _divide(division, chain, windows, first, x)
+    division = GridLayers(grid, [[[]] for _ in range(grid.parts)], slices=[[] for _ in range(grid.parts)])
+    end = 0 if first is None or x.dim() != 4 else _divide_planes(division, chain, fields, first, x)
     if not end:
         raise ConfigurationError(
             f"the first layers of the model of {who} must be layers over images that can be divided into {grid.rows} x "
@@ -272,10 +213,10 @@ def _divided(chain: Sequence[ChainLayer], x: torch.Tensor, grid: Grid, who: str)
     return division
 
 
-def _first(chain: Sequence[ChainLayer], windows: Sequence[Window | None]) -> int | None:
+def _first(chain: Sequence[ChainLayer], fields: Sequence[ReceptiveField | None]) -> int | None:
     """Index of the first layer with a window; None if layers before it cannot be computed by every worker alike."""
     for at, layer in enumerate(chain):
-        if windows[at] is not None and not is_elementwise_layer(layer.module):
+        if fields[at] is not None and not is_elementwise_layer(layer.module):
             return at
         drops = any(isinstance(one, _DropoutNd) and one.p for one in layer.module.modules())
         if drops or any(True for _ in (*layer.module.parameters(), *layer.module.buffers())):
@@ -291,8 +232,12 @@ def _after(layers: Sequence[ChainLayer], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _divide(
-    division: Division, chain: Sequence[ChainLayer], windows: Sequence[Window | None], first: int, x: torch.Tensor
+def _divide_planes(
+    division: GridLayers,
+    chain: Sequence[ChainLayer],
+    fields: Sequence[ReceptiveField | None],
+    first: int,
+    x: torch.Tensor,
 ) -> int:
     """Divide the layers from `first` on, for inputs like `x`; return the index of the first layer that is not divided,
     0 if no layer is.
@@ -300,17 +245,17 @@ def _divide(
     grid, uses, plane, channels = division.grid, uses_of(chain), Rectangle(0, x.shape[2], 0, x.shape[3]), x.shape[1]
     held: tuple[Rectangle, ...] = ()
     for at in range(first, len(chain) + 1):
-        window = windows[at] if at < len(chain) and not _shared(chain[at].module, uses) else None
-        size = (0, 0) if window is None else window.outputs(plane.size)
-        if window is None or size[0] < grid.rows or size[1] < grid.columns:
+        reads = fields[at] if at < len(chain) and not _shared(chain[at].module, uses) else None
+        size = (0, 0) if reads is None else reads.outputs(plane.size)
+        if reads is None or size[0] < grid.rows or size[1] < grid.columns:
             break
         made = rectangles(size, grid)
-        needed = tuple(window.read(one).overlap(plane) for one in made)
+        needed = tuple(reads.read(one).overlap(plane) for one in made)
         if not held:
             division.crop(chain[:first], needed)
         elif needed != held:
             division.exchange(Exchange(held, needed, channels))
-        division.add(chain[at], window, plane, made)
+        division.add(chain[at], reads, plane, made)
         channels = int(getattr(chain[at].module, "out_channels", channels))
         plane, held = Rectangle(0, size[0], 0, size[1]), made
     if not held:
@@ -327,60 +272,65 @@ def _shared(module: nn.Module, uses: Mapping[int, int]) -> bool:
 def _assembled(
     whole: TorchEngine | SkeletonEngine,
     chain: Sequence[ChainLayer],
-    grid: Grid,
+    grid: SpatialGrid,
     facts: SplitFacts,
     who: str,
     shape: ModelShape | None,
     batch: int,
 ) -> GridModel:
     """Return the parts of a model; `shape`: work of the layers, None if nobody asks for it."""
-    division = _divided(chain, whole.samples(np.arange(1))[0], grid, who)
+    division = _grid_layers(chain, whole.samples(np.arange(1))[0], grid, who)
     held = _held(division, whole, who)
     buffers = buffers_within([local.of for local in division.chunks[0][-1]], facts)
-    engine, count = WaysEngine(whole, held, buffers), len(division.exchanges) + 1
+    engine = WaysEngine(whole, held, buffers)
     parts, borrowed = list[TorchPart](), list[list[str]]()
     for part, tensors in enumerate(held):
         sliced = [f"{one.name} (part {part})" for one in tensors.split]
         names_of = {id(one): name for name, one in whole.module.named_parameters()}
         names_of |= {id(own): name for (_, own, _), name in zip(division.slices[part], sliced, strict=True)}
-        chunks = [
-            _chunk(
-                part * count, number, locals_, names_of, engine.schema, _shares(locals_, shape, batch, number), count
-            )
-            for number, locals_ in enumerate(division.chunks[part])
-        ]
+        shares = [_shares(chunk, shape, batch, number) for number, chunk in enumerate(division.chunks[part])]
+        chunks = _chunks(division, part, names_of, engine.schema, shares)
         own = [*sliced, *(one.name for one in tensors.copied)]
         used = dict.fromkeys(name for chunk in chunks for name in chunk.names)
         borrowed.append([name for name in used if name not in own])
         parts.append(TorchPart(engine, chunks, own, borrowed[-1], () if part else buffers, whole_backward=True))
+    largest = max(exchange.largest for exchange in division.exchanges) * np.dtype(whole.schema.dtype).itemsize
+    return GridModel(
+        engine,
+        tuple(parts),
+        _described(division),
+        replace(facts, sample_bytes=largest),
+        Pipeline(1, GPipe()),
+        _ties(parts, held, borrowed),
+        grid=grid,
+        exchanges=division.exchanges,
+    )
+
+
+def _ties(parts: Sequence[TorchPart], held: Sequence[WayTensors], borrowed: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
+    """The parameters that each part borrows, given their names."""
     owners = {one.name: part for part, tensors in enumerate(held) for one in tensors.copied}
-    ties = tuple(
+    return tuple(
         Tie(owners[name], parts[owners[name]].place(name), user, parts[user].place(name))
         for user, names in enumerate(borrowed)
         for name in names
     )
-    largest = max(exchange.largest for exchange in division.exchanges) * np.dtype(whole.schema.dtype).itemsize
-    facts, pipeline = replace(facts, sample_bytes=largest), Pipeline(1, GPipe())
-    words = _described(division)
-    return GridModel(engine, tuple(parts), words, facts, pipeline, ties, grid=grid, exchanges=division.exchanges)
 
 
-def _chunk(
-    start: int,
-    number: int,
-    layers: Sequence[PlacedLayer],
-    names_of: Mapping[int, str],
-    schema: Schema,
-    shares: PassShares,
-    count: int,
-) -> Chunk:
-    """A chunk of a part whose chunks have the numbers from `start` on; a part has up to `count`."""
-    chain = [layer for local in layers for layer in local.layers]
-    names = trained_within(names_of, schema, chain)
-    return Chunk(start + number, chain, names, names_of, shares, last=number == count - 1)
+def _chunks(
+    division: GridLayers, part: int, names_of: Mapping[int, str], schema: Schema, shares: Sequence[PassShares]
+) -> list[Chunk]:
+    """The chunks of a part. Chunks of all parts have different numbers, so that dropout draws for each."""
+    count, found = len(division.exchanges) + 1, []
+    for number, layers in enumerate(division.chunks[part]):
+        chain = [layer for local in layers for layer in local.layers]
+        names = trained_within(names_of, schema, chain)
+        last = number == count - 1
+        found.append(Chunk(part * count + number, chain, names, names_of, shares[number], last))
+    return found
 
 
-def _held(division: Division, whole: TorchEngine | SkeletonEngine, who: str) -> list[WayTensors]:
+def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -> list[WayTensors]:
     """Divide the trained parameters among the parts.
 
     The weights of a convolution, which all parts use, are trained by the part that holds the fewest elements so far,
@@ -442,7 +392,7 @@ def _shares(layers: Sequence[PlacedLayer], shape: ModelShape | None, batch: int,
     return PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input))
 
 
-def _described(division: Division) -> tuple[str, ...]:
+def _described(division: GridLayers) -> tuple[str, ...]:
     """The layers of each part, in words."""
     divided = ", ".join(division.divided)
     words = [f"{division.grid.part_name(part)} of {divided}" for part in range(division.grid.parts)]

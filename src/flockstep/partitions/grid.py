@@ -10,7 +10,7 @@ from flockstep.partitions.base import Addressing, Division, Partition
 
 
 @dataclass(frozen=True)
-class Grid(Partition):
+class SpatialGrid(Partition):
     """A grid of `rows` × `columns` workers, each of which computes a rectangle of the outputs of each locally connected
     layer, convolution and pooling (Coates et al. 2013, COTS HPC; Dean et al. 2012, DistBelief).
 
