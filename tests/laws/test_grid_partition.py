@@ -17,7 +17,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.costs.grid import LocalLayer
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.frameworks.grid import Exchange, GridModel, rectangles
+from flockstep.frameworks.grid import GridModel, HaloExchange, rectangles
 from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch_grid import split_grid
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
@@ -103,14 +103,14 @@ def test_a_border_that_does_not_arrive_is_noticed(direction: str, monkeypatch: p
     facts: dict[str, Any] = {"replicas": 1, "steps": 2}
     whole = simulated(images_of(local), "all_reduce", **facts)
     name = "inputs" if direction == "forward" else "output_slopes"
-    exchange = getattr(Exchange, name)
+    exchange = getattr(HaloExchange, name)
 
-    def alone(self: Exchange, part: int, own: FlatArray | None, arrived: Mapping[int, FlatArray]) -> Any:
+    def alone(self: HaloExchange, part: int, own: FlatArray | None, arrived: Mapping[int, FlatArray]) -> Any:
         nothing = arrived if part == 0 or own is None else {key: 0 * one for key, one in arrived.items()}
         return exchange(self, part, own, nothing)
 
     def left_out(simulation: SplitSimulation) -> None:
-        monkeypatch.setattr(Exchange, name, alone)
+        monkeypatch.setattr(HaloExchange, name, alone)
 
     split = simulated(images_of(local), "all_reduce", "grid(1, 2)", prepare=left_out, **facts)
     assert np.abs(split.result - whole.result).max() > 1e-3

@@ -20,7 +20,7 @@ from flockstep.partitions.grid import SpatialGrid
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class PlaneRectangle:
     """A rectangle of places of a plane: rows `top` to `bottom` - 1, columns `left` to `right` - 1."""
 
     top: int
@@ -43,48 +43,48 @@ class Rectangle:
         """Slices of the rectangle in an array (height, width) of the whole plane."""
         return slice(self.top, self.bottom), slice(self.left, self.right)
 
-    def overlap(self, other: Rectangle) -> Rectangle:
+    def overlap(self, other: PlaneRectangle) -> PlaneRectangle:
         """Return the places that two rectangles have in common."""
-        return Rectangle(
+        return PlaneRectangle(
             max(self.top, other.top),
             min(self.bottom, other.bottom),
             max(self.left, other.left),
             min(self.right, other.right),
         )
 
-    def of(self, array: FlatArray, held: Rectangle) -> FlatArray:
+    def of(self, array: FlatArray, held: PlaneRectangle) -> FlatArray:
         """Return the view of this rectangle in `array` (…, height, width), which has the places of `held`."""
         rows = slice(self.top - held.top, self.bottom - held.top)
         view: FlatArray = array[..., rows, self.left - held.left : self.right - held.left]
         return view
 
 
-NOWHERE = Rectangle(0, 0, 0, 0)
+NOWHERE = PlaneRectangle(0, 0, 0, 0)
 """The empty rectangle."""
 
 
-def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[Rectangle, ...]:
+def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[PlaneRectangle, ...]:
     """Return the rectangle of each worker of a grid, row by row, for a plane of the given height and width."""
     pairs = product(slices(size[0], grid.rows), slices(size[1], grid.columns))
-    return tuple(Rectangle(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in pairs)
+    return tuple(PlaneRectangle(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in pairs)
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HaloExchange:
     """The activations between two layers: each worker holds a rectangle of the plane, and needs another rectangle."""
 
-    held: tuple[Rectangle, ...]
+    held: tuple[PlaneRectangle, ...]
     """Places of each worker's outputs of the layer before."""
-    needed: tuple[Rectangle, ...]
+    needed: tuple[PlaneRectangle, ...]
     """Places of the inputs that each worker reads; empty for a worker that computes no further layer."""
     channels: int
     """Number of activations at each place, for one sample."""
 
-    def sent(self, part: int) -> dict[int, Rectangle]:
+    def sent(self, part: int) -> dict[int, PlaneRectangle]:
         """Return worker → places that worker `part` sends this worker in the forward pass."""
         return self._shared(part, [self.held[part].overlap(one) for one in self.needed])
 
-    def fetched(self, part: int) -> dict[int, Rectangle]:
+    def fetched(self, part: int) -> dict[int, PlaneRectangle]:
         """Return worker → places that worker `part` gets from this worker in the forward pass."""
         return self._shared(part, [self.needed[part].overlap(one) for one in self.held])
 
@@ -127,17 +127,17 @@ class Exchange:
         assert found is not None
         return found
 
-    def _shared(self, part: int, places: Sequence[Rectangle]) -> dict[int, Rectangle]:
+    def _shared(self, part: int, places: Sequence[PlaneRectangle]) -> dict[int, PlaneRectangle]:
         return {other: one for other, one in enumerate(places) if other != part and one.places}
 
     def _filled(
         self,
         part: int,
-        wanted: Rectangle,
-        has: Rectangle,
+        wanted: PlaneRectangle,
+        has: PlaneRectangle,
         own: FlatArray | None,
         arrived: Mapping[int, FlatArray],
-        places: Mapping[int, Rectangle],
+        places: Mapping[int, PlaneRectangle],
     ) -> FlatArray | None:
         """An array of the places `wanted`: zeros, plus the worker's own array of the places `has`, plus arrivals."""
         like = next((one for one in (own, *arrived.values()) if one is not None), None)
@@ -162,7 +162,7 @@ class GridModel(PipelineModel):
     """
 
     grid: SpatialGrid
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[HaloExchange]
 
     @property
     def partition(self) -> Partition:

@@ -17,7 +17,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.grid import NOWHERE, Exchange, GridModel, Rectangle, rectangles
+from flockstep.frameworks.grid import NOWHERE, GridModel, HaloExchange, PlaneRectangle, rectangles
 from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_blocks import is_elementwise_layer, uses_of
@@ -108,7 +108,7 @@ def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridMo
 class Crop(nn.Module):
     """The rectangle of a worker, taken out of whole samples."""
 
-    def __init__(self, places: Rectangle):
+    def __init__(self, places: PlaneRectangle):
         super().__init__()
         self.places = places
 
@@ -137,13 +137,15 @@ class GridLayers:
     grid: SpatialGrid
     chunks: list[list[list[PlacedLayer]]]
     """Layers of each chunk of each part."""
-    exchanges: list[Exchange] = field(default_factory=list)
-    slices: list[list[tuple[nn.Parameter, nn.Parameter, Rectangle]]] = field(default_factory=list)
+    exchanges: list[HaloExchange] = field(default_factory=list)
+    slices: list[list[tuple[nn.Parameter, nn.Parameter, PlaneRectangle]]] = field(default_factory=list)
     """For each part: the parameter of a locally connected layer, the part's slice of the parameter, and its places."""
     divided: list[str] = field(default_factory=list)
     """Names of the layers that are divided."""
 
-    def add(self, layer: ChainLayer, reads: ReceptiveField, plane: Rectangle, made: Sequence[Rectangle]) -> None:
+    def add(
+        self, layer: ChainLayer, reads: ReceptiveField, plane: PlaneRectangle, made: Sequence[PlaneRectangle]
+    ) -> None:
         """Add a layer that computes the rectangles `made` of its outputs from inputs on `plane`."""
         total = sum(one.places for one in made)
         for part, chunks in enumerate(self.chunks):
@@ -162,7 +164,7 @@ class GridLayers:
             chunks[-1].append(PlacedLayer(layers, layer, made[part].places / total))
         self.divided.append(layer.name)
 
-    def crop(self, leading: Sequence[ChainLayer], needed: Sequence[Rectangle]) -> None:
+    def crop(self, leading: Sequence[ChainLayer], needed: Sequence[PlaneRectangle]) -> None:
         """Begin the first chunk of all parts: layers of whole samples, and the rectangle that the layer reads."""
         for part, places in enumerate(needed):
             self.whole([*leading, ChainLayer("rectangle", Crop(places), "", ())], part)
@@ -171,14 +173,14 @@ class GridLayers:
         """Add layers that one part computes as they are."""
         self.chunks[part][-1] += [PlacedLayer([layer], layer, 1.0) for layer in layers]
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: HaloExchange) -> None:
         """End the chunks of all parts that need inputs of an exchange."""
         self.exchanges.append(exchange)
         for part, places in enumerate(exchange.needed):
             if places.places:
                 self.chunks[part].append([])
 
-    def _local(self, module: nn.Module, part: int, made: Rectangle) -> nn.Module:
+    def _local(self, module: nn.Module, part: int, made: PlaneRectangle) -> nn.Module:
         """The module without padding, on the places `made` of its outputs."""
         if is_elementwise_layer(module):
             return module
@@ -242,8 +244,13 @@ def _divide_planes(
     """Divide the layers from `first` on, for inputs like `x`; return the index of the first layer that is not divided,
     0 if no layer is.
     """
-    grid, uses, plane, channels = division.grid, uses_of(chain), Rectangle(0, x.shape[2], 0, x.shape[3]), x.shape[1]
-    held: tuple[Rectangle, ...] = ()
+    grid, uses, plane, channels = (
+        division.grid,
+        uses_of(chain),
+        PlaneRectangle(0, x.shape[2], 0, x.shape[3]),
+        x.shape[1],
+    )
+    held: tuple[PlaneRectangle, ...] = ()
     for at in range(first, len(chain) + 1):
         reads = fields[at] if at < len(chain) and not _shared(chain[at].module, uses) else None
         size = (0, 0) if reads is None else reads.outputs(plane.size)
@@ -254,13 +261,13 @@ def _divide_planes(
         if not held:
             division.crop(chain[:first], needed)
         elif needed != held:
-            division.exchange(Exchange(held, needed, channels))
+            division.exchange(HaloExchange(held, needed, channels))
         division.add(chain[at], reads, plane, made)
         channels = int(getattr(chain[at].module, "out_channels", channels))
-        plane, held = Rectangle(0, size[0], 0, size[1]), made
+        plane, held = PlaneRectangle(0, size[0], 0, size[1]), made
     if not held:
         return 0
-    division.exchange(Exchange(held, (plane, *[NOWHERE] * (grid.parts - 1)), channels))
+    division.exchange(HaloExchange(held, (plane, *[NOWHERE] * (grid.parts - 1)), channels))
     return at
 
 
@@ -367,7 +374,7 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
     return found
 
 
-def _places(parameter: torch.Tensor, places: Rectangle) -> Places:
+def _places(parameter: torch.Tensor, places: PlaneRectangle) -> Places:
     """The indices of the elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
     return numbered(parameter)[places.slices]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flockstep.frameworks.grid import Rectangle
+from flockstep.frameworks.grid import PlaneRectangle
 from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer
 from flockstep.frameworks.torch_local import LocallyConnected2d
 
@@ -29,13 +29,13 @@ class ReceptiveField:
         found = [(size[a] + 2 * self.padding[a] - self.size[a]) // self.stride[a] + 1 for a in (0, 1)]
         return found[0], found[1]
 
-    def read(self, made: Rectangle) -> Rectangle:
+    def read(self, made: PlaneRectangle) -> PlaneRectangle:
         """Return the places of the inputs that a rectangle of outputs reads; they may lie outside of the plane."""
         spans = [
             (first * self.stride[a] - self.padding[a], (end - 1) * self.stride[a] - self.padding[a] + self.size[a])
             for a, (first, end) in enumerate([(made.top, made.bottom), (made.left, made.right)])
         ]
-        return Rectangle(*spans[0], *spans[1])
+        return PlaneRectangle(*spans[0], *spans[1])
 
 
 def receptive_field_of(module: nn.Module) -> ReceptiveField | None:

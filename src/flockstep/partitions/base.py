@@ -60,7 +60,7 @@ class Partition(Component):
     divides: ClassVar[Division] = "nothing"
     """Division of the model among the workers of a replica: layers, tensors or state."""
     part_noun: ClassVar[str] = "part"
-    """Noun for a part of the model: "stage", "way" or "shard"."""
+    """Noun for a part of the model: "stage", "way", "shard" or "rectangle"."""
     addressing: ClassVar[Addressing] = "none"
     """Topology of the messages between the parts of a replica; see `Addressing`."""
 
