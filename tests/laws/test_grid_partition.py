@@ -17,7 +17,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.costs.grid import LocalLayer
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.frameworks.grid import GridModel, HaloExchange, rectangles
+from flockstep.frameworks.grid import GridModel, HaloExchange
 from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch_grid import split_grid
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
@@ -55,8 +55,8 @@ def test_a_grid_computes_the_unsplit_model(model: str, strategy: str, partition:
 
 @pytest.mark.parametrize("grid", [(2, 2), pytest.param((3, 2), marks=FULL), pytest.param((4, 1), marks=FULL)])
 def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) -> None:
-    """Forward what the formula of costs says for the pooling and the second layer, and the last plane to part 0; the
-    same number of gradients back; no weights, because no weight is used by two workers.
+    """Forward what the formula of costs says for the pooling and the second layer, and one term of each worker for the
+    output of the last layer; the same number of gradients back; no weights, because no two workers use a weight.
     """
     steps, events = 3, []
     ran = simulated(images_of(local), "local_sgd(period=100)", str(SpatialGrid(*grid)), replicas=1, steps=steps)
@@ -65,10 +65,9 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
     assert isinstance(model, GridModel)
     layers = [LocalLayer(HEIGHT, WIDTH, 3, 3), LocalLayer(HEIGHT - 2, WIDTH - 2, 3, 3, 2)]
     expected = [layer.fetched(*grid) for layer in layers]
-    last = rectangles((4, 3), model.grid)
-    gathered = [2 * sum(one.places for one in last[1:]), *[0] * (model.grid.parts - 1)]
+    terms = [model.grid.parts - 1, *[0] * (model.grid.parts - 1)]
     found = [[one.fetched_elements(part) for part in range(model.grid.parts)] for one in model.exchanges]
-    assert found == [*expected, gathered]
+    assert found == [*expected, terms]
     assert model.ties == ()
     events = sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)
     assert sum(e.sent_bytes for e in events) == 2 * steps * BATCH * 8 * sum(map(sum, found))

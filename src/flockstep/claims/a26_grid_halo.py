@@ -58,8 +58,8 @@ class GridHalo(Claim):
         f"{len(LAYERS)} layers on grids of {' and '.join(f'{rows} x {columns}' for rows, columns in GRIDS)} "
         "machines; the formula for rectangles is compared with a count over every connection of every output. "
         f"{len(EXECUTED)} smaller networks are trained for a step on the grids, in virtual time, float64, {BATCH} "
-        "samples: a locally connected layer with windows of 1 x 1 reads the data, the layer follows, and the first "
-        "machine computes a fully connected layer"
+        "samples: a locally connected layer with windows of 1 x 1 reads the data, the layer follows, and then a fully "
+        "connected layer, whose terms the first machine adds"
     )
     tolerance = (
         "numbers of fetched elements, and bytes that cross borders, equal to the formula; distance of the trained "
@@ -135,7 +135,7 @@ class GridRun:
     fetched: list[int]
     """Number of activations that each machine fetches for the layer, for one sample."""
     border_bytes: int
-    """Bytes that all machines sent, without those of the last exchange, which gathers all outputs on one machine."""
+    """Bytes that all machines sent, without those of the last exchange, of the fully connected layer's terms."""
     params: FlatArray
     """Parameters after the step, in the order of the unsplit network."""
 
@@ -186,11 +186,11 @@ def _trained(layer: LocalLayer, grid: SpatialGrid) -> GridRun:
     run = SplitSimulation(model, _plan(model.engine), ConstantTime(0.01), Ideal(), events.append)
     run.run()
     run.stop()
-    *border, gather = [[one.fetched_elements(part) for part in range(grid.parts)] for one in model.exchanges]
+    *border, terms = [[one.fetched_elements(part) for part in range(grid.parts)] for one in model.exchanges]
     sent = sum(one.sent_bytes for one in events if isinstance(one, NodeEvent))
     assert run.tracker.result is not None
     params = model.engine.as_saved(run.tracker.result)[0]
-    return GridRun(border[0] if border else [], sent - 2 * 8 * BATCH * sum(gather), params)
+    return GridRun(border[0] if border else [], sent - 2 * 8 * BATCH * sum(terms), params)
 
 
 def _unsplit(layer: LocalLayer) -> tuple[FlatArray, FlatArray]:

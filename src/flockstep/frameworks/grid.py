@@ -61,6 +61,8 @@ class PlaneRectangle:
 
 NOWHERE = PlaneRectangle(0, 0, 0, 0)
 """The empty rectangle."""
+SINGLE = PlaneRectangle(0, 1, 0, 1)
+"""The only place of a plane of 1 × 1 places."""
 
 
 def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[PlaneRectangle, ...]:
@@ -71,7 +73,10 @@ def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[PlaneRectangle
 
 @dataclass(frozen=True)
 class HaloExchange:
-    """The activations between two layers: each worker holds a rectangle of the plane, and needs another rectangle."""
+    """The activations between two layers: each worker holds a rectangle of the plane, and needs another rectangle.
+
+    If several workers hold a place, each of them holds a term of a sum.
+    """
 
     held: tuple[PlaneRectangle, ...]
     """Places of each worker's outputs of the layer before."""

@@ -17,10 +17,10 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.grid import NOWHERE, GridModel, HaloExchange, PlaneRectangle, rectangles
+from flockstep.frameworks.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
 from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_blocks import is_elementwise_layer, uses_of
+from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_local import LocallyConnected2d
@@ -54,9 +54,11 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     """Build the job's model, and divide its layers into rectangles.
 
     The first layers of the model are divided, up to the first layer without a window of its own or with fewer outputs
-    than workers along an axis; part 0 computes all further layers. Every worker reads its rectangle of the data, and
-    computes layers without parameters before the first window on whole samples. Dropout in a divided layer draws for
-    each worker; the layers of part 0 draw as a stage does.
+    than workers along an axis. If an nn.Flatten and an nn.Linear follow, the columns of its weight are divided like its
+    inputs, and part 0 adds the terms; part 0 computes all further layers.
+
+    Every worker reads its rectangle of the data, and computes layers without parameters before the first window on
+    whole samples. Dropout in a divided layer draws for each worker; the layers of part 0 draw as a stage does.
 
     Raises:
         ConfigurationError: the model cannot be traced, its first layers cannot be divided, a worker would hold no
@@ -118,6 +120,18 @@ class Crop(nn.Module):
         return x[..., rows, columns]
 
 
+class BiasOfSum(nn.Module):
+    """The bias of a fully connected layer whose terms have been added."""
+
+    def __init__(self, bias: nn.Parameter):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum (batch, outputs) plus the bias."""
+        return x + self.bias
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
     """A layer of the model on the rectangle of one part."""
@@ -130,6 +144,17 @@ class PlacedLayer:
     """Number of places of the rectangle, as a share of the places of the plane."""
 
 
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """The slice of a parameter that one part holds."""
+
+    whole: nn.Parameter
+    own: nn.Parameter
+    """The slice, without values, in the layer of the part."""
+    places: Callable[[], Places]
+    """Function that returns the indices of the slice's elements in the whole parameter, in the shape of the slice."""
+
+
 @dataclass(eq=False)
 class GridLayers:
     """The layers of a model on the parts of a grid, and the exchanges between them."""
@@ -138,8 +163,8 @@ class GridLayers:
     chunks: list[list[list[PlacedLayer]]]
     """Layers of each chunk of each part."""
     exchanges: list[HaloExchange] = field(default_factory=list)
-    slices: list[list[tuple[nn.Parameter, nn.Parameter, PlaneRectangle]]] = field(default_factory=list)
-    """For each part: the parameter of a locally connected layer, the part's slice of the parameter, and its places."""
+    slices: list[list[Slice]] = field(default_factory=list)
+    """For each part: the slices of parameters that the part holds."""
     divided: list[str] = field(default_factory=list)
     """Names of the layers that are divided."""
 
@@ -190,9 +215,46 @@ class GridLayers:
         if isinstance(module, LocallyConnected2d):
             for name, one in module.named_parameters():
                 shape = (*made.size, *one.shape[2:])
-                own = local._parameters[name] = nn.Parameter(torch.empty(shape, dtype=one.dtype, device="meta"))
-                self.slices[part].append((one, own, made))
+                local._parameters[name] = self._slice(part, one, shape, partial(_places, one, made))
         return cast(nn.Module, local)
+
+    def columns(
+        self,
+        flatten: ChainLayer,
+        linear: ChainLayer,
+        channels: int,
+        plane: PlaneRectangle,
+        held: Sequence[PlaneRectangle],
+    ) -> None:
+        """Add a fully connected layer whose columns are divided as its inputs are. Part 0 adds the terms of all parts
+        and the bias.
+        """
+        module = cast(nn.Linear, linear.module)
+        weight, added, outputs = cast(nn.Parameter, module.weight), module._parameters["bias"], module.out_features
+        for part, places in enumerate(held):
+            local: Any = copy.copy(module)
+            indices = partial(_columns, weight, channels, plane, places)
+            own = self._slice(part, weight, (outputs, channels * places.places), indices)
+            local._parameters = {"weight": own, "bias": None}
+            term = ChainLayer(f"{linear.name} term", nn.Unflatten(1, (outputs, 1, 1)), "", ())
+            share = places.places / plane.places
+            self.chunks[part][-1] += [
+                PlacedLayer([flatten], flatten, share),
+                PlacedLayer([replace(linear, module=local), term], linear, share),
+            ]
+        self.exchange(HaloExchange((SINGLE,) * len(held), (SINGLE, *[NOWHERE] * (len(held) - 1)), outputs))
+        total = ChainLayer(f"{linear.name} sum", nn.Flatten(), "", ())
+        bias = [] if added is None else [replace(linear, module=BiasOfSum(added))]
+        self.chunks[0][-1].append(PlacedLayer([total, *bias], linear, 0.0))
+        self.divided += [flatten.name, linear.name]
+
+    def _slice(
+        self, part: int, whole: nn.Parameter, shape: Sequence[int], places: Callable[[], Places]
+    ) -> nn.Parameter:
+        """Note that a part holds a slice of a parameter, and return the slice without values."""
+        own = nn.Parameter(torch.empty(tuple(shape), dtype=whole.dtype, device="meta"))
+        self.slices[part].append(Slice(whole, own, places))
+        return own
 
 
 def _grid_layers(chain: Sequence[ChainLayer], x: torch.Tensor, grid: SpatialGrid, who: str) -> GridLayers:
@@ -267,8 +329,20 @@ def _divide_planes(
         plane, held = PlaneRectangle(0, size[0], 0, size[1]), made
     if not held:
         return 0
+    if _is_head(chain[at : at + 2], uses):
+        division.columns(chain[at], chain[at + 1], channels, plane, held)
+        return at + 2
     division.exchange(HaloExchange(held, (plane, *[NOWHERE] * (grid.parts - 1)), channels))
     return at
+
+
+def _is_head(layers: Sequence[ChainLayer], uses: Mapping[int, int]) -> bool:
+    """Whether two layers flatten a plane, and compute a fully connected layer whose columns can be divided."""
+    if [type(one.module) for one in layers] != [nn.Flatten, nn.Linear] or any(hooked(one.module) for one in layers):
+        return False
+    flatten, linear = cast(nn.Flatten, layers[0].module), cast(nn.Linear, layers[1].module)
+    alone = linear.weight.requires_grad and uses[id(linear.weight)] == 1
+    return alone and (flatten.start_dim, flatten.end_dim) == (1, -1)
 
 
 def _shared(module: nn.Module, uses: Mapping[int, int]) -> bool:
@@ -294,7 +368,7 @@ def _assembled(
     for part, tensors in enumerate(held):
         sliced = [f"{one.name} (part {part})" for one in tensors.split]
         names_of = {id(one): name for name, one in whole.module.named_parameters()}
-        names_of |= {id(own): name for (_, own, _), name in zip(division.slices[part], sliced, strict=True)}
+        names_of |= {id(one.own): name for one, name in zip(division.slices[part], sliced, strict=True)}
         shares = [_shares(chunk, shape, batch, number) for number, chunk in enumerate(division.chunks[part])]
         chunks = _chunks(division, part, names_of, engine.schema, shares)
         own = [*sliced, *(one.name for one in tensors.copied)]
@@ -354,13 +428,9 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
         dtype = entry.dtype or whole.schema.dtype
         return Held(entry.name, id(parameter), tuple(shape), places, entry.offset, dtype)
 
-    found = [
-        WayTensors([held(one, own.shape, partial(_places, one, places)) for one, own, places in slices])
-        for slices in division.slices
-    ]
-    sliced = {id(one) for slices in division.slices for one, *_ in slices}
-    shared = _trained(division.chunks[1], sliced, names)
-    alone = _trained(division.chunks[0], sliced | set(shared), names)
+    found = [WayTensors([held(one.whole, one.own.shape, one.places) for one in slices]) for slices in division.slices]
+    shared = _trained(division.chunks[1], (), names)
+    alone = _trained(division.chunks[0], shared, names)
     found[0].copied += [held(one, one.shape, partial(numbered, one)) for one in alone.values()]
     for one in sorted(shared.values(), key=lambda one: -one.numel()):
         min(found, key=lambda part: part.size).copied.append(held(one, one.shape, partial(numbered, one)))
@@ -374,6 +444,13 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
     return found
 
 
+def _columns(weight: torch.Tensor, channels: int, plane: PlaneRectangle, places: PlaneRectangle) -> Places:
+    """The indices of the elements of a weight (outputs, channels × height × width) whose inputs are in a rectangle."""
+    rows, columns = places.slices
+    indices = numbered(weight).reshape(len(weight), channels, *plane.size)[..., rows, columns]
+    return indices.reshape(len(weight), -1)
+
+
 def _places(parameter: torch.Tensor, places: PlaneRectangle) -> Places:
     """The indices of the elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
     return numbered(parameter)[places.slices]
@@ -383,7 +460,8 @@ def _trained(
     chunks: Sequence[Sequence[PlacedLayer]], known: Container[int], names: Container[int]
 ) -> dict[int, nn.Parameter]:
     """Identity → parameter, for the trained parameters of layers; without those that are `known`."""
-    every = (one for chunk in chunks for local in chunk for one in local.of.module.parameters())
+    layers = (layer for chunk in chunks for local in chunk for layer in local.layers)
+    every = (one for layer in layers for one in layer.module.parameters())
     return {id(one): one for one in every if id(one) in names and id(one) not in known}
 
 
@@ -403,7 +481,7 @@ def _described(division: GridLayers) -> tuple[str, ...]:
     """The layers of each part, in words."""
     divided = ", ".join(division.divided)
     words = [f"{division.grid.part_name(part)} of {divided}" for part in range(division.grid.parts)]
-    alone = ", ".join(local.of.name for local in division.chunks[0][-1])
+    alone = ", ".join(local.of.name for local in division.chunks[0][-1] if local.share)
     return (f"{words[0]}{alone and f', and all of {alone}'}", *words[1:])
 
 

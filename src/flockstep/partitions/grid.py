@@ -16,7 +16,8 @@ class SpatialGrid(Partition):
 
     A worker fetches the activations outside of its rectangle that its outputs read, each once, and sends their
     gradients back. The weights of a locally connected layer never travel; those of a convolution are lent by one of
-    the workers. The first worker computes the layers after the last plane.
+    the workers. A fully connected layer behind the last plane is divided by its inputs; the first worker adds the terms
+    and computes all further layers.
     """
 
     divides: ClassVar[Division] = "tensors"
