@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from multiprocessing import util
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flockstep.launchers.scratch import MARK, fork_servers_folder, scratch
+import flockstep.launchers.scratch as scratch_module
+from flockstep.launchers.scratch import MARK, scratch
 from flockstep.records.owner import OWNER
 
 
@@ -65,16 +67,17 @@ def test_what_a_user_keeps_under_our_prefix_is_not_removed(place: Path) -> None:
         assert (link / "pymp-1").exists()
 
 
-def test_only_a_folder_that_scratch_made_goes_with_the_supervisor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary folder of the user's may be called as ours are."""
-    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
-    theirs = place / "flockstep-tmp"
-    theirs.mkdir()
-    monkeypatch.setattr(util, "get_temp_dir", lambda: str(theirs / "pymp-1"))
-    assert fork_servers_folder() == []
-    with scratch() as ours:
-        monkeypatch.setattr(util, "get_temp_dir", lambda: str(ours / "pymp-1"))
-        assert fork_servers_folder() == [str(ours)]
+def test_only_a_folder_that_scratch_made_goes_with_the_fork_server(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temporary folder of the user's may be called as ours are; a process that uses a fork server leaves it alone."""
+    theirs, ours = place / "flockstep-tmp", left_behind(place / "flockstep-ours", "1234\n")
+    (theirs / "pymp-1").mkdir(parents=True)
+    for folder, pipe, stays in [(theirs, None, True), (ours, 7, True), (ours, None, False)]:
+        server = SimpleNamespace(_forkserver_address=str(folder / "pymp-1" / "socket"), _forkserver_alive_fd=pipe)
+        monkeypatch.setattr(forkserver, "_forkserver", server)
+        scratch_module._leave_no_socket()
+        assert folder.exists() == stays
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

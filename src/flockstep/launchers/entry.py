@@ -23,7 +23,6 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.parking import Orphaned, Parking, Part
-from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
 from flockstep.partitions.split_facts import SplitFacts
@@ -38,7 +37,7 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
     """
     folders = [] if own is None else [own.folder]
     leaving = _obey(threads)
-    _work(Part(node_spec, config), _Maker(own), leaving, *fork_servers_folder(), *folders)
+    _work(Part(node_spec, config), _Maker(own), leaving, *folders)
 
 
 def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socket) -> None:
@@ -53,7 +52,7 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
             `Part`, and ends if it receives none.
     """
     begun = Event()
-    die_with(supervisor, *fork_servers_folder(), ended=lambda: begun.is_set() or os._exit(1))
+    die_with(supervisor, ended=lambda: begun.is_set() or os._exit(1))
     leaving, make = _obey(threads), _Maker(None)
     found = RunConfig.from_toml(config, "the run's configuration")
     try:
@@ -132,7 +131,7 @@ class _Maker:
 
 def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:
     """Entry point of a server process, which imports neither the job nor its framework, only strategy and optimizer."""
-    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
+    die_with(node_spec.supervisor, node_spec.directory)
     leave_to_supervisor()
     limit_process(1)
     import_components(server.imports)

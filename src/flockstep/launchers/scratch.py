@@ -1,10 +1,10 @@
-"""Temporary folders for sockets; each run removes the folders that killed processes have left."""
+"""Temporary folders for sockets; a fork server removes its own, and each run those that killed processes have left."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -94,11 +94,15 @@ def end_fork_server() -> None:
     house_fork_server.cache_clear()
 
 
-def fork_servers_folder() -> list[str]:
-    """Return a list with the folder of the fork server that forked this process; an empty list if multiprocessing chose
-    the folder.
+@atexit.register
+def _leave_no_socket() -> None:
+    """In a fork server that ends, remove the folder of its socket, which a killed process has left behind.
+
+    A fork server ends last, once the process that started it and all forked nodes have ended.
     """
-    if multiprocessing.parent_process() is None:
-        return []
-    folder = Path(util.get_temp_dir()).parent
-    return [str(folder)] if _is_ours(folder) else []
+    server = forkserver._forkserver  # type: ignore[attr-defined] # it knows its address; others hold its pipe, too
+    if server._forkserver_address is None or server._forkserver_alive_fd is not None:
+        return
+    folder = Path(os.fsdecode(server._forkserver_address)).parents[1]
+    if _is_ours(folder):
+        shutil.rmtree(folder, ignore_errors=True)
