@@ -32,7 +32,7 @@ def begin(folder: Path, strategy: str, seconds: str, *more: str) -> RealRun:
 
 
 def parked(run: RealRun) -> set[int]:
-    return {int(file.name) for file in (run.record / PARKED).glob("[0-9]*")}
+    return {int(file.name) for file in (run.record / PARKED).glob("[0-9]*") if not file.suffix}
 
 
 def workers(nodes: dict[str, int]) -> set[int]:

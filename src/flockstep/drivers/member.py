@@ -49,6 +49,7 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Pe
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.partitions.split_facts import SplitFacts
+from flockstep.records.failpoints import reach
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
@@ -347,6 +348,7 @@ class Member:
         welcome = self.wait_for("welcome")
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
         self._replicated = welcome.note.replicas > 0
+        reach("meeting.begun")
         cluster = Cluster(len(self.view.ranks), welcome.note.servers, replicas=welcome.note.replicas)
         if welcome.note.memory:
             self._share(welcome.note.memory, cluster)
@@ -539,6 +541,7 @@ class Member:
         Raises:
             Interrupted: the run failed or was interrupted meanwhile.
         """
+        reach("program.ended")
         while True:
             message = self.next()
             if message.source == LAUNCHER and message.tag == "stop":

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver, util
 from pathlib import Path
+from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.records.owner import OWNER, owned
@@ -100,7 +101,7 @@ def _leave_no_socket() -> None:
 
     A fork server ends last, once the process that started it and all forked nodes have ended.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined] # it knows its address; others hold its pipe, too
+    server: Any = forkserver._forkserver  # it knows its address; all others hold its pipe
     if server._forkserver_address is None or server._forkserver_alive_fd is not None:
         return
     folder = Path(os.fsdecode(server._forkserver_address)).parents[1]

@@ -575,6 +575,7 @@ class Supervisor:
         strategy = self.outcome.strategy
         if strategy is None or len(self._links) < len(self._cluster.processes):
             return
+        reach("meeting.begun")
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
         if self._parts == 1:
