@@ -244,5 +244,8 @@ def decoded(header: bytes) -> AnyHostMessage:
     Raises:
         ValueError: the bytes do not encode a message.
     """
-    message: AnyHostMessage = _decoder.decode(header)
+    try:
+        message: AnyHostMessage = _decoder.decode(header)
+    except RecursionError as error:  # it is no ValueError, as msgspec's other errors are
+        raise ValueError(str(error)) from None
     return message

@@ -20,6 +20,10 @@ _EDGE = re.compile(r"(\d+)([->])(\d+)(?::(\S+))?")
 EXAMPLE = "0-1 1-2 2-3 3-0"
 
 
+_OF_READERS = (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, SyntaxError, RecursionError)
+"""Errors that networkx and the readers of JSON and XML raise for a file that is no graph."""
+
+
 @dataclass(frozen=True)
 class WeightedGraph(Topology):
     """A custom graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with edges, GraphML or JSON.
@@ -155,7 +159,7 @@ def _load(path: Path) -> nx.Graph:
         return (
             _numbered(nx.node_link_graph(json.loads(text), edges="edges")) if path.suffix == ".json" else _parse(text)
         )
-    except (OSError, nx.NetworkXError, KeyError, TypeError, ValueError, SyntaxError) as error:
+    except (OSError, nx.NetworkXException, *_OF_READERS) as error:
         raise ConfigurationError(f"cannot read a graph from {path}: {error}; write the file with networkx") from error
 
 

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.transports.sealed import SealedSocket
 from flockstep.transports.session import ACKNOWLEDGED, Session
@@ -237,7 +239,7 @@ class HostChannel:
                 raise ProtocolError(
                     f"the other host announced a message of {header} and {payloads} bytes, which is too long"
                 )
-            self._parts = [memoryview(bytearray(length)) for length in (header, *payloads)]
+            self._parts = [_room(length) for length in (header, *payloads)]
             self._rooms = [part for part in self._parts if part.nbytes]
         if not self._rooms:
             if self._parts[0].nbytes:
@@ -249,3 +251,15 @@ class HostChannel:
         with self._lock:
             self._closed.set()
             self._socket.close()
+
+
+def _room(nbytes: int) -> memoryview:
+    """Room for so many bytes, which takes memory only as they arrive.
+
+    Raises:
+        ProtocolError: there is no memory for so many bytes.
+    """
+    try:
+        return np.empty(nbytes, np.uint8).data
+    except MemoryError:
+        raise ProtocolError(f"the other host announced {nbytes} bytes, which are more than the memory") from None
