@@ -2,8 +2,8 @@
 # make test     the tests: each mechanism, each component and each value of a parameter once
 # make test-all the whole suite, with every combination of parameters
 # make check    what must pass before a change goes in
-# make fuzz     any bytes to every decoder and to the wire, for five minutes
-# make nightly  the whole suite, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
+# make fuzz     any bytes to every decoder and to the wire, for five minutes; a million damaged frames and a hundred thousand damaged files
+# make nightly  the whole suite, a million damaged frames and a hundred thousand damaged files, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there
 # make docs     rewrite the generated tables in README.md and docs/, and draw the README's picture
@@ -90,8 +90,10 @@ fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'
 	$(BIN)/python fuzz/fuzz_codecs.py -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
+	$(BIN)/python tools/fuzz.py --seed $(SEED)
 
 nightly: test-all
+	$(BIN)/python tools/fuzz.py --seed $(SEED)
 	$(BIN)/flockstep reproduce --all --write
 
 mutants: $(READY)
