@@ -1,12 +1,13 @@
 """Reads damaged frames and damaged files, as many as asked for, and counts what comes of them.
 
     python tools/fuzz.py --frames 1000000 --files 100000 --seed 7
+    python tools/fuzz.py --frames 2000 --files 0 --seed 7 --only "messages of hosts"
 
 Frames are those of every strategy's messages, of the drivers, the supervisor, hosts, the handshake and a bus that
 listens; files are checkpoints, records and the other files of `tests/support/files.py`. Each input must be refused with
 an error of flockstep or read as a value. For each kind a line says how many there were, how many were read and refused,
 the slowest, and the growth of the resident memory since a tenth of the inputs was read. The command exits with 1 if
-reading raised another error, hung, or let memory grow; it prints such an input, and the seed and the number repeat it.
+reading raised another error, hung, or let memory grow; it prints such an input, which the seed and `--only` repeat.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class Tally:
         )
 
 
-def of_frames(count: int, seed: int) -> Iterator[Tally]:
-    """Read `count` frames, as many of each kind."""
+def of_frames(count: int, seed: int, only: str) -> Iterator[Tally]:
+    """Read `count` frames, as many of each kind whose name contains `only`."""
     with tempfile.TemporaryDirectory(prefix="fs-") as place:
         bus = Bus(Path(place))
         try:
-            kinds = {**frames(), "bus": bus.frames()}
+            kinds = {name: one for name, one in {**frames(), "bus": bus.frames()}.items() if only in name}
             for number, (name, subject) in enumerate(kinds.items()):
                 share, tally = (count + number) // len(kinds), Tally(name)
                 draw = random.Random(f"{name} {seed}")  # noqa: S311 - inputs that a seed repeats
@@ -84,16 +85,26 @@ def of_frames(count: int, seed: int) -> Iterator[Tally]:
             bus.close()
 
 
-def of_files(count: int, seed: int) -> Iterator[Tally]:
-    """Read `count` files, as many of each kind, of a real run that is carried out first."""
+def of_files(count: int, seed: int, only: str) -> Iterator[Tally]:
+    """Read `count` files, as many of each kind whose name contains `only`, of a real run that is carried out first."""
+    kinds = [name for name in SUBJECTS if only in name]
     with tempfile.TemporaryDirectory(prefix="fs-") as place:
         written = write_all(Path(place), afresh=True)
-        for number, name in enumerate(SUBJECTS):
-            share, tally = (count + number) // len(SUBJECTS), Tally(name)
+        for number, name in enumerate(kinds):
+            share, tally = (count + number) // len(kinds), Tally(name)
             copy = Path(place, str(number))
             copy.mkdir()
             tally.read((found for found, _ in damaged_files(name, written, copy, share, seed)), share)
             yield tally
+
+
+def together(tallies: list[Tally]) -> Tally:
+    """What came of all inputs."""
+    total = Tally("together", sum(one.taken for one in tallies), sum(one.refused for one in tallies))
+    total.wrong = [wrong for one in tallies for wrong in one.wrong]
+    total.slowest = max((one.slowest for one in tallies), default=0.0)
+    total.growth = sum(one.growth for one in tallies)
+    return total
 
 
 def main() -> int:
@@ -101,18 +112,16 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000, help="damaged frames to read")
     parser.add_argument("--files", type=int, default=100_000, help="damaged files to read")
     parser.add_argument("--seed", type=int, default=1, help="what is drawn")
+    parser.add_argument("--only", default="", help="text in the names of the kinds to read")
     given = parser.parse_args()
     tallies = []
-    for found in (of_frames(given.frames, given.seed), of_files(given.files, given.seed)):
-        for tally in found:
+    for count, of_kind in ((given.frames, of_frames), (given.files, of_files)):
+        for tally in of_kind(count, given.seed, given.only) if count else ():
             print(tally, flush=True)
             for one in tally.wrong[:SHOWN]:
                 print(f"  {one}")
             tallies.append(tally)
-        total = Tally("together so far", sum(one.taken for one in tallies), sum(one.refused for one in tallies))
-        total.wrong = [wrong for one in tallies for wrong in one.wrong]
-        total.slowest, total.growth = max(one.slowest for one in tallies), sum(one.growth for one in tallies)
-        print(total)
+    print(together(tallies))
     return int(any(one.bad for one in tallies))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import struct
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -152,3 +153,23 @@ def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives() -> No
     with suppress(ProtocolError):
         assert arriving(struct.pack("<IQQQ", 5, 1 << 36, (1 << 64) - 1, 0) + b"hello", 1 << 36) == []
     assert resident() - before < 64 << 20
+
+
+def raises(data: bytes, draw: random.Random) -> None:
+    """Wrong reader: raises what is not flockstep's."""
+    raise KeyError(data)
+
+
+def keeps(data: bytes, draw: random.Random, kept: list[bytearray] = []) -> None:  # noqa: B006 - it is meant to stay
+    """Wrong reader: keeps memory of every input."""
+    kept.append(bytearray(1 << 20))
+
+
+@pytest.mark.parametrize(("read", "code"), [(raises, 1), (keeps, 1), (lambda data, draw: None, 0)])
+def test_the_command_fails_where_an_input_is_neither_refused_nor_read_or_memory_grows(
+    read: Callable[[bytes, random.Random], object], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "fuzz.py"))
+    monkeypatch.setitem(tool["main"].__globals__, "frames", lambda: {"planted": Frames((b"x" * 9,), read, False)})
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "--frames", "40", "--files", "0", "--only", "planted"])
+    assert tool["main"]() == code
