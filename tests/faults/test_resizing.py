@@ -97,6 +97,52 @@ def test_a_run_goes_on_with_another_number_of_workers(strategy: str, workers: in
         assert summary.final_metric > 0.8
 
 
+SLOW = """
+import dataclasses, time
+from pathlib import Path
+from paced import job as usual
+
+def wait():
+    if Path("/proc/self/comm").read_text() == "worker-0\\n" and not Path(__file__).with_name("go").exists():
+        time.sleep(0.03)
+
+def job():
+    made = usual()
+
+    def model():
+        found = made.model()
+
+        class Slow(type(found)):
+            def gradients(self, *arguments):
+                wait()
+                return super().gradients(*arguments)
+
+        found.__class__ = Slow
+        return found
+
+    return dataclasses.replace(made, model=model)
+"""
+"""A job whose worker 0 is four times slower than the others until the file `go` is there."""
+
+
+@pytest.mark.parametrize("strategy", ["overlap_local_sgd(4)", "streaming_diloco(period=8, overlap=4)"])
+@pytest.mark.full
+def test_an_exchange_that_a_slow_worker_has_not_begun_is_forgotten(strategy: str, tmp_path: Path) -> None:
+    """The others are ahead of it by more than one step, and some of them average already."""
+    paced(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["train", str(tmp_path / "slow.py"), "-s", strategy, "-n", "2", "--steps", str(STEPS)]
+    run = RealRun(words, tmp_path / "run")
+    run.wait_for_work(25)
+    run.fault(signal.SIGTERM, "main")
+    assert run.end().code == 130
+    steps = disk.newest(tmp_path / "run").manifest.steps
+    assert steps[0] < steps[1]
+    ended = resumed(tmp_path, "-n", "3")
+    assert ended.code == 0, ended.err
+    assert RunFolder(tmp_path / "run").read_summary().status == "finished"
+
+
 @pytest.mark.parametrize(
     ("point", "workers"),
     few([("manifest.begun", 2), ("manifest.renamed", 3), ("shard.written", 2)], ("manifest.renamed", 3)),

@@ -47,7 +47,7 @@ def resized_checkpoint(
     alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers
     ended = Simulation(engine, alone, compute, network, lambda event: None)
     befores = {address: one.before for address, one in kept.items()}
-    former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
+    former = ended.drain(_that_can_end(plan.strategy, kept), befores)
     kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}
     former, kept = _renamed(former, order), _renamed(kept, order)
     kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
@@ -55,6 +55,16 @@ def resized_checkpoint(
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
+
+
+def _that_can_end(strategy: Strategy, kept: Mapping[Address, NodeCheckpoint]) -> dict[Address, Saved]:
+    """The states of the nodes, without the exchanges that not every worker has begun."""
+    saved = {address: copy.deepcopy(one.saved) for address, one in kept.items()}
+    least = min(one.step for address, one in saved.items() if address >= 0)
+    for address, one in saved.items():
+        if address >= 0:
+            strategy.forget(one.state, one.step, least)
+    return saved
 
 
 def faults_after(

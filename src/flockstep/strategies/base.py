@@ -182,6 +182,13 @@ class Strategy(Component):
             keep(me.state, former[me.rank].state, rule.own)
         keep(me.state, former[0].state, rule.common)
 
+    def forget(self, state: Any, step: int, least: int) -> None:
+        """Forget the exchanges in the background that a worker has begun after step `least`.
+
+        The number of workers changes when this worker has taken `step` steps, and the slowest one `least`: an exchange
+        that began later ends for nobody, because the slowest worker never begins it.
+        """
+
     def most_stale(self, workers: int) -> int | None:
         """Return the largest staleness that an update may have in the record of a run of `workers` workers; None if
         there is no bound.

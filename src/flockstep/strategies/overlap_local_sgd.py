@@ -61,6 +61,10 @@ class OverlapLocalSGD(Strategy):
     def worker_state(self, me: Worker) -> Anchor:
         return Anchor(copied(me.params), 0 * me.params, copied(me.params))
 
+    def forget(self, state: Anchor, step: int, least: int) -> None:
+        if step // self.period > least // self.period:
+            state.under_way = False
+
     async def worker(self, me: Worker) -> None:
         state: Anchor = me.state
         if state.under_way:  # a run that continues

@@ -109,6 +109,12 @@ class StreamingDiloco(Strategy):
             if me.rank < len(former):
                 keep(fragment, former[me.rank].state[index], ("dropped",))
 
+    def forget(self, state: list[Fragment], step: int, least: int) -> None:
+        for fragment in state:
+            if fragment.under_way and fragment.begun > least:
+                fragment.under_way = False
+                fragment.dropped = None  # the next delta contains what this one has not sent
+
     def worker_state(self, me: Worker) -> list[Fragment]:
         """Return the fragments of the model, each with the initial parameters."""
         return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
