@@ -242,3 +242,16 @@ def state_of():
     rates = [torch.tensor([group["lr"] for group in optimizer.param_groups]), torch.tensor(scheduler.last_epoch)]
     return [*(value.clone() for value in model.state_dict().values()), *rates]
 """
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_script_takes_a_checkpoint(kind: signal.Signals, tmp_path: Path) -> None:
+    """No checkpoint is due before the signal, which `timeout`, a terminal that closes and systemd send to the group."""
+    run = begin(tmp_path, "all_reduce")
+    run.wait_for_work(20)
+    run.fault(kind, "group")
+    ended = run.end()
+    assert ended.code == 130
+    least = min(disk.newest(tmp_path / "run").manifest.steps.values())
+    assert ended.err.endswith(f"; flockstep resume {(tmp_path / 'run').resolve()} continues from step {least}\n")
+    assert "no checkpoint was taken" not in ended.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -269,3 +270,12 @@ def test_bad_options_are_refused(
     )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_of_a_script_that_gets_sigterm_leaves_after_a_checkpoint(tmp_path: Path) -> None:
+    run = begin(tmp_path, "all_reduce", "--min-workers", "1", "--checkpoint-every", "1000")
+    run.fault(signal.SIGTERM, "worker-1")
+    record = RunFolder(tmp_path / "run")
+    wait_until(lambda: record.read_config().workers == 1, PATIENCE, "the run goes on with one worker")
+    note = end(tmp_path, run).read_summary().notes[0]
+    assert re.match("worker 1 left after SIGTERM; the other workers continued from step (2[5-9]|[3-9][0-9])", note)

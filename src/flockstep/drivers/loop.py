@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
@@ -49,6 +50,7 @@ from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.script_checkpoints import Keeper, ScriptCheckpoints
 from flockstep.drivers.settings import tell_servers
+from flockstep.drivers.signals import leave_script_to_supervisor
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
@@ -540,6 +542,10 @@ class Loop:
         if self._keeper is not None and node_spec.call == 1:
             checkpoints = self._connection.checkpoints
             self._script = self.membership.script = ScriptCheckpoints(checkpoints, self._keeper, kept)
+            if node_spec.supervisor:  # torchrun and others, which start processes themselves, end them with SIGTERM
+                leaving = threading.Event()
+                self._connection.asked_to_leave = leaving.is_set
+                self._script.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
             if strategy.traits.restarts:
                 checkpoints.watch()
         add_membership(self.membership)

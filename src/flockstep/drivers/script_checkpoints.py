@@ -81,6 +81,8 @@ class ScriptCheckpoints:
         """Whether the script has called `resumed`, and `checkpoint`."""
         self._steps = 0
         """Steps since the last call of `checkpoint`."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Function that the first call of `checkpoint` calls."""
         checkpoints.script = self
 
     def at_boundary(self) -> Any:
@@ -167,6 +169,7 @@ class ScriptCheckpoints:
             self._kept.script = None
         self._begun = self.may_stop = True
         self._checkpoints.offer()
+        self.on_begin()
 
     def _complete(self, extra: Extra | Callable[[], Extra]) -> None:
         try:

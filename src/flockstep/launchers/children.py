@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from flockstep.drivers.member import SILENT
+from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.scratch import house_fork_server
-from flockstep.launchers.signals import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
 """Module that the fork server imports once, so that each forked node starts within milliseconds."""

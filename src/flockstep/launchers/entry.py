@@ -17,13 +17,13 @@ from flockstep.drivers.member import NodeSpec, die_with, on_same_host
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.process import run_server, run_worker, warm_up
 from flockstep.drivers.setup import BuiltJob, digest, prepare, require_unchanged
+from flockstep.drivers.signals import leave_to_supervisor
 from flockstep.errors import FlockstepError, in_short
 from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.parking import Orphaned, Parking, Part
-from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import RunConfig

@@ -29,12 +29,12 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import BuiltJob, prepare
+from flockstep.drivers.signals import leave_to_supervisor
 from flockstep.drivers.snapshot_tracker import SnapshotTick, SnapshotTracker
 from flockstep.errors import FlockstepError, RunError, in_short, of_kind
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
-from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.messages import Address
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import RunConfig

@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that stop a run; only the supervisor handles them, even if they are sent to all processes of the run."""
-
-
-def leave_to_supervisor(terminated: Callable[[], None] = lambda: None) -> None:
-    """Ignore the signals that stop a run in this process, which was forked with these signals blocked.
-
-    SIGTERM calls `terminated`. Processes that this process starts can still be ended by SIGTERM, as a
-    `multiprocessing.Pool` ends its workers.
-    """
-    own = os.getpid()
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != own:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif number == signal.SIGTERM:
-            terminated()
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for one in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+from flockstep.drivers.signals import STOPS
 
 
 @contextlib.contextmanager
