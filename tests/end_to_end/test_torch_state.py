@@ -461,13 +461,14 @@ def test_statistics_that_differ_are_told_of_where_a_script_does_not_finish(
     assert ended.err.count("the script ended without optimizer.finish()") == warned
 
 
-def test_an_optimizer_that_distribute_returned_and_nobody_used_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "returned.finish()\n"])
+def test_an_optimizer_that_distribute_returned_and_nobody_used_ends_the_run(end: str, tmp_path: Path) -> None:
     """Each worker trains alone then, and its gradients reach no other."""
     body = PLAIN + (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "flockstep.distribute(model, optimizer, strategy='all_reduce')\n"
+        "returned = flockstep.distribute(model, optimizer, strategy='all_reduce')\n"
         "gradient(0)\noptimizer.step()\n"
     )
-    ended = outcome(body, tmp_path)
-    assert ended.code == 0, ended.err
+    ended = outcome(body + end, tmp_path)
+    assert ended.code == 2, ended.err
     assert ended.err.count("took no step with the optimizer that flockstep.distribute returned") == 1

@@ -604,11 +604,12 @@ class Loop:
         if os.getpid() != self._process:  # a forked child has no part in the run
             return
         if self._failure is None and not self.finished and getattr(sys, "last_value", None) is None:
-            if self._worker.step == 0:
-                self._tell_unused()
             before, traits = copied(self._params), self.strategy.traits
             changed = traits.delivery != "synchronous"
             with contextlib.suppress(FlockstepError):  # the supervisor has been notified
+                if self.workers > 1:
+                    with self._telling():
+                        self.require_used()
                 self.finish()
                 others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
                 changed = others or self._changed_by_finish(before)
@@ -631,17 +632,18 @@ class Loop:
                 "optimizer.finish() after the last step"
             )
 
-    def _tell_unused(self) -> None:
-        """Say once in a run that the script has trained with another optimizer than the one of `distribute`."""
+    def require_used(self) -> None:
+        """Raise `ConfigurationError` if the script has trained with another optimizer than the one of `distribute`."""
+        if self.watch is None or self._worker.step > 0:
+            return
         try:
-            if self.watch is not None:
-                self.watch.check()
-        except ConfigurationError:
-            self._tell(
+            self.watch.check()
+        except ConfigurationError as error:
+            raise ConfigurationError(
                 "the script changed its model, but took no step with the optimizer that flockstep.distribute "
                 "returned, so its workers exchanged nothing; write optimizer = flockstep.distribute(model, optimizer, "
-                "…) and call step() of this optimizer"
-            )
+                "…) and call step() of this optimizer, or, if the script only loads a model, call optimizer.sync()"
+            ) from error
 
     def _tell(self, text: str) -> None:
         """Print a sentence to standard error, on rank 0 of several workers."""

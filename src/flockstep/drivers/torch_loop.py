@@ -338,12 +338,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """End the run; afterwards the model holds the result, equal on every worker.
 
         Raises:
-            ConfigurationError: the script has changed or loaded parameters since the last step without `sync()`.
+            ConfigurationError: the script has changed or loaded parameters since the last step without `sync()`, or
+                has taken its steps with another optimizer than this one.
             RunError: the run cannot continue.
         """
         running = not self.loop.finished
         if running:
-            self._guard.check()
+            self._check_at_end()
         self._backward.end()
         self.clipping.end()
         if running:  # the memory of the strategy ends with the run
@@ -354,6 +355,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.flat.write_parameters()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()
+
+    def _check_at_end(self) -> None:
+        self._guard.check_structure()
+        if not self._guard.unsent:
+            self.loop.require_used()
+        self._guard.check()
 
     def sync(self) -> None:
         """Continue from a model that the script has changed or loaded; call this on every rank, between two steps.
