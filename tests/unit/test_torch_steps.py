@@ -376,3 +376,13 @@ def test_bucketed_needs_no_sync_once_a_model_exceeds_the_first_bucket(inputs: in
     model(torch.ones(1, inputs)).sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before - 0.2)
+
+
+def test_swapped_arguments_of_distribute_are_refused_with_their_order() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = "the model of flockstep.distribute must be a torch.nn.Module, got SGD; write .*model, optimizer, .* order"
+    with pytest.raises(ConfigurationError, match=said):
+        flockstep.distribute(optimizer, model, "all_reduce")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"the optimizer .* must be a torch.optim.Optimizer, got generator"):
+        flockstep.distribute(model, model.parameters(), "all_reduce")  # type: ignore[arg-type]

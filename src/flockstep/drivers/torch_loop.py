@@ -86,12 +86,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bad_gradients: BadGradientSettings = (None, None),
     ):
         # The base class is needed for isinstance checks (by schedulers); groups and state are the original's.
+        _require_usable(module, optimizer)
         self.inner = optimizer
         without = [parameter for parameter in module.parameters() if parameter.grad is None]
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
         require_same_parameters(self.flat, optimizer)
-        _require_dense(optimizer)
         closures = evaluates_closures(optimizer)
         if closures:
             require_mean_gradient(optimizer, strategy, bool(self.flat.narrow))
@@ -496,8 +496,19 @@ def _averages_exactly(strategy: Strategy) -> bool:
     return traits.clips == "combined" and traits.alike and plain
 
 
-def _require_dense(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigurationError` if the optimizer cannot step along a dense gradient."""
+def _require_usable(module: object, optimizer: object) -> None:
+    """Raise `ConfigurationError` unless the arguments of `distribute` are a module, and an optimizer that can step
+    along a dense gradient.
+    """
+    for name, value, kind, wanted in (
+        ("model", module, torch.nn.Module, "torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "torch.optim.Optimizer"),
+    ):
+        if not isinstance(value, kind):
+            raise ConfigurationError(
+                f"the {name} of flockstep.distribute must be a {wanted}, got {type(value).__name__}; write "
+                'flockstep.distribute(model, optimizer, "all_reduce"), in this order'
+            )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
             "SparseAdam needs sparse gradients, but strategies combine dense gradients; use Adam, or "
