@@ -246,6 +246,13 @@ def test_a_script_that_never_calls_distribute(who: str, tmp_path: Path) -> None:
     failed(ended, r"worker [01] exited with code 0 without joining the run .*before the run started")
 
 
+def test_a_job_file_that_is_launched_as_a_script_is_told_of_train(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def job():\n    return None\n")
+    ended = RealRun(["launch", "-n", "2", str(tmp_path / "mine.py")], tmp_path / "run").end()
+    assert ended.code == 1
+    assert f"this file has job(): to train the job, write flockstep train {tmp_path / 'mine.py'}" in ended.err
+
+
 @pytest.mark.full
 def test_workers_that_ask_for_different_strategies(tmp_path: Path) -> None:
     ended = outcome("start('gossip' if rank else 'all_reduce'); steps(5)", tmp_path)

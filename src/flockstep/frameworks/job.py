@@ -182,6 +182,16 @@ def launch_instead(path: str | Path) -> str:
     return f"to run a training script on workers, write flockstep launch {shlex.quote(str(path))}"
 
 
+def train_instead(path: str) -> str:
+    """Return the clause that says which command trains a job file; an empty text if the file defines no `job()`."""
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
+        return ""
+    has = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in body)
+    return f"; this file has job(): to train the job, write flockstep train {shlex.quote(path)}" if has else ""
+
+
 def may_define(file: Path, name: str) -> bool:
     """Return whether running a Python file may define `name`, as far as the file's syntax tree shows.
 

@@ -30,12 +30,15 @@ class Health:
         heartbeat: float,
         memory: OutOfMemoryDetector | None = None,
         now: Callable[[], float] = time.monotonic,
+        hint: str = "",
     ):
+        """`hint` is a clause for the case that a script ends without joining the run."""
         self._children = children
         self._links = links
         self._heartbeat = heartbeat
         self._memory = memory or OutOfMemoryDetector()
         self._now = now
+        self._hint = hint
         self._broken: set[Address] = set()
         self._since: dict[Address, float] = {}
 
@@ -70,6 +73,7 @@ class Health:
         how = f"{node_name(address)} {how_it_ended(code)}{self._memory.explain(code) if other is None else other}"
         return (
             f"{how} without joining the run (a script joins it by calling flockstep.distribute or flockstep.join)"
+            f"{self._hint}"
             if code == 0 and link is None
             else how
         )

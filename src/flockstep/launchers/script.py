@@ -17,7 +17,7 @@ from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.drivers.setup import JOB_FILE, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.frameworks.job import import_components
+from flockstep.frameworks.job import import_components, train_instead
 from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
@@ -509,6 +509,7 @@ class _ScriptRun:
             joining=() if left is None else left.joining,
             epoch=self.epoch,
             back_to=back_to(config, resumed, left) if self.hosts.here else None,
+            unjoined=train_instead(config.job),
         )
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:

@@ -125,6 +125,7 @@ class Supervisor:
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
         parts: InitialParts | None = None,
+        unjoined: str = "",
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -141,6 +142,7 @@ class Supervisor:
         of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
         server ends the run. `parts`: the parts of a split model; None if every worker holds a whole replica.
+        `unjoined`: clause about a script that ends without joining the run.
         """
         sizes, self._initial = () if parts is None else parts.sizes, parts
         self.outcome = Outcome(workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
@@ -173,7 +175,7 @@ class Supervisor:
         self._records = NodeRecords(self._state, record, self._run, self._evaluation)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
-        self._health = Health(self.children, self._links, heartbeat)
+        self._health = Health(self.children, self._links, heartbeat, hint=unjoined)
         self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._state.done)
