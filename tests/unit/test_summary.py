@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from flockstep.cli.runs import missed
 from flockstep.records import RunConfig, Summary, summarize
 from flockstep.records.events import EvaluationEvent, Event, LostEvent, NodeEvent, SpanEvent, StepEvent, UpdateEvent
 
@@ -60,6 +61,12 @@ def test_a_target_never_reached_is_none() -> None:
     assert summary.samples_to_target is None
     assert summary.bytes_to_target is None
     assert (summary.best_metric, summary.final_metric) == (0.899, None)
+
+
+def test_a_failed_run_is_not_told_to_train_longer() -> None:
+    summary = of(shot(1.0, 0.2))
+    assert "did not reach the target 0.9: its best" in (missed(summary) or "")
+    assert missed(msgspec.structs.replace(summary, status="failed")) is None
 
 
 def test_without_a_target_nothing_is_reached() -> None:

@@ -137,8 +137,13 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
 
 
 def missed(summary: Summary) -> str | None:
-    """Return a sentence about a missed target; None if the run has no target, or has reached it."""
-    if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
+    """Return a sentence about a missed target; None if the run has no target, has reached it, or failed."""
+    if (
+        summary.status == "failed"
+        or summary.target is None
+        or summary.seconds_to_target is not None
+        or summary.best_metric is None
+    ):
         return None
     return (
         f"{summary.system or summary.strategy} did not reach the target {summary.target:g}: its best "
