@@ -115,7 +115,8 @@ def command_line() -> str:
         textwrap.dedent(
             """\
             `flockstep help COMMAND` prints the options of a command, too. Exit codes: 0 the command did what it was
-            asked to, 1 the run failed, 2 the input was refused, 130 the command was interrupted."""
+            asked to, 1 the run failed, 2 the input was refused, 130 the command was interrupted. `--debug`, before or
+            after a command, shows the traceback of an error; `flockstep launch` takes it before the script."""
         ),
     ]
     for name, command in commands_of(typer.main.get_command(app)):

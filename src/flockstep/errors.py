@@ -62,6 +62,10 @@ of them.
 """
 
 
+SHOWS_TRACEBACK = "; --debug shows the traceback"
+"""Clause at the end of the sentence about an error of a user's code."""
+
+
 class FlockstepError(Exception):
     """Base class of all errors that flockstep raises on purpose."""
 

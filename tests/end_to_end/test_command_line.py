@@ -234,6 +234,17 @@ def job():
 )
 
 
+def test_debug_is_in_the_help_and_no_message_with_it_advises_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "--debug" in capfd.readouterr().out
+    Path("fails.py").write_text("import flockstep\nflockstep.join()\nraise LookupError('no data')\n")
+    for debug in ([], ["--debug"]):
+        assert run([*debug, "launch", "-n", "1", "--transport", "ipc", "fails.py"]) == 1
+        said = capfd.readouterr().err.splitlines()[-1]
+        assert "raised LookupError: no data (fails.py, line 3)" in said
+        assert said.endswith("; --debug shows the traceback") == (not debug)
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
     Path("early.py").write_text(FAILS_EARLY)
     Path("fails.py").write_text("import flockstep\nassert flockstep.workers() == 2\nraise LookupError('no data')\n")

@@ -23,7 +23,7 @@ from flockstep.cli.calibrate import calibrate
 from flockstep.cli.coordinate import coordinate
 from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, UnknownName
+from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def _say(error: Exception, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
+    text = text.replace(SHOWS_TRACEBACK, "") if debug else text
     if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way = (
@@ -140,7 +141,15 @@ def _output_is_stuck() -> bool:
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback if an error occurs. Also after a command, and for launch before the script.",
+        ),
+    ] = False,
 ) -> None:
     if version:
         show_version()

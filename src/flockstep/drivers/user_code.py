@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from flockstep.errors import in_short
+from flockstep.errors import SHOWS_TRACEBACK, in_short
 
 
 class ScriptCall(NamedTuple):
@@ -52,7 +52,7 @@ def place_of(error: Exception) -> str:
 
 def said_of(error: Exception, where: str) -> str:
     """Return the sentence that reports an error of the user's code; `where` says what raised the error."""
-    return f"{where} raised {in_short(error)}{place_of(error)}; --debug shows the traceback"
+    return f"{where} raised {in_short(error)}{place_of(error)}{SHOWS_TRACEBACK}"
 
 
 @cache
