@@ -35,9 +35,11 @@ from flockstep.records.events import (
     Event,
     HostsEvent,
     LostEvent,
+    NodeEvent,
     ReplicaEvent,
     ResultEvent,
     ScalarEvent,
+    SpanEvent,
     StepEvent,
 )
 from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
@@ -195,16 +197,19 @@ class RunFolder:
     def discard_unstepped(self) -> bool:
         """Remove the record of a run that ended before its first step; return whether the folder now holds no record.
 
-        The folder is kept if the record contains events other than the start and the loss of nodes and the evaluation
-        of the first model, such as events of communicators, or if the folder holds other files, such as the output of
-        scripts.
+        The folder is kept if the record contains events other than the start and the loss of nodes, the exchange and
+        the evaluation of the first model, such as events of communicators, or if the folder holds other files, such as
+        the output of scripts.
         """
         own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER, LEADERS}
         if not self.config_file.exists():
             return True
-        if self._computed() is not None or any(file.name not in own for file in self.path.iterdir()):
+        events = self.read_events()
+        first = any(isinstance(event, ResultEvent) and event.step == 0 for event in events)
+        own |= {"result.npy", "schema.json"} if first else set()
+        if (self._computed() is not None and not first) or any(file.name not in own for file in self.path.iterdir()):
             return False
-        if not all(map(_before_training, self.read_events())):
+        if not all(_before_training(event, first) for event in events):
             return False
         shutil.rmtree(self.path)
         return True
@@ -458,8 +463,12 @@ def _gone(file: Path) -> bool:
     return file.is_symlink() and not file.is_file()
 
 
-def _before_training(event: Event) -> bool:
-    """Whether a run that fails before its first step may have written this event."""
+def _before_training(event: Event, joined: bool) -> bool:
+    """Whether a run that fails before its first step may have written this event; `joined`: its nodes had exchanged the
+    first model.
+    """
+    if joined and isinstance(event, (SpanEvent, NodeEvent, ResultEvent)):
+        return not isinstance(event, NodeEvent) or event.steps == 0
     first = isinstance(event, EvaluationEvent) and event.step == 0
     return first or isinstance(event, (ClockEvent, HostsEvent, LostEvent))
 
