@@ -162,6 +162,19 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
     assert draws.reported
 
 
+@pytest.mark.parametrize(
+    ("sharded", "way"),
+    [(False, "seed the random order of the data"), (True, "give flockstep.shard at least as many different samples")],
+)
+def test_workers_that_shard_too_few_samples_are_not_sent_to_shard(
+    sharded: bool, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = GradientFingerprints(2, lambda: sharded)
+    for rank in range(2):
+        draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
+    assert f"so they draw the same batches; {way}" in capsys.readouterr().err
+
+
 def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A rate of 0 counts for nothing: that worker had no gradient, or replicas may differ."""
     draws = GradientFingerprints(3)

@@ -7,6 +7,7 @@ are compared if the strategy must keep replicas equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flockstep.launchers.wait_monitor import on_stderr
@@ -18,6 +19,8 @@ class GradientFingerprints:
     """Fingerprints of the first gradients of all workers of a launched script, by step."""
 
     workers: int
+    sharded: Callable[[], bool] = lambda: False
+    """Whether the workers read their data through `flockstep.shard`."""
     reported: bool = False
     rates_reported: bool = False
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
@@ -41,7 +44,7 @@ class GradientFingerprints:
         alike = alike_among(gradients)
         self.reported = bool(alike)
         for ranks in alike:
-            on_stderr(warning(ranks, step))
+            on_stderr(warning(ranks, step, self.sharded()))
 
     def _compare(self, rates: dict[Address, float], step: int) -> None:
         """Warn if learning rates differ; a rate of 0 is not used for a step and is ignored."""
@@ -88,10 +91,16 @@ def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
     return [ranks for gradient, ranks in groups.items() if gradient and len(ranks) > 1]
 
 
-def warning(ranks: list[Address], step: int) -> str:
-    """Return the warning about workers with equal gradients, with the way out."""
+def warning(ranks: list[Address], step: int, sharded: bool = False) -> str:
+    """Return the warning about workers with equal gradients, with the way out.
+
+    `sharded` says whether the workers use `flockstep.shard`.
+    """
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    return (
-        f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the random "
-        "order of the data with flockstep.rank(), or give each worker a part of the data with flockstep.shard"
+    way = (
+        "give flockstep.shard at least as many different samples as there are workers, or use fewer workers"
+        if sharded
+        else "seed the random order of the data with flockstep.rank(), or give each worker a part of the data with "
+        "flockstep.shard"
     )
+    return f"workers {named} computed the same gradient at step {step}, so they draw the same batches; {way}"

@@ -179,9 +179,10 @@ class Supervisor:
         self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._state.done)
+        data = DataDigests(workers)
         self._draws: dict[str, GradientFingerprints | DataDigests] = {
-            "gradient": GradientFingerprints(workers),
-            "data": DataDigests(workers),
+            "gradient": GradientFingerprints(workers, lambda: bool(data.shown)),
+            "data": data,
         }
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
