@@ -83,7 +83,7 @@ def test_a_script_that_a_worker_joins_ends_with_the_bits_of_one_that_was_stopped
     record = end(tmp_path, run)
     summary, joined = record.read_summary(), outcome(tmp_path, 3)
     assert (summary.status, record.read_config().workers) == ("finished", 3)
-    assert summary.notes[0].startswith("1 worker joined; the run continued from step ")
+    assert re.match("1 worker joined; the run continued from step [0-9]+, counted with 2 workers; ", summary.notes[0])
     assert any("3 workers continue the run of 2 workers, from step " in note for note in summary.notes)
     assert any(note.startswith("no worker trained for ") for note in summary.notes)
     assert steps_of(record, 2)[-1] == steps_of(record, 0)[-1]

@@ -247,7 +247,7 @@ def test_parameters_are_checked(text):
         ("ps(bsp, shards=2, aggregation=krum)", "shards=1.*median"),
         ("ps(bsp, codec=topk(0.1), aggregation=median)", "0 for most elements.*multi_krum"),
         ("ps(bsp, filters=(kkt(0.1),), aggregation=median)", "filters"),
-        ("ps(bsp, server_update=staleness_scaled, aggregation=median)", "weighs.*plain"),
+        ("ps(bsp, server_update=staleness_scaled, aggregation=median)", "weights.*plain"),
         ("scatter_reduce(aggregation=krum)", "compares whole gradients.*median"),
         ("all_reduce(aggregation=median)", "an argument of ps, dpsgd, scatter_reduce, factor_server"),
     ],

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +82,31 @@ def test_only_a_folder_that_scratch_made_goes_with_the_fork_server(
         monkeypatch.setattr(forkserver, "_forkserver", server)
         scratch_module._leave_no_socket()
         assert folder.exists() == stays
+
+
+FORKS_TWICE = """
+import multiprocessing, os
+from flockstep.launchers.scratch import end_fork_server, house_fork_server
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["flockstep.launchers.scratch"])
+for _ in range(2):
+    house_fork_server()
+    child = context.Process(target=os.getpid)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    end_fork_server()
+"""
+
+
+def test_a_process_ends_its_fork_server_and_forks_again() -> None:
+    """The server, which removes the folder of a killed process, leaves that of a living one to the process."""
+    with tempfile.TemporaryDirectory(prefix="fs-") as short:  # a longer path would not fit a socket
+        words, own = [sys.executable, "-c", FORKS_TWICE], {**os.environ, "TMPDIR": short}
+        done = subprocess.run(words, env=own, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(Path(short).iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

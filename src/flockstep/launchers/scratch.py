@@ -90,7 +90,10 @@ def end_fork_server() -> None:
 
     The next fork starts another server.
     """
-    forkserver._forkserver._stop()  # type: ignore[attr-defined] # multiprocessing has no public way
+    server: Any = forkserver._forkserver  # multiprocessing has no public way
+    if server._forkserver_address is not None:  # the server must not remove the socket that _stop removes
+        (_folder_of(server) / MARK).unlink(missing_ok=True)
+    server._stop()
     util._run_finalizers()  # type: ignore[attr-defined]
     house_fork_server.cache_clear()
 
@@ -104,6 +107,10 @@ def _leave_no_socket() -> None:
     server: Any = forkserver._forkserver  # it knows its address; all others hold its pipe
     if server._forkserver_address is None or server._forkserver_alive_fd is not None:
         return
-    folder = Path(os.fsdecode(server._forkserver_address)).parents[1]
-    if _is_ours(folder):
+    if _is_ours(folder := _folder_of(server)):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(server: Any) -> Path:
+    """The folder of `scratch` that holds the socket of a fork server, unless multiprocessing has chosen its own."""
+    return Path(os.fsdecode(server._forkserver_address)).parents[1]

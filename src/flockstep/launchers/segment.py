@@ -228,7 +228,9 @@ def continued_from(checkpoint: Checkpoint, dropped: int, left: NodesChanged | No
 
     `left` is the change of nodes after which the run continues; None if the run had stopped.
     """
-    where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+    before = checkpoint.manifest.workers
+    counted = f", counted with {before} workers" if left is not None and left.workers != before else ""
+    where = f"from step {min(checkpoint.manifest.steps.values())}{counted}; {dropped} recorded steps were repeated"
     return f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}"
 
 
