@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from inspect import unwrap
-from itertools import pairwise
 from typing import Any, ClassVar
 
 from flockstep.arrays.namespace import copied, zeros
@@ -42,10 +40,8 @@ class Collective(Component):
             next(place for place, one in enumerate(cls.__mro__) if name in vars(one)) for name in names
         )
         if summed < divided:
-            _require_no_circle(cls, "all_reduce", "divided_sum")
             cls.divided_sum = _divided(cls.all_reduce)  # type: ignore[method-assign]
         elif divided < summed:
-            _require_no_circle(cls, "divided_sum", "all_reduce")
             cls.all_reduce = _undivided(cls.divided_sum)  # type: ignore[method-assign]
         if min(summed, divided, mean) < mean_of:
             cls.average_of = Collective.average_of  # type: ignore[method-assign]
@@ -163,24 +159,37 @@ class Collective(Component):
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 
 
-def _require_no_circle(kind: type[Collective], own: str, derived: str) -> None:
-    """Raise `ConfigurationError` if the method `own` of a class calls `self.derived`, which is derived from `own`."""
-    code = unwrap(getattr(kind, own)).__code__
-    for before, step in pairwise(dis.get_instructions(code)):
-        read = before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and before.argval == code.co_varnames[0]
-        if read and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == derived:
+class _Sums:
+    """The sums in progress that call the method `own` of a class by way of the method `derived` from it."""
+
+    def __init__(self, own: str, derived: str):
+        self._own, self._derived = own, derived
+        self._running = set[tuple[int, int, int]]()
+
+    @contextmanager
+    def one(self, collective: Collective, me: Group, array: FlatArray) -> Iterator[None]:
+        """Context manager of a sum; raises `ConfigurationError` within the same sum, which would never end."""
+        same = id(collective), id(me), id(array)
+        if same in self._running:
             raise ConfigurationError(
-                f"{kind.__name__}.{own} calls self.{derived}, which calls {own} again; call super().{derived}, or "
-                f"define {derived} too"
+                f"{type(collective).__name__}.{self._own} calls {self._derived} of the same array, which calls "
+                f"{self._own} again; sum the array in {self._own} without {self._derived}, or define {self._derived} too"
             )
+        self._running.add(same)
+        try:
+            yield
+        finally:
+            self._running.discard(same)
 
 
 def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
     """The `divided_sum` of a class that defines `all_reduce`."""
+    sums = _Sums("all_reduce", "divided_sum")
 
     @wraps(Collective.divided_sum)
     async def divided_sum(self: Collective, me: Group, array: FlatArray, divisor: int) -> None:
-        await all_reduce(self, me, array)
+        with sums.one(self, me, array):
+            await all_reduce(self, me, array)
         if divisor != 1:
             array /= divisor
 
@@ -189,9 +198,11 @@ def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
 
 def _undivided(divided_sum: Callable[..., Awaitable[None]]) -> Any:
     """The `all_reduce` of a class that defines `divided_sum`."""
+    sums = _Sums("divided_sum", "all_reduce")
 
     @wraps(Collective.all_reduce)
     async def all_reduce(self: Collective, me: Group, array: FlatArray) -> None:
-        await divided_sum(self, me, array, 1)
+        with sums.one(self, me, array):
+            await divided_sum(self, me, array, 1)
 
     return all_reduce
