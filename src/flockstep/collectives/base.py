@@ -173,7 +173,7 @@ class _Sums:
         if same in self._running:
             raise ConfigurationError(
                 f"{type(collective).__name__}.{self._own} calls {self._derived} of the same array, which calls "
-                f"{self._own} again; sum the array in {self._own} without {self._derived}, or define {self._derived} too"
+                f"{self._own} again; sum the array in {self._own} without {self._derived}, or define both methods"
             )
         self._running.add(same)
         try:

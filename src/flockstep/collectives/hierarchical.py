@@ -73,8 +73,8 @@ class HierarchicalCollective(Collective):
         return INNER.sent_elements(r, size, rank % r) + outer + folded * size
 
     def rounds(self, workers: int) -> int:
-        """Return the number of rounds of both levels, plus two if the group size does not divide the number of
-        workers.
+        """Return the number of rounds of both levels, plus two if the number of workers is not a multiple of the size
+        of a group, min(group, workers).
         """
         r, full = self._grid(workers)
         return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)

@@ -99,7 +99,7 @@ class StreamingDiloco(Strategy):
     resizing = Resizing(
         replicas="own",
         also="all workers take the parameters and the outer optimizer of every fragment from worker 0, and a remaining "
-        "worker keeps the memory of its feedback",
+        "worker keeps the memory of its feedback, except for fragments whose average not all workers had begun",
     )
 
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
