@@ -171,8 +171,9 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             )
         if self._strategy.traits.server_optimizer and self._given is None:
             raise ConfigurationError(
-                f"servers of {self._strategy} step with an optimizer of flockstep, not of Keras; pass, for example, "
-                'optimizer="adam(lr=0.001)", or use a strategy whose workers step, such as all_reduce or local_sgd'
+                f"servers of {self._strategy} apply the updates with an optimizer of flockstep, not one of Keras; "
+                'pass, for example, optimizer="adam(lr=0.001)", or use a strategy whose workers apply the updates, '
+                "such as all_reduce or local_sgd"
             )
         if self._given is not None:
             require_elementwise(self._given, self._strategy)

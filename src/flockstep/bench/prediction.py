@@ -96,7 +96,7 @@ the bandwidth alternately.
 SECONDS = 6.0
 """Seconds for which a measured run should last; slow runs last longer, because they take at least `FEW` steps."""
 FEW, SPANS = 14, 3
-"""FEW: smallest number of steps of a run. SPANS: largest number of spans of 20 counted steps in a run."""
+"""FEW: minimum number of steps of a run. SPANS: maximum number of spans of 20 steps that are timed in a run."""
 HEARTBEAT = 30.0
 """Seconds without an answer after which a node counts as lost; large, because a heartbeat waits behind whole models on
 slow links.

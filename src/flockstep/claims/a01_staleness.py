@@ -94,7 +94,7 @@ class Staleness(Claim):
             for law in LAWS:
                 mean, total, in_flight = self._virtual(n, law)
                 rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
-                what = f"n={n}, {law}: sum of the staleness of all gradients (published: gradients in flight)"
+                what = f"n={n}, {law}: total staleness of all gradients (published: the number of gradients in flight)"
                 rows.append(ClaimRow(what, total, in_flight, total == in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):

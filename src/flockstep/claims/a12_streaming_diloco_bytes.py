@@ -77,7 +77,7 @@ class StreamingDilocoBytes(Claim):
         "Streaming DiLoCo with H = 100 and outer gradients of 4 bits sends 1.10 TB, while data parallelism in "
         "bfloat16 sends 441 TB"
     )
-    source = "Douillard et al. 2025, table of bytes exchanged at overtraining"
+    source = "Douillard et al. 2025, table of bytes exchanged in the overtraining experiments"
     setting = (
         f"quadratic objective with {SIZE:,} parameters, {WORKERS} workers, {STEPS} steps each: gradients in 16 bits at "
         f"every step against {FRAGMENTS} fragments in 4 bits, with and without a scale per fragment; bytes of payload"

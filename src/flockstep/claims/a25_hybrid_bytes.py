@@ -50,7 +50,7 @@ class Executed:
     sent_bytes: float
     """Mean bytes that a worker sent per step."""
     seconds: float
-    """Seconds of all steps."""
+    """Total time of all steps in seconds."""
     params: FlatArray
     """Final parameters of the unsplit model."""
 

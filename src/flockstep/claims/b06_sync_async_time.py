@@ -49,9 +49,9 @@ class SyncAsyncTime(Claim):
 
     seeds: int = 5
     statement = (
-        "With memoryless gradient times asynchronous SGD reaches its target several times sooner than synchronous "
-        "SGD; the time of a method that waits for the fastest half of the gradients lies between both; with equally "
-        "fast workers the advantage is smaller"
+        "With memoryless gradient times, asynchronous SGD reaches the target several times faster than synchronous "
+        "SGD; a method that waits for the fastest half of the gradients falls in between; with equally fast workers, "
+        "the advantage is smaller"
     )
     source = (
         "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (error over runtime). The figures are compared with a pilot run "

@@ -38,10 +38,10 @@ class PartialCommunication(Claim):
         "(rest = average); 5 seeds"
     )
     tolerance = (
-        f"median test errors: full communication <= {LEARNS:g} %; with deferred updates at most 2 points higher at "
-        "every share; with half of the updates dropped, on sorted data, >= 25 %; with dropped updates, replicas are "
-        "farther apart the smaller the share; with deferred updates, replicas are equal bit for bit after the final "
-        "exchange of every run"
+        f"median test error: <= {LEARNS:g} % with full communication; at most 2 points higher with deferred updates, "
+        "for every share of the updates that is sent; >= 25 % with half of the updates dropped on sorted data. "
+        "Replicas: with dropped updates, they are farther apart the smaller the share; with deferred updates, they are "
+        "equal bit for bit after the final exchange of every run"
     )
 
     def check(self, say: Say) -> Verdict:

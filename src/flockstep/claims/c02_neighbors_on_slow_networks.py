@@ -76,7 +76,9 @@ class InTurns(Strategy):
 
 @dataclass(frozen=True)
 class NeighborsOnSlowNetworks(Claim):
-    """Claim: step times of D-PSGD, of a single server and of ring all-reduce at several bandwidths and latencies."""
+    """Claim: on slow links, a step of D-PSGD is shorter than one with a single server, and, where latency dominates,
+    than one with ring all-reduce.
+    """
 
     statement = (
         "On slow links D-PSGD on a ring is up to n times as fast as a single server with n workers; by overlapping "
@@ -118,10 +120,9 @@ class NeighborsOnSlowNetworks(Claim):
         }
         figures["step time of a single server that sends one model after the other / D-PSGD"] = queued
         note = (
-            "D-PSGD sends 2K elements per step, a ring all-reduce 2K (n - 1) / n, so D-PSGD is slower where "
-            "bandwidth dominates; a server that sends the model to one worker after the other receives gradients at "
-            f"the same time over its full-duplex link, so D-PSGD is only {queued:.2g} times as fast, about (n + 1) / "
-            "2"
+            "D-PSGD sends 2K elements per step, and ring all-reduce 2K (n - 1) / n, so D-PSGD is slower where "
+            "bandwidth dominates. A server that sends the model to one worker at a time receives gradients meanwhile "
+            f"over its full-duplex link, so D-PSGD is only {queued:.2g} times as fast as the server, about (n + 1) / 2"
         )
         return Verdict(tuple(rows), note, figures)
 

@@ -39,8 +39,9 @@ class LocalSgdBytes(Claim):
         "median of 5 seeds"
     )
     tolerance = (
-        "for H up to the largest H that increases the steps to the target by at most 20 %: exponent of a power law "
-        "fitted to the bytes over H: -1 ± 0.15; that largest H is smaller if samples are sorted by label"
+        "H_max is the largest H that needs at most 20 % more steps to the target. For H up to H_max, a power law "
+        "fitted to the bytes as a function of H has the exponent -1 ± 0.15; H_max is smaller if samples are sorted by "
+        "label"
     )
     seeds: int = 5
 

@@ -67,9 +67,9 @@ class BackupTimeToTarget(Claim):
     )
     source = "Chen, Pan, Monga, Bengio & Jozefowicz 2016 (experiments); Abadi et al. 2016, section 6.3"
     setting = (
-        "handwritten digits on a perceptron, batches of 8, momentum 0.9, gradient times from a Pareto distribution "
-        "of shape 2.5, virtual time, messages that take no time, target accuracy 95 %, the best of three or four "
-        "learning rates for each method; 5 seeds, and 15 for the comparison with asynchronous SGD"
+        "a perceptron trained on handwritten digits; batches of 8, momentum 0.9; gradient times from a Pareto "
+        "distribution of shape 2.5, in virtual time, with messages that take no time; target accuracy 95 %; the best "
+        "of three or four learning rates for each method; 5 seeds (15 for the comparison with asynchronous SGD)"
     )
     tolerance = "order of the median times to the target, and order of the mean accuracies after 3 virtual seconds"
 

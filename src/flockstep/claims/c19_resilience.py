@@ -184,7 +184,10 @@ def shares_of_losses() -> Iterator[ClaimRow]:
             what = f"{text} ({where}, {how}), {name}: share of the worker's loss of throughput that all workers lose"
             if not loss.exercised:
                 yield ClaimRow(
-                    what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False
+                    what,
+                    said,
+                    f"not tested: even the affected worker loses only {loss.victim:.1%} of its throughput",
+                    False,
                 )
                 continue
             holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
@@ -241,6 +244,11 @@ def real(say: Say) -> Iterator[ClaimRow]:
         say(f"one link narrows during a run of {text}")
         loss = narrowed(text)
         if not loss.exercised:
-            yield ClaimRow(what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False)
+            yield ClaimRow(
+                what,
+                said,
+                f"not tested: even the affected worker loses only {loss.victim:.1%} of its throughput",
+                False,
+            )
             continue
         yield ClaimRow(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)

@@ -122,9 +122,10 @@ class LargestLearningRate(Claim):
             _row("local SGD, exact gradients, 1 to 32 workers", 0.0, curvature["local"], WORKERS),
         )
         reason = (
-            "Two problems are used, because no single problem shows both effects up to 32 workers: the learning "
-            "rate of synchronous SGD grows with the number of workers while noise limits it, up to 2 / curvature; "
-            "that of asynchronous SGD falls if staleness times curvature limits it, above about pi / 2 / staleness"
+            "Two problems are used, because no single problem shows both effects up to 32 workers. The largest "
+            "learning rate of synchronous SGD grows with the number of workers while noise limits it, up to 2 / "
+            "curvature; that of asynchronous SGD falls once staleness limits it, to about pi / (2 · staleness · "
+            "curvature)"
         )
         figures = {
             f"{regime}, {method}, {n} workers": rate

@@ -524,7 +524,9 @@ def layers(
     out: Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show a model's layers: parameters, work, depth, and the bytes sent if the data or the layer is divided."""
+    """Show a model's layers: parameters, work, depth, and the bytes sent under data parallelism and if the layer is
+    split.
+    """
     from flockstep.cli.layers import show_layers
 
     show_layers(what, batch, workers, as_json, out, everything)

@@ -165,8 +165,8 @@ class Calls:
         """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
-                "other ranks may wait for the window that this rank holds with local(); leave the window's with "
-                "block before this call"
+                "other ranks may be waiting for the window that this rank holds by local(); leave the block "
+                "`with window.local()` before this call"
             )
 
     def _count(self, use: str) -> int:

@@ -1,4 +1,6 @@
-"""Windows: named arrays that every rank can read, write and add to, without an action by the owner."""
+"""Windows: named arrays that every rank can read, write and add to without the owner's involvement (one-sided
+communication).
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
 ) -> dict[Address, NodeCheckpoint]:
-    """Return the states from which the nodes of plan `now` continue a run of `plan` with another number of workers.
+    """Return the states from which the nodes of plan `now` continue a run of `plan` with a different number of workers.
 
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
     workers at the end of the list leave. Each worker's step count is converted so that all workers together keep their

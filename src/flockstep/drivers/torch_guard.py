@@ -323,8 +323,8 @@ def require_unwrapped(module: torch.nn.Module, workers: int) -> None:
     """
     if workers > 1 and isinstance(module, DistributedDataParallel):
         raise ConfigurationError(
-            "the module is wrapped in DistributedDataParallel, which averages all gradients before the strategy has "
-            "them; pass the module itself, and call it in the loop"
+            "the module is wrapped in DistributedDataParallel, which averages gradients before the strategy sees them; "
+            "pass the unwrapped module, and call the unwrapped module in the training loop"
         )
 
 

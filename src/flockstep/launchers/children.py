@@ -191,10 +191,10 @@ def forkserver(kernels: bool = False) -> ForkServerContext:
 
 
 def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
-    """Start `target(*arguments)`, with plain values as arguments, in a forked process; signals that stop a run are
-    blocked in the process until the process ignores them.
+    """Run `target(*arguments)`, whose arguments are plain values, in a forked process. Signals that stop a run are
+    blocked there until the process ignores them.
 
-    `kernels` says whether the process may compute sums in shared memory, see `forkserver`.
+    `kernels` says whether the process may compute sums in shared memory (see `forkserver`).
     """
     process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
     before = signal.pthread_sigmask(

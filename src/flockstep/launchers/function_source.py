@@ -68,8 +68,8 @@ def _require_function(function: object) -> str:
     if name == "<lambda>" or "." in within:
         raise ConfigurationError(
             f"launch takes a function that is defined at the top level of a notebook cell or module, got {within}, "
-            "whose enclosing scope other processes do not have; define the function at the top level, and pass values "
-            "as args=(…,)"
+            "which is nested in a scope that other processes do not have; move the function to the top level, and pass "
+            "the values that it uses as args=(…,)"
         )
     return name
 

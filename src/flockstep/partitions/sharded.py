@@ -27,7 +27,7 @@ class Sharded(Partition):
 
     ways: int
     collective: Collective = Ring()
-    """Collective that gathers parameters, and reduces and scatters gradients, over the ways."""
+    """Collective that all-gathers parameters and reduce-scatters gradients across the workers of a replica."""
 
     def __post_init__(self) -> None:
         check_ways("sharded", self.ways, self.collective)

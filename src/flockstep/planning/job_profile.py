@@ -286,7 +286,7 @@ class Site:
                 + (
                     "the number of operations of the model is not known"
                     if self.task.work is None
-                    else "the cluster does not state its operations per second"
+                    else "the description of the cluster has no operations per second"
                 )
             )
         if not self.cluster.rates.encode:

@@ -111,9 +111,9 @@ def _why(outlook: Outlook) -> str:
     if outlook.length is not None:
         return ""
     return (
-        " (assumed; --hours sets another length)"
+        " (assumed; change it with --hours)"
         if outlook.steps is None
-        else f" ({outlook.steps:,} steps; --hours sets another length)"
+        else f" ({outlook.steps:,} steps; change it with --hours)"
     )
 
 

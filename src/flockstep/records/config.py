@@ -165,7 +165,7 @@ class RunConfig:
     leave.
     """
     max_workers: int | None = None
-    """Largest number of workers with which the run continues when workers join; None if workers may not join."""
+    """Maximum number of workers to which the run may grow as workers join; None if workers may not join."""
     park: float | None = None
     """Seconds that workers wait for `flockstep resume` after their coordinator was killed; None if they end at once."""
     keep: int | None = None

@@ -37,7 +37,9 @@ class RandomRegularGraph(Topology):
         require_workers(n)
         if n <= self.d or n * self.d % 2:
             why = f"more than d = {self.d} workers" if n <= self.d else f"an even product of n and d = {self.d}"
-            raise ConfigurationError(f"random_regular needs {why}, got n = {n}; use an even n above d, or ring")
+            raise ConfigurationError(
+                f"random_regular needs {why}, got n = {n}; use an even n greater than d, or the topology ring"
+            )
         for draw in range(DRAWS):
             graph = nx.random_regular_graph(self.d, n, seed=self.seed * DRAWS + draw)
             if nx.is_connected(graph):

@@ -124,7 +124,7 @@ class Bus(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Return to the system the memory of arrays that were sent or received and to which nothing refers any more."""
+        """Give the memory of sent and received arrays to which nothing refers any more back to the operating system."""
 
     @abstractmethod
     def close(self, linger: float) -> None:

@@ -94,7 +94,7 @@ class Sampler:
         if not (state.block >= 0 and 0 <= state.position <= len(self._order)):
             raise ConfigurationError(
                 f"position must be in [0, {len(self._order)}] and block must be >= 0, got {state}; restore the state "
-                "on the same shard"
+                "on the shard from which it was saved"
             )
         self._block, self._position = state.block, state.position
         self._order = self._permutations(state.block)

@@ -20,7 +20,7 @@ DEPENDENT = 16
 span of earlier columns is at most this factor times the precision, relative to the norm of the column.
 """
 BLOCK = 1 << 14
-"""Number of elements of a product computed at a time, so that they stay in the first-level cache."""
+"""Number of elements of a product that are computed at a time; small enough for the L1 cache."""
 
 
 def gaussian(like: FlatArray, rows: int, columns: int, seed: int | tuple[int, ...]) -> FlatArray:

@@ -201,11 +201,12 @@ def _word(dtype: Any) -> tuple[Any, int, int]:
 
 
 def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
-    """Round every element at random to one of the two nearest powers of two, so that the mean is preserved.
+    """Round every element stochastically to one of the two nearest powers of two, so that the mean is preserved.
 
     Returns:
-        The low 8 bits of the exponent fields, none beyond `top`; the remaining bits, packed, 1 bit per element (4 for
-        float64): 2 · the higher exponent bits, plus 1 if the element is negative; and whether all elements are finite.
+        Three values: the low 8 bits of each exponent field, which is at most `top`; the other bits, packed, 1 bit per
+        element (4 for float64), of which the lowest is the sign and the others are the higher exponent bits; and
+        whether all elements are finite.
     """
     x = locked(x)
     kind, digits, bits = _word(x.dtype)
