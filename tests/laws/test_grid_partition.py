@@ -19,10 +19,13 @@ from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.grid import GridModel, HaloExchange
 from flockstep.frameworks.job import make_split, without_whole
+from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_grid import split_grid
+from flockstep.frameworks.torch_receptive_fields import receptive_field_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_stages import PartsEngine
 from flockstep.partitions.grid import SpatialGrid
+from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.records.events import NodeEvent
@@ -51,6 +54,161 @@ GRIDS = ("grid(1, 2)", "grid(2, 1)", "grid(2, 2)", "grid(3, 2)")
 def test_a_grid_computes_the_unsplit_model(model: str, strategy: str, partition: str) -> None:
     """The oracle is the unsplit model in float64: parameters, losses, evaluations, running statistics."""
     check_trains_as_whole(images_of(MODELS[model]), strategy, partition)
+
+
+def frozen() -> nn.Module:
+    """A convolution that is not trained."""
+    made = mixed()
+    made[0].requires_grad_(requires_grad=False)
+    return made
+
+
+def tied() -> nn.Module:
+    """A convolution that is used twice."""
+    torch.manual_seed(7)
+    again = nn.Conv2d(COLORS, COLORS, 3, padding=1)
+    return nn.Sequential(again, nn.Tanh(), again, nn.Flatten(), nn.Linear(COLORS * HEIGHT * WIDTH, 1)).double()
+
+
+def batch_normed() -> nn.Module:
+    """Batch normalization of images behind the last divided layer."""
+    torch.manual_seed(8)
+    begin = nn.Conv2d(COLORS, 3, 3), nn.Tanh(), nn.BatchNorm2d(3), nn.Tanh()
+    return nn.Sequential(*begin, nn.Flatten(), nn.Linear(3 * (HEIGHT - 2) * (WIDTH - 2), 1)).double()
+
+
+def gathered() -> nn.Module:
+    """Locally connected outputs that one worker gathers, as no fully connected layer follows."""
+    torch.manual_seed(9)
+    begin = LocallyConnected2d((HEIGHT, WIDTH), COLORS, 1, 4, stride=2), nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*begin, nn.LayerNorm(12), nn.Linear(12, 1)).double()
+
+
+def in_place() -> nn.Module:
+    """A layer that writes to the sum of all workers' terms."""
+    torch.manual_seed(10)
+    begin = nn.Conv2d(COLORS, 3, 3), nn.Flatten(), nn.Linear(3 * (HEIGHT - 2) * (WIDTH - 2), 9, bias=False)
+    return nn.Sequential(*begin, nn.ReLU(inplace=True), nn.Linear(9, 1)).double()
+
+
+def pooled() -> nn.Module:
+    """A pooling whose sizes are sequences of one number."""
+    torch.manual_seed(11)
+    begin = nn.Conv2d(COLORS, 3, 3, padding=1), nn.MaxPool2d((3,), stride=(2,), padding=(1,))
+    return nn.Sequential(*begin, nn.Flatten(), nn.Linear(3 * 6 * 5, 1)).double()
+
+
+@pytest.mark.parametrize("model", [frozen, tied, batch_normed, gathered, in_place, pooled])
+def test_a_grid_computes_models_with_other_layers(model: Callable[[], nn.Module]) -> None:
+    check_trains_as_whole(images_of(model, "sgd(lr=0.02, momentum=0.9)"), "all_reduce", "grid(1, 2)")
+
+
+def test_a_number_for_both_axes_is_a_pair() -> None:
+    assert receptive_field_of(nn.AvgPool2d((3,))) == receptive_field_of(nn.AvgPool2d(np.int64(3)))
+    assert receptive_field_of(nn.AvgPool2d((3,))) == receptive_field_of(nn.AvgPool2d(3, (3, 3)))
+
+
+class Flip(nn.Module):
+    """A layer that mirrors a share of the samples in training."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        mirrored = torch.rand(len(x), 1, 1, 1) < self.share
+        return torch.where(mirrored, x.flip(-1), x)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.02])
+def test_layers_before_the_first_window_draw_alike_on_all_workers(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is the unsplit model with the workers' stream: all rectangles belong to the same mirrored images."""
+    stream = TorchEngine.stream
+
+    def of_workers(self: TorchEngine, replica: int, step: int, *place: int) -> Any:
+        return stream(self, replica, step, *(place or (0, 0)))
+
+    def model() -> nn.Module:
+        return nn.Sequential(Flip(share), nn.Dropout(share), *local())
+
+    monkeypatch.setattr(TorchEngine, "stream", of_workers)
+    check_trains_as_whole(images_of(model), "all_reduce", "grid(2, 2)")
+    plain = simulated(images_of(local), "all_reduce")
+    assert np.abs(simulated(images_of(model), "all_reduce").result - plain.result).max() > 1e-3
+
+
+class Scaled(nn.Module):
+    """A layer that multiplies by a buffer, which may count the calls."""
+
+    scale: torch.Tensor
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__()
+        self.changes = changes
+        self.register_buffer("scale", torch.full((1,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes and self.training:
+            self.scale += 1
+        return x * self.scale
+
+
+def test_a_buffer_before_the_first_window_must_stay_as_it_is() -> None:
+    job = images_of(lambda: nn.Sequential(Scaled(), *local()))
+    check_trains_as_whole(job, "all_reduce", "grid(1, 2)")
+    assert without_whole(job, 0, split_grid(job, 0, SpatialGrid(1, 2))).facts.obstacle == ""
+    with pytest.raises(
+        ConfigurationError, match=r"or follow, a layer over images that can be divided .*, got Scaled '0' for in"
+    ):
+        split_grid(images_of(lambda: nn.Sequential(Scaled(changes=True), *local())), 0, SpatialGrid(1, 2))
+
+
+class Counted(nn.Module):
+    """A hook, which only the whole model runs, changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.first, self.norm = LocallyConnected2d((HEIGHT, WIDTH), COLORS, 1, 4, stride=2), nn.BatchNorm1d(12)
+        self.inner, self.last = nn.Linear(12, 6), nn.Linear(6, 1)
+        self.register_forward_hook(lambda *_: self.norm.num_batches_tracked.add_(1) and None)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.inner(self.norm(torch.flatten(self.first(x), 1)))))
+        return out
+
+
+@pytest.mark.parametrize("partition", [SpatialGrid(1, 2), TensorParallel(2)])
+def test_buffers_that_only_the_whole_model_changes_are_refused(partition: SpatialGrid | TensorParallel) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"must compute what the model computes, got changing buffers .* by 1;"
+    ):
+        make_split(images_of(Counted), 0, partition)
+
+
+class Cast(nn.Module):
+    """A layer that converts its inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+
+def test_a_rectangle_without_the_widest_dtype_is_refused() -> None:
+    def model() -> nn.Module:
+        narrow = Cast(torch.float32), LocallyConnected2d((HEIGHT, WIDTH), COLORS, 1, 4, stride=2)
+        return nn.Sequential(*narrow, Cast(torch.float64), nn.Flatten(), nn.Linear(12, 1).double())
+
+    with pytest.raises(ConfigurationError, match="got a part with parameters of float32; use a smaller grid, or conv"):
+        split_grid(images_of(model), 0, SpatialGrid(1, 2))
 
 
 @pytest.mark.parametrize("grid", [(2, 2), pytest.param((3, 2), marks=FULL), pytest.param((4, 1), marks=FULL)])
@@ -86,6 +244,18 @@ def test_a_convolution_lends_its_weights() -> None:
     assert owned == {"0.weight": 1}
     assert len(model.ties) == 3 * len(["0.weight", "0.bias", "5.weight"])
     assert sum(model.sizes) == sum(one.numel() for one in mixed().parameters())
+
+
+def test_the_bytes_of_lent_weights_are_those_of_a_copy_and_a_gradient_for_each_other_worker() -> None:
+    steps, others = 3, 4 - 1
+    ran = simulated(images_of(mixed), "local_sgd(period=100)", "grid(2, 2)", replicas=1, steps=steps)
+    assert isinstance(ran.simulation, SplitSimulation)
+    model = ran.simulation.model
+    assert isinstance(model, GridModel)
+    fetched = sum(one.fetched_elements(part) for one in model.exchanges for part in range(4))
+    lent = sum(one.numel() for name, one in mixed().named_parameters() if name in ("0.weight", "0.bias", "5.weight"))
+    sent = sum(event.sent_bytes for event in ran.events if isinstance(event, NodeEvent))
+    assert sent == steps * 8 * 2 * (BATCH * fetched + others * lent)
 
 
 def test_the_work_of_all_rectangles_is_the_work_of_the_model() -> None:
@@ -128,7 +298,7 @@ def test_a_worker_never_holds_the_whole_model(model: str) -> None:
     assert isinstance(bare.engine.whole, SkeletonEngine)
     for ours, theirs in zip(bare.parts, known.parts, strict=True):
         assert ours.take(theirs.values()).tobytes() == theirs.initial().tobytes()
-        assert ours.held_bytes == theirs.held_bytes < sum(part.held_bytes for part in known.parts)
+        assert ours.held_bytes == theirs.held_bytes < sum(one.nbytes for one in MODELS[model]().parameters()) / 2
     assert bare.largest_message(BATCH) == known.largest_message(BATCH) > 0
 
 
@@ -140,17 +310,31 @@ def test_a_plan_of_a_grid_is_refused() -> None:
 
 
 @pytest.mark.full
-def test_dropout_draws_for_each_worker() -> None:
-    """A run repeats to the bit, whatever the times; without dropout another model is trained."""
+def test_dropout_draws_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker and step has a mask of its own, and a run repeats to the bit, whatever the times; without dropout
+    another model is trained.
+    """
+    masks: list[bytes] = []
+    forward = nn.Dropout.forward
+
+    def watched(self: nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        found = forward(self, x)
+        if self.training and self.p and x.shape[-1] == WIDTH // 3:
+            masks.append((found == 0).numpy().tobytes())
+        return found
 
     def model(share: float) -> Callable[[], nn.Module]:
         return lambda: nn.Sequential(*list(local())[:2], nn.Dropout(share).double(), *list(local())[2:])
 
+    monkeypatch.setattr(nn.Dropout, "forward", watched)
     facts: dict[str, Any] = {"replicas": 1, "steps": 3}
     ran = [
-        simulated(images_of(model(share)), "all_reduce", "grid(2, 2)", network=network, **facts).result
+        simulated(images_of(model(share)), "all_reduce", "grid(1, 3)", network=network, **facts).result
         for share, network in ((0.5, "ideal"), (0.5, "1gbit"), (0.0, "ideal"))
     ]
+    assert len(masks) == 2 * 9
+    assert sorted(masks[:9]) == sorted(masks[9:])
+    assert len(set(masks)) == 9
     assert ran[0].tobytes() == ran[1].tobytes()
     assert np.abs(ran[0] - ran[2]).max() > 1e-3
 
@@ -178,11 +362,11 @@ def test_a_digits_network_is_saved_as_the_unsplit_model(tmp_path: Path) -> None:
         ({"job": "softmax"}, "a model that is split must be a torch.nn.Module"),
         (
             {"job": "mnist1d"},
-            r"must be layers over images that can be divided into 1 x 2 rectangles, got Conv1d, ",
+            r"must be, or follow, a layer over images that can be divided into 1 x 2 rectangles, got Conv1d '0' for ",
         ),
         (
             {"partition": "grid(9, 1)", "workers": 9},
-            r"can be divided into 9 x 1 rectangles, got Shift, Conv2d, .*; use",
+            r"at least as many outputs along each axis, got 8 x 8 of Conv2d '1' of job 'digits'; use a smaller grid",
         ),
         (
             {"partition": "grid(4, 2)", "workers": 8},
@@ -205,7 +389,6 @@ def test_what_is_refused(given: dict[str, Any], message: str, tmp_path: Path) ->
         nn.MaxPool2d(3, ceil_mode=True),
         nn.AvgPool2d(3, padding=1, count_include_pad=False),
         nn.Conv2d(COLORS, 3, 1, padding=1),
-        nn.Sequential(nn.Dropout(0.5), nn.Conv2d(COLORS, 3, 3)),
         nn.BatchNorm2d(COLORS),
     ],
 )
@@ -219,7 +402,9 @@ def test_a_first_layer_that_a_rectangle_does_not_compute_alone_is_refused(first:
         whole(torch.zeros(2, COLORS, HEIGHT, WIDTH, dtype=torch.float64))
         return whole
 
-    with pytest.raises(ConfigurationError, match="must be layers over images that can be divided into 1 x 2 rectangl"):
+    with pytest.raises(
+        ConfigurationError, match="or follow, a layer over images that can be divided into 1 x 2 rectangles"
+    ):
         split_grid(images_of(built), 0, SpatialGrid(1, 2))
 
 

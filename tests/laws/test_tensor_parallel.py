@@ -124,6 +124,28 @@ def test_split_layers_compute_the_unsplit_model(job: str, strategy: str, partiti
     check_trains_as_whole(JOBS[job](), strategy, partition)
 
 
+class Block(nn.Module):
+    """A layer that writes to its inputs before it multiplies them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+@pytest.mark.parametrize("partition", ["tensor(2)", "pipeline(2, 1f1b, 2, (5,))"])
+def test_the_first_layer_behind_a_message_may_work_in_place(partition: str) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(4)
+        pair = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8, bias=False)
+        return nn.Sequential(*pair, nn.ReLU(inplace=True), nn.Linear(8, 8), Block(), nn.Linear(8, 1)).double()
+
+    check_trains_as_whole(job_of(model), "all_reduce", partition)
+
+
 def test_pairs_of_a_traced_model_are_split() -> None:
     """Both pairs, with a function and with a module between them; the residual connection is computed by every way."""
     split = split_layers(job_of(Traced), 0, TensorParallel(2))

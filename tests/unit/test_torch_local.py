@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,6 +45,22 @@ def test_a_place_has_weights_of_its_own() -> None:
     assert torch.nonzero(layer(x) - before).tolist() == [[0, 0, 1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("shape", "layer"),
+    [
+        ((2, 3, 3, 3), LocallyConnected2d((3, 3), 1, 1, 3)),
+        ((2, 1, 5, 4), LocallyConnected2d((3, 3), 1, 1, 3)),
+        ((1, 3, 3), LocallyConnected2d((3, 3), 1, 1, 3)),
+        ((2, 4, 6, 5), LocallyConnected2d((5, 6), 4, 2, 3, padding=1)),
+    ],
+)
+def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...], layer: LocallyConnected2d) -> None:
+    """Weights of a single place or channel would be used at all places and channels."""
+    expected = rf"\(batch, {layer.in_channels}, {layer.size[0]}, {layer.size[1]}\), got {re.escape(str(shape))}; create"
+    with pytest.raises(ConfigurationError, match=expected):
+        layer(torch.zeros(shape))
+
+
 def test_its_work_is_that_of_a_convolution() -> None:
     layers = LocallyConnected2d((6, 6), 2, 3, 3), nn.Conv2d(2, 3, 3)
     own, conv = (shape_of(one, torch.zeros(4, 2, 6, 6), name="layer") for one in layers)
@@ -55,6 +72,10 @@ def test_its_work_is_that_of_a_convolution() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"size": (8,)}, r"must be two integers >= 1, the height and width of its inputs, got \(8,\); use for exam"),
+        ({"size": (0, 8)}, r"must be two integers >= 1, .*, got \(0, 8\); use"),
+        ({"size": (5.0, 4)}, r"must be two integers >= 1, .*, got \(5\.0, 4\); use"),
+        ({"size": 8}, "must be two integers >= 1, .*, got 8; use"),
         ({"in_channels": 0}, "in_channels of a locally connected layer must be >= 1, got 0; use 1 or more"),
         ({"padding": -1}, "padding of a locally connected layer must be >= 0, got -1; use 0 or more"),
         (

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.part_program import NeedPass, PartRun, resumed
 from flockstep.drivers.stage import TAGS, PipelineStage, StageNote
@@ -72,4 +70,4 @@ class GridWay(PipelineStage):
     def _send_pieces(self, tag: str, pieces: Mapping[int, FlatArray], work: PipelinePass, loss: float) -> None:
         note = StageNote(work.step, work.microbatch, loss=loss)
         for other, piece in pieces.items():
-            self._send(other, tag, frozen(np.ascontiguousarray(piece).reshape(-1)), note)
+            self._send(other, tag, frozen(piece).reshape(-1), note)

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from flockstep.frameworks.torch_split_layers import (
     VocabularyOfInputs,
     VocabularyOfOutputs,
 )
-from flockstep.frameworks.torch_trace import is_elementwise
+from flockstep.frameworks.torch_trace import is_elementwise, writes_inputs
 
 Tensors = Mapping[int, torch.Tensor]
 """Identity of a parameter or buffer of the module → tensor to use in its place."""
@@ -117,6 +119,12 @@ class LayerBlock:
     split: SplitLayers | None
     divided: bool = False
     """Whether each way performs the computations before the split layers for its own samples only."""
+
+    @cached_property
+    def writes_inputs(self) -> bool:
+        """Whether the computations before the split layers may write to the inputs of the first."""
+        layers = takewhile(lambda one: isinstance(one, Whole), self.whole)
+        return writes_inputs(one.layer.module for one in layers if isinstance(one, Whole))
 
     def divided_by_samples(self, changing: Sequence[str], who: str) -> LayerBlock:
         """Return the block, with the computations before its split layers divided by samples.

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.costs.layers import ModelShape
@@ -30,9 +29,11 @@ from flockstep.frameworks.torch_split_layers import Places, numbered
 from flockstep.frameworks.torch_stages import (
     Chunk,
     TorchPart,
+    buffers_apart,
     buffers_within,
     check_buffers,
     difference,
+    passes_over,
     trained_within,
 )
 from flockstep.frameworks.torch_ways import (
@@ -57,8 +58,9 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     than workers along an axis. If an nn.Flatten and an nn.Linear follow, the columns of its weight are divided like its
     inputs, and part 0 adds the terms; part 0 computes all further layers.
 
-    Every worker reads its rectangle of the data, and computes layers without parameters before the first window on
-    whole samples. Dropout in a divided layer draws for each worker; the layers of part 0 draw as a stage does.
+    Every worker reads whole samples, computes the layers before the first window on whole samples, and takes its
+    rectangle out of the result. These layers draw the same random numbers on all workers of a replica. Dropout in a
+    divided layer draws for each worker; the layers of part 0 draw as a stage does.
 
     Raises:
         ConfigurationError: the model cannot be traced, its first layers cannot be divided, a worker would hold no
@@ -70,12 +72,12 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     facts = SplitFacts((0,), tuple(whole.changing_buffers), whole.random, 0)
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     model = _assembled(whole, chain, grid, facts, who, shape, job.batch)
-    with trial_of(model):
+    with trial_of(model), passes_over(who):
         if got := _difference(model, model):
             raise ConfigurationError(
                 f"the layers of {who}, divided into {grid.rows} x {grid.columns} rectangles, must compute what the "
                 f"model computes, got {got}; move what the model does besides running its layers (a forward method of "
-                "its own, state that layers share) into one layer, or use partition=none"
+                "its own, hooks, state that layers share) into one layer, or use partition=none"
             )
     return model
 
@@ -167,6 +169,8 @@ class GridLayers:
     """For each part: the slices of parameters that the part holds."""
     divided: list[str] = field(default_factory=list)
     """Names of the layers that are divided."""
+    leading: int = 0
+    """Number of layers before the first window, which all parts compute on whole samples."""
 
     def add(
         self, layer: ChainLayer, reads: ReceptiveField, plane: PlaneRectangle, made: Sequence[PlaneRectangle]
@@ -182,7 +186,7 @@ class GridLayers:
                 within.top - read.top,
                 read.bottom - within.bottom,
             )
-            local = replace(layer, module=self._local(layer.module, part, made[part]))
+            local = replace(layer, module=self._local(layer.module, part, read, made[part]))
             layers = [local]
             if any(pads):
                 layers.insert(0, ChainLayer(f"{layer.name} padding", nn.ConstantPad2d(pads, reads.fill), "", ()))
@@ -191,6 +195,7 @@ class GridLayers:
 
     def crop(self, leading: Sequence[ChainLayer], needed: Sequence[PlaneRectangle]) -> None:
         """Begin the first chunk of all parts: layers of whole samples, and the rectangle that the layer reads."""
+        self.leading = len(leading)
         for part, places in enumerate(needed):
             self.whole([*leading, ChainLayer("rectangle", Crop(places), "", ())], part)
 
@@ -205,14 +210,15 @@ class GridLayers:
             if places.places:
                 self.chunks[part].append([])
 
-    def _local(self, module: nn.Module, part: int, made: PlaneRectangle) -> nn.Module:
-        """The module without padding, on the places `made` of its outputs."""
+    def _local(self, module: nn.Module, part: int, read: PlaneRectangle, made: PlaneRectangle) -> nn.Module:
+        """The module without padding, on the places `made` of its outputs, which read the places `read`."""
         if is_elementwise_layer(module):
             return module
         local: Any = copy.copy(module)
         local.padding = 0 if isinstance(module, nn.MaxPool2d | nn.AvgPool2d) else (0, 0)
         local._parameters = dict(module._parameters)
         if isinstance(module, LocallyConnected2d):
+            local.size = read.size
             for name, one in module.named_parameters():
                 shape = (*made.size, *one.shape[2:])
                 local._parameters[name] = self._slice(part, one, shape, partial(_places, one, made))
@@ -257,42 +263,53 @@ class GridLayers:
         return own
 
 
-def _grid_layers(chain: Sequence[ChainLayer], x: torch.Tensor, grid: SpatialGrid, who: str) -> GridLayers:
-    """Divide the layers of a chain whose first input is `x`, one sample."""
+def _grid_layers(
+    chain: Sequence[ChainLayer], x: torch.Tensor, grid: SpatialGrid, changing: Container[str], who: str
+) -> GridLayers:
+    """Divide the layers of a chain whose first input is `x`, one sample; `changing`: names of changing buffers."""
     fields = [receptive_field_of(layer.module) for layer in chain]
-    first = _first(chain, fields)
-    if first is not None:
-        x = _after(chain[:first], x)
+    first = _first(chain, fields, changing)
+    x = _after(chain[:first], x)
     division = GridLayers(grid, [[[]] for _ in range(grid.parts)], slices=[[] for _ in range(grid.parts)])
-    end = 0 if first is None or x.dim() != 4 else _divide_planes(division, chain, fields, first, x)
-    if not end:
+    reads = fields[first] if x.dim() == 4 and not _shared(chain[first].module, uses_of(chain)) else None
+    if reads is None:
         raise ConfigurationError(
-            f"the first layers of the model of {who} must be layers over images that can be divided into {grid.rows} x "
-            f"{grid.columns} rectangles, got {', '.join(dict.fromkeys(kind_of(one.module) for one in chain))} for "
-            f"inputs of shape {tuple(x.shape[1:])}; flockstep.LocallyConnected2d, nn.Conv2d without dilation, "
-            "nn.MaxPool2d and nn.AvgPool2d can be divided, with layers without parameters before them; use a smaller "
-            "grid, tensor, sharded or partition=none"
+            f"the first layer of the model of {who} with parameters or changing buffers must be, or follow, a layer "
+            f"over images that can be divided into {grid.rows} x {grid.columns} rectangles, got "
+            f"{kind_of(chain[first].module)} {chain[first].name!r} for inputs of shape {tuple(x.shape[1:])}; "
+            "flockstep.LocallyConnected2d, nn.Conv2d, nn.MaxPool2d and nn.AvgPool2d can be divided, without dilation, "
+            "ceil_mode and hooks, and with a number of zeros as padding that is smaller than the window; use such a "
+            "layer, tensor, sharded or partition=none"
+        )
+    end = _divide_planes(division, chain, fields, first, x)
+    if not end:
+        size = reads.outputs((x.shape[2], x.shape[3]))
+        raise ConfigurationError(
+            f"a layer that is divided into {grid.rows} x {grid.columns} rectangles must have at least as many outputs "
+            f"along each axis, got {size[0]} x {size[1]} of {kind_of(chain[first].module)} {chain[first].name!r} of "
+            f"{who}; use a smaller grid, tensor, sharded or partition=none"
         )
     division.whole(chain[end:], 0)
     return division
 
 
-def _first(chain: Sequence[ChainLayer], fields: Sequence[ReceptiveField | None]) -> int | None:
-    """Index of the first layer with a window; None if layers before it cannot be computed by every worker alike."""
+def _first(chain: Sequence[ChainLayer], fields: Sequence[ReceptiveField | None], changing: Container[str]) -> int:
+    """Index of the first layer that has a window, or that workers cannot compute alike, because it is trained or
+    changes its buffers.
+    """
     for at, layer in enumerate(chain):
-        if fields[at] is not None and not is_elementwise_layer(layer.module):
+        window = fields[at] is not None and not is_elementwise_layer(layer.module)
+        changes = any(layer.named(name) in changing for name, _ in layer.module.named_buffers())
+        if window or changes or any(True for _ in layer.module.parameters()):
             return at
-        drops = any(isinstance(one, _DropoutNd) and one.p for one in layer.module.modules())
-        if drops or any(True for _ in (*layer.module.parameters(), *layer.module.buffers())):
-            return None
-    return None
+    return len(chain) - 1
 
 
 def _after(layers: Sequence[ChainLayer], x: torch.Tensor) -> torch.Tensor:
-    """The outputs of layers without parameters."""
+    """The outputs of layers without parameters; without values if the buffers of a layer have none."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for layer in layers:
-            x = layer.module(x)
+            x = layer.module(x.to(next((one.device for one in layer.module.buffers()), x.device)))
     return x
 
 
@@ -360,7 +377,7 @@ def _assembled(
     batch: int,
 ) -> GridModel:
     """Return the parts of a model; `shape`: work of the layers, None if nobody asks for it."""
-    division = _grid_layers(chain, whole.samples(np.arange(1))[0], grid, who)
+    division = _grid_layers(chain, whole.samples(np.arange(1))[0], grid, facts.changing, who)
     held = _held(division, whole, who)
     buffers = buffers_within([local.of for local in division.chunks[0][-1]], facts)
     engine = WaysEngine(whole, held, buffers)
@@ -374,7 +391,8 @@ def _assembled(
         own = [*sliced, *(one.name for one in tensors.copied)]
         used = dict.fromkeys(name for chunk in chunks for name in chunk.names)
         borrowed.append([name for name in used if name not in own])
-        parts.append(TorchPart(engine, chunks, own, borrowed[-1], () if part else buffers, whole_backward=True))
+        changing = () if part else buffers
+        parts.append(TorchPart(engine, chunks, own, borrowed[-1], changing, True, "use a smaller grid"))
     largest = max(exchange.largest for exchange in division.exchanges) * np.dtype(whole.schema.dtype).itemsize
     return GridModel(
         engine,
@@ -401,13 +419,16 @@ def _ties(parts: Sequence[TorchPart], held: Sequence[WayTensors], borrowed: Sequ
 def _chunks(
     division: GridLayers, part: int, names_of: Mapping[int, str], schema: Schema, shares: Sequence[PassShares]
 ) -> list[Chunk]:
-    """The chunks of a part. Chunks of all parts have different numbers, so that dropout draws for each."""
+    """The chunks of a part. Chunks of all parts have different numbers, from 1, so that dropout draws for each, except
+    in the leading layers.
+    """
     count, found = len(division.exchanges) + 1, []
     for number, layers in enumerate(division.chunks[part]):
         chain = [layer for local in layers for layer in local.layers]
         names = trained_within(names_of, schema, chain)
         last = number == count - 1
-        found.append(Chunk(part * count + number, chain, names, names_of, shares[number], last))
+        alike = 0 if number else division.leading
+        found.append(Chunk(1 + part * count + number, chain, names, names_of, shares[number], last, alike))
     return found
 
 
@@ -486,8 +507,8 @@ def _described(division: GridLayers) -> tuple[str, ...]:
 
 
 def _difference(model: GridModel, known: GridModel) -> str | None:
-    """How loss and gradient of one batch, computed by all parts of `model`, differ from those of the unsplit model of
-    `known`; None if by rounding only.
+    """How loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those of the
+    unsplit model of `known`; None if by rounding only.
     """
     engine = engine_of(known)
     whole = engine.whole
@@ -495,6 +516,7 @@ def _difference(model: GridModel, known: GridModel) -> str | None:
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
     loss = engine.gradient(engine.initial(), batch.indices, expected)
+    buffers = whole.buffers(0)
     params = known.lent([part.initial() for part in known.parts])
     slopes, parts = [np.zeros_like(one) for one in params], range(len(params))
     given: list[FlatArray | None] = [None for _ in parts]
@@ -516,7 +538,8 @@ def _difference(model: GridModel, known: GridModel) -> str | None:
                 exchange = model.exchanges[number - 1]
                 sent = [exchange.slopes(part, given[part]) for part in parts]
                 given = [exchange.output_slopes(part, given[part], _arrived(sent, part)) for part in parts]
-    return difference(own[0], loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance)
+    apart = buffers_apart(engine_of(model), buffers, whole.tolerance)
+    return difference(own[0], loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance, apart)
 
 
 def _present(array: FlatArray | None) -> FlatArray:

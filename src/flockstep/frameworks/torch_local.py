@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- what every user of torch calls it
@@ -47,6 +48,11 @@ class LocallyConnected2d(nn.Module):
             ConfigurationError: a number is too small, or the window is larger than the padded inputs.
         """
         super().__init__()
+        if not _is_size(size):
+            raise ConfigurationError(
+                f"size of a locally connected layer must be two integers >= 1, the height and width of its inputs, got "
+                f"{size!r}; use for example (8, 8)"
+            )
         for name, value, least in (
             ("in_channels", in_channels, 1),
             ("out_channels", out_channels, 1),
@@ -63,6 +69,7 @@ class LocallyConnected2d(nn.Module):
                 f"kernel_size of a locally connected layer must be at most the {size[0]} x {size[1]} inputs with "
                 f"{padding} places of padding on each side, got {kernel_size}; use a smaller window"
             )
+        self.size = tuple(size)
         self.kernel_size, self.stride, self.padding = (kernel_size,) * 2, (stride,) * 2, (padding,) * 2
         self.in_channels, self.out_channels = in_channels, out_channels
         places = [(length + 2 * padding - kernel_size) // stride + 1 for length in size]
@@ -75,13 +82,27 @@ class LocallyConnected2d(nn.Module):
             nn.init.uniform_(one, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs (batch, out_channels, H', W') for inputs (batch, in_channels, H, W)."""
+        """Return the outputs (batch, out_channels, H', W') for inputs (batch, in_channels, H, W).
+
+        Raises:
+            ConfigurationError: the inputs have another shape.
+        """
+        if tuple(x.shape[1:]) != (self.in_channels, *self.size):
+            raise ConfigurationError(
+                f"inputs of a locally connected layer must have the shape (batch, {self.in_channels}, {self.size[0]}, "
+                f"{self.size[1]}), got {tuple(x.shape)}; create the layer with the size and in_channels of its inputs"
+            )
         down, right = self.padding
         if down or right:
             x = F.pad(x, (right, right, down, down))
         windows = x.unfold(2, self.kernel_size[0], self.stride[0]).unfold(3, self.kernel_size[1], self.stride[1])
         outputs = torch.einsum("nchwij,hwocij->nohw", windows, self.weight)
         return outputs if self.bias is None else outputs + self.bias.permute(2, 0, 1)
+
+
+def _is_size(size: object) -> bool:
+    """Whether `size` is the height and width of a plane."""
+    return isinstance(size, Sequence) and len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size)
 
 
 def _formula(call: ModuleCall) -> Layer:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch import nn
 
@@ -68,5 +69,7 @@ def _pool(module: nn.MaxPool2d | nn.AvgPool2d, fill: float) -> ReceptiveField:
     return ReceptiveField(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding), fill)
 
 
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+def _pair(value: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, int]:
+    """The values for height and width; torch also takes one number, or a sequence of one number, for both."""
+    both = [operator.index(one) for one in (value if isinstance(value, Sequence) else [value])]
+    return both[0], both[-1]

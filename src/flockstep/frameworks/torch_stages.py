@@ -33,7 +33,7 @@ from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_job import sample_facts
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_trace import traced_chain
+from flockstep.frameworks.torch_trace import traced_chain, writes_inputs
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 
@@ -213,7 +213,15 @@ class Chunk:
     """Identity of every parameter → name of the parameter in the model; the first name if there are several."""
     shares: PassShares
     last: bool
+    alike: int = 0
+    """Number of first layers that all parts of a replica compute, with the same random numbers."""
     module: nn.Sequential = field(init=False)
+    leading: nn.Sequential = field(init=False)
+    """The first `alike` layers."""
+    rest: nn.Sequential = field(init=False)
+    """The layers behind the first `alike` layers."""
+    writes_inputs: bool = field(init=False)
+    """Whether the layers may write to their inputs."""
     local: dict[str, str] = field(init=False)
     """Name in the model → name in the chunk's `module`, for every parameter and buffer."""
     others: dict[str, torch.Tensor] = field(init=False)
@@ -223,7 +231,10 @@ class Chunk:
     """The layers whose backward passes can add the gradients of weights directly to an array."""
 
     def __post_init__(self) -> None:
-        self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
+        modules = [layer.module for layer in self.layers]
+        self.module = nn.Sequential(OrderedDict((f"at{i}", module) for i, module in enumerate(modules)))
+        self.leading, self.rest = nn.Sequential(*modules[: self.alike]), nn.Sequential(*modules[self.alike :])
+        self.writes_inputs = writes_inputs(modules)
         self.local = {
             self.names_of.get(id(tensor), layer.named(name)): f"at{i}.{name}"
             for i, layer in reversed(list(enumerate(self.layers)))  # a tensor has its value under its first name
@@ -259,6 +270,7 @@ class TorchPart(ModelPart):
         borrowed: Sequence[str],
         buffers: Sequence[str],
         whole_backward: bool,
+        way_out: str = "cut the model elsewhere",
     ):
         """Create a part.
 
@@ -269,6 +281,7 @@ class TorchPart(ModelPart):
             borrowed: names of the parameters that it computes with and another part trains.
             buffers: names of the changing buffers of the part.
             whole_backward: whether no backward pass is divided into the gradients of inputs and of weights.
+            way_out: advice, for errors, if the part has no parameter of the widest dtype.
         """
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
@@ -276,7 +289,7 @@ class TorchPart(ModelPart):
         if self.schema.dtype != dtype:
             raise ConfigurationError(
                 f"every part of a model must hold a parameter of the widest dtype {dtype}, got a part with parameters "
-                f"of {self.schema.dtype}; cut the model elsewhere, or convert it with model.float()"
+                f"of {self.schema.dtype}; {way_out}, or convert it with model.float()"
             )
         self.train_size = engine.train_size
         self._places_of: dict[str, Entry] = {}
@@ -331,15 +344,16 @@ class TorchPart(ModelPart):
     ) -> tuple[FlatArray | None, float]:
         one, engine = self._chunks[chunk], self._engine
         weights = self._weights(chunk, params)
-        if inputs is None:
-            x = engine.whole.samples(batch.indices)[0]
-        else:
-            x = torch.from_numpy(inputs.copy()).requires_grad_()
-        with engine.stream(batch, one.number), self._computing(chunk, batch, weights):
-            outputs = one.module(x)
+        begun = None if inputs is None else torch.from_numpy(inputs.copy()).requires_grad_()
+        x = engine.whole.samples(batch.indices)[0] if begun is None else begun
+        with self._computing(chunk, batch, weights):
+            if one.alike:
+                with engine.stream_of_all(batch, one.number):
+                    x = one.leading(x)
+            with engine.stream(batch, one.number):
+                outputs = one.rest(x.clone() if one.writes_inputs else x)
         if one.last:
             outputs = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
-        begun = None if inputs is None else x
         self._kept[self._key(chunk, batch)] = ForwardPass(begun, outputs, weights)
         if one.last:
             return None, float(outputs.item())
@@ -543,6 +557,14 @@ class PartsEngine(Engine):
         """
         return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
+    def stream_of_all(self, batch: MicroBatch, chunk: int) -> AbstractContextManager[None]:
+        """Return a context in which layers that all parts compute draw the same random numbers. In a trial, these are
+        the first that the unsplit model draws; only the part with chunk number 1 takes them from the trial's stream.
+        """
+        if self._trial and chunk > 1:
+            return self.whole.stream(batch.replica, batch.step)
+        return self.stream(batch, 0)
+
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Return a context in which all chunks draw random numbers from the stream of step 0 of replica 0, as the
@@ -631,13 +653,8 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
     Raises:
         ConfigurationError: they differ by more than rounding, or a pass fails.
     """
-    try:
+    with passes_over(who):
         outputs, buffers = _differences(split, known)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"forward and backward passes over the layers of {who}, one after another, must work on its first batch, "
-            f"got {in_short(error)}; change the model, or use partition=none"
-        ) from error
     if outputs:
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
@@ -650,6 +667,22 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
             f"values that differ by {buffers:.2g}; change buffers in the forward method of a layer, not in a hook, or "
             "use partition=none"
         )
+
+
+@contextmanager
+def passes_over(who: str) -> Iterator[None]:
+    """Return a context for trial passes over the layers of a model.
+
+    Raises:
+        ConfigurationError: torch raises an error in a pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"forward and backward passes over the layers of {who}, one after another, must work on its first batch, "
+            f"got {in_short(error)}; change the model, or use partition=none"
+        ) from error
 
 
 def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
@@ -677,24 +710,33 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
             local, of = divmod(number, len(split.parts))
             params[of][:] = values[of]
             between = split.parts[of].backward(local, batch, between, slopes[of])
-        held = joined(list(trial.buffers_of(0).values()))
-    tolerance = whole.tolerance
-    got = difference(own, loss, np.concatenate(known.returned(slopes)), expected, tolerance) or ""
-    near = np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True)
-    return got, 0.0 if near else float(np.abs(held - buffers).max())
+        apart = buffers_apart(trial, buffers, whole.tolerance)
+    return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
 
 
-def difference(own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float) -> str | None:
+def buffers_apart(engine: PartsEngine, expected: FlatArray, tolerance: float) -> float:
+    """Return the largest difference between the changing buffers of replica 0 and those of the unsplit model, 0.0 if
+    they agree up to the relative `tolerance`.
+    """
+    held, size = joined(list(engine.buffers_of(0).values())), np.abs(expected).max(initial=0)
+    near = np.allclose(held, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+    return 0.0 if near else float(np.abs(held - expected).max())
+
+
+def difference(
+    own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float, buffers: float = 0.0
+) -> str | None:
     """Return a text that says how the loss `own` and the gradient `found` (K,) of parts differ from those of the
-    unsplit model.
+    unsplit model; `buffers` is the largest difference of changing buffers.
 
-    The result is None if loss and gradient agree up to the relative `tolerance`, or if the model's gradient is not
-    finite.
+    The result is None if all agree up to the relative `tolerance`, or if the model's gradient is not finite.
     """
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(found.astype(np.float64) - expected))
-    if not math.isfinite(size) or (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+    if not math.isfinite(size):
         return None
+    if distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss):
+        return f"changing buffers that differ by {buffers:.2g}" if buffers else None
     apart = f"a gradient at a distance of {distance:.2g} from one of size {size:.2g}"
     return f"a loss of {own:.6g} instead of {loss:.6g} and {apart}"
 

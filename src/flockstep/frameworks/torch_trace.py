@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
 from typing import Any
@@ -276,6 +276,26 @@ def is_elementwise(module: nn.Module) -> bool:
     if node is None or len(node.all_input_nodes) != 1:
         return False
     return node.target in ELEMENTWISE_METHODS if node.op == "call_method" else node.target in ELEMENTWISE_FUNCTIONS
+
+
+def writes_inputs(modules: Iterable[nn.Module]) -> bool:
+    """Return whether consecutive layers may write to the inputs of the first layer, as an nn.ReLU(inplace=True)
+    does.
+    """
+    for module in modules:
+        if any(map(_is_in_place, module.modules())):
+            return True
+        if any(True for _ in module.parameters()):  # the outputs of such a layer have memory of their own
+            return False
+    return False
+
+
+def _is_in_place(module: nn.Module) -> bool:
+    """Whether a module, without the modules inside, has an operation that writes to its input."""
+    nodes = list(module.graph.nodes) if isinstance(module, fx.GraphModule) else []
+    names = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
+    given = any(node.kwargs.get("inplace") for node in nodes)
+    return bool(getattr(module, "inplace", False)) or given or any(name.endswith("_") for name in names)
 
 
 def _only_operation(module: nn.Module) -> fx.Node | None:

@@ -33,6 +33,7 @@ from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs, numbere
 from flockstep.frameworks.torch_stages import (
     FLOATS,
     PartsEngine,
+    buffers_apart,
     buffers_within,
     check_buffers,
     check_loss,
@@ -40,6 +41,7 @@ from flockstep.frameworks.torch_stages import (
     fill,
     joined,
     model_chain,
+    passes_over,
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
@@ -78,14 +80,14 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     check_buffers(whole, _chains(layers, starts), who)
     facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, _classifies(whole))
     model = _assembled(whole, partition, facts, who, shape, job.batch)
-    with trial_of(model):
+    with trial_of(model), passes_over(who):
         loss, largest, outputs = _difference(model, model)
     if loss:
         raise ConfigurationError(
             f"the layers of {who}, split over {tensor.ways} ways, must compute what the model computes, got {loss}; "
-            "move what the model does besides running its layers (a forward method of its own, state that layers "
-            "share, random numbers other than dropout) into one layer, remove activation checkpointing, let a layer "
-            "read parameters from its attributes only, or use partition=none"
+            "move what the model does besides running its layers (a forward method of its own, hooks, state that "
+            "layers share, random numbers other than dropout) into one layer, remove activation checkpointing, let a "
+            "layer read parameters from its attributes only, or use partition=none"
         )
     for part in model.parts:
         assert isinstance(part, TorchWay)
@@ -543,7 +545,7 @@ class TorchWay(ModelWay):
         fixed = {id(self._others[name]): value for name, value in engine.constants.items() if name in self._others}
         tensors = {**fixed, **{held.identity: tensor for held, tensor in copies}, **self._buffers_of(batch.replica)}
         with engine.stream(batch, of.number, block, stream):
-            passing = begun
+            passing = replace(begun, x=begun.x.clone()) if one.writes_inputs else begun
             for computation in one.whole:
                 passing = computation.run(passing, tensors)
         mine = {id(held) for held in self._own.copied}
@@ -859,6 +861,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
     loss = engine.gradient(engine.initial(), batch.indices, expected)
+    buffers = whole.buffers(0)
     ways, stages = model.tensor.ways, model.pipeline.stages
     params = [part.initial() for part in known.parts]
     found = [np.zeros(part.schema.size + part.borrowed, part.schema.dtype) for part in model.parts]
@@ -896,7 +899,8 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
     sizes = map(BlockOutputs, forward, reversed(backward), divided)
     counts = [len(model.parts[group[0]].shares[chunk]) for group, chunk, block in order if not block]
     outputs = [list(islice(sizes, count)) for count in counts]
-    return difference(own, loss, _own_gradients(model, found), expected, whole.tolerance), largest, outputs
+    total, apart = _own_gradients(model, found), buffers_apart(engine_of(model), buffers, whole.tolerance)
+    return difference(own, loss, total, expected, whole.tolerance, apart), largest, outputs
 
 
 def _gathered(model: TensorModel, weights: Sequence[WayWeights], batch: MicroBatch) -> FlatArray:
