@@ -95,7 +95,7 @@ class GridHalo(Claim):
         for (name, layer), grid in product(EXECUTED, GRIDS):
             rows += _executed(f"{name}, {grid[0]} x {grid[1]} machines", layer, SpatialGrid(*grid))
             say(rows[-2].what)
-        alone = _trained(replace(EXECUTED[-1][1], window=1), SpatialGrid(*GRIDS[0])).border_bytes
+        alone = _trained(replace(EXECUTED[-1][1], window=1, stride=1), SpatialGrid(*GRIDS[0])).border_bytes
         rows.append(ClaimRow("control: bytes that cross borders with windows of 1 x 1", 0, alone, alone == 0))
         return Verdict(tuple(rows))
 
@@ -108,7 +108,7 @@ def _executed(what: str, layer: LocalLayer, grid: SpatialGrid) -> list[ClaimRow]
     apart = float(np.linalg.norm(ran.params - whole) / np.linalg.norm(whole - start))
     return [
         ClaimRow(
-            f"{what}: elements that each machine of the run fetches per sample",
+            f"{what}: elements that each machine of the run is planned to fetch per sample",
             str(fetched),
             str(ran.fetched),
             fetched == ran.fetched,
@@ -133,7 +133,7 @@ class GridRun:
     """A training step of a network on a grid."""
 
     fetched: list[int]
-    """Number of activations that each machine fetches for the layer, for one sample."""
+    """Number of activations that each machine is planned to fetch for the layer, for one sample."""
     border_bytes: int
     """Bytes that all machines sent, without those of the last exchange, of the fully connected layer's terms."""
     params: FlatArray

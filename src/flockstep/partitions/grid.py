@@ -1,4 +1,4 @@
-"""A grid of workers: every worker holds a rectangle of each layer's plane of places."""
+"""A grid of workers: every worker holds a rectangle of the plane of places of each divided layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from flockstep.partitions.base import Addressing, Division, Partition
 
 @dataclass(frozen=True)
 class SpatialGrid(Partition):
-    """A grid of `rows` × `columns` workers, each of which computes a rectangle of the outputs of each locally connected
-    layer, convolution and pooling (Coates et al. 2013, COTS HPC; Dean et al. 2012, DistBelief).
+    """A grid of `rows` × `columns` workers, each of which computes a rectangle of the outputs of the locally connected
+    layers, convolutions and poolings (Coates et al. 2013, COTS HPC; Dean et al. 2012, DistBelief), up to the first
+    layer that cannot be divided, for example batch normalization. The first worker computes the layers from there on.
 
     A worker fetches the activations outside of its rectangle that its outputs read, each once, and sends their
     gradients back. The weights of a locally connected layer never travel; those of a convolution are lent by one of
-    the workers. A fully connected layer behind the last plane is divided by its inputs; the first worker adds the terms
-    and computes all further layers.
+    the workers. A fully connected layer that follows the divided layers is divided by its inputs; the first worker adds
+    the terms and computes all further layers.
     """
 
     divides: ClassVar[Division] = "tensors"
