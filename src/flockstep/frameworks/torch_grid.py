@@ -52,15 +52,17 @@ from flockstep.partitions.split_facts import SplitFacts
 
 
 def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
-    """Build the job's model, and divide its layers into rectangles.
+    """Build the job's model, and split it spatially: each worker of a replica computes a rectangle of the outputs of
+    each divided layer.
 
-    The first layers of the model are divided, up to the first layer without a window of its own or with fewer outputs
-    than workers along an axis. If an nn.Flatten and an nn.Linear follow, the columns of its weight are divided like its
-    inputs, and part 0 adds the terms; part 0 computes all further layers.
+    The leading layers are divided, up to the first layer that does not slide a window over its inputs, or whose outputs
+    have fewer rows or columns than the grid. If an nn.Flatten and an nn.Linear follow, the columns of the linear
+    layer's weight are divided as its inputs are, and part 0 sums the partial results. Part 0 computes all further
+    layers.
 
-    Every worker reads whole samples, computes the layers before the first window on whole samples, and takes its
-    rectangle out of the result. These layers draw the same random numbers on all workers of a replica. Dropout in a
-    divided layer draws for each worker; the layers of part 0 draw as a stage does.
+    Every worker reads whole samples, computes the layers before the first window on whole samples, and crops the result
+    to the inputs of its rectangle. These layers draw the same random numbers on all workers of a replica. Dropout in a
+    divided layer has its own random stream on each worker; dropout in the further layers has a stream on part 0.
 
     Raises:
         ConfigurationError: the model cannot be traced, its first layers cannot be divided, a worker would hold no
