@@ -497,7 +497,7 @@ def test_a_job_that_waits_is_canceled_and_slurm_does_not_know_the_secret(
         (("--nodes", "3"), 2, "--nodes must be >= 1 and <= 2, the number of workers"),
         (("--cpus-per-worker", "0.5"), 2, "--cpus-per-worker must be a whole number >= 1 on Slurm, got 0.5"),
         (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 cannot be combined with --on slurm"),
-        (("--out", "/run/one"), 2, "the host d[01] of job .* cannot see .* and /run; work in a folder"),
+        (("--out", "/run/one"), 2, "the host d[01] of job .* cannot see both .* and /run; work in a folder"),
         (("--remote-python", "/no/python"), 127, "/no/python: not found"),
     ],
 )

@@ -279,7 +279,7 @@ def test_factors_of_gradients_need_batches_of_one_size():
         ("cosine(floor=2)", r"floor of cosine must be in \[0, 1\], got 2"),
         ("linear_warmup(start=0)", "start of linear_warmup must be > 0"),
         ("batch_increase(growth=0)", "growth of batch_increase must be > 0"),
-        ("batch_increase(increases=4)", r"increases of batch_increase must be in \[0, 3\]"),
+        ("batch_increase(increases=4)", r"`increases` of batch_increase must be in \[0, 3\]"),
     ],
 )
 def test_impossible_values_are_refused(text, sentence):

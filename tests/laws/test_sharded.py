@@ -116,7 +116,7 @@ def test_other_collectives_compute_the_same(partition: str, collective: str) -> 
 @pytest.mark.parametrize("inside", ["{}", "by_host(flat={})", "sparse(dense={})"])
 def test_a_collective_of_the_whole_run_is_refused(partition: str, inside: str) -> None:
     """Ways are some of a run's processes, also if another collective hides one that connects all processes."""
-    with pytest.raises(CompositionError, match=r"connects all processes of a run by itself; use collective=ring"):
+    with pytest.raises(CompositionError, match=r"opens connections of its own .*; use collective=ring"):
         Partition.parse(f"{partition}(2, collective={inside.format('torch_distributed')})")
 
 

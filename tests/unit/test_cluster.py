@@ -464,7 +464,7 @@ def test_fair_links_between_machines_of_several_tiers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="fair must be false if there is more than one kind of link"):
         read_cluster(f'compute = "constant(0.01)"\n{several}{joined}')
     card = FairLink(1e6)
-    with pytest.raises(ConfigurationError, match="among may hold a fair_link only if there is one tier, got 2"):
+    with pytest.raises(ConfigurationError, match="`among` may contain a fair_link only if there is one tier, got 2"):
         Tiers((2, 2), (0, 1), (FAST,), (card,), (SLOW,))
     with pytest.raises(ConfigurationError, match="among must hold links, got"):
         Tiers((2, 2), (0, 0), (FAST,), (Ideal(),))

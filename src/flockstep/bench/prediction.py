@@ -88,10 +88,10 @@ WITHIN = 0.2
 RANKED = 0.9
 """Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
-"""GRADIENTS: number of gradients of each worker in the calibration on the slow link, both alone and while all workers
-compute. LEAST_GRADIENTS: the same on the fast link, where only messages are of interest. ROUNDS: number of rounds of
-large messages between two workers. TURNS: number of iterations that fit the links' latency and their usable share of
-the bandwidth alternately.
+"""GRADIENTS: number of gradients that each worker computes when the slow link is calibrated, once while the other
+workers rest and once while all workers compute. LEAST_GRADIENTS: the same for the fast link, where only messages are of
+interest. ROUNDS: number of rounds of large messages between two workers. TURNS: number of iterations of the alternating
+fit of the links' latency and of their usable share of the bandwidth.
 """
 SECONDS = 6.0
 """Seconds for which a measured run should last; slow runs last longer, because they take at least `FEW` steps."""
@@ -178,9 +178,9 @@ class Truth:
         ranks = ", ".join(f"{name} {rank:.3f}" for name, rank in self.ranks.items() if rank is not None)
         held = sum(one.holds for one in self.pairs)
         known = (
-            f"{self.workers} processes of {self.job} on {self.cores} cores; all predictions use one calibration and "
-            f"two records of {CALIBRATED} at {' and '.join(ENDS)}, in which the links reached {self.efficiency:.1%} "
-            "of their nominal bandwidth"
+            f"{self.workers} processes train {self.job} on {self.cores} cores. All predictions use one calibration and "
+            f"two recorded runs of {CALIBRATED} at {' and '.join(ENDS)}; in these runs the links reached "
+            f"{self.efficiency:.1%} of their nominal bandwidth"
         )
         return [
             known,

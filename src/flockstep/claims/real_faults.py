@@ -108,7 +108,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
-            raise RunError(f"waited {PATIENCE:.0f} s without success for {what}")
+            raise RunError(f"gave up waiting for {what} after {PATIENCE:.0f} s")
         time.sleep(0.01)
 
 

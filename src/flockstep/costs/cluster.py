@@ -47,7 +47,7 @@ class ClusterShape:
     copy: float = 0.0
     """Seconds that a core spends on each byte of payload at either end of a link, while the link carries the byte."""
     step: float = 0.0
-    """Seconds of a worker's step that are spent neither on the gradient nor on the optimizer, messages and codecs."""
+    """Seconds of a worker's step that are not spent on the gradient, the optimizer, messages or codecs."""
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -562,7 +562,7 @@ class Loop:
         if manifest.strategy != str(self.strategy):
             raise ConfigurationError(
                 f"the strategy of the checkpoint {node_spec.checkpoint} is {manifest.strategy}, but the script has "
-                f"{self.strategy}; restore the script"
+                f"{self.strategy}; change the script back to the strategy of the checkpoint"
             )
         kept = load(node_spec, node_spec.address, worker.params)
         if self._keeper is None or kept is None or kept.script is None:

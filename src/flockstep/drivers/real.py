@@ -177,7 +177,7 @@ class NodeConnection(Messenger):
         return self._receive(seconds, None, wanted)
 
     def attend_stopped(self) -> None:
-        """Wait for the next message of a node that has stopped for a checkpoint, and handle it."""
+        """Wait for the next message from a node that has stopped for a checkpoint, and handle it."""
         if (message := self._next(WAIT_PERIOD if not nodes.poll(self.node) else GLANCE)) is not None:
             self.take(message)
         self.retry()

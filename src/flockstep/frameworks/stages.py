@@ -46,7 +46,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassShares:
-    """The work of each kind of pass over one chunk, as shares of the work of a gradient of the whole model."""
+    """The work of each kind of pass over one chunk, as a fraction of the work of the whole model's gradient."""
 
     forward: float
     input_backward: float

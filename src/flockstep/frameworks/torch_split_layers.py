@@ -161,8 +161,8 @@ class VocabularyOfInputs(SplitLayers):
         least, most, last = int(x.min()), int(x.max()), self.spans[-1].stop - 1
         if least < 0 or most > last:
             raise ConfigurationError(
-                f"words of the embedding {self.layers[0]} must be from 0 to {last}, got {least} to {most}; give the "
-                "embedding as many words as the data have"
+                f"indices into the embedding {self.layers[0]} must be from 0 to {last}, got {least} to {most}; give "
+                "the embedding as many rows as the data have words"
             )
         within, own = _own(x, self.spans[way])
         return F.embedding(within, weights["words"]) * own.unsqueeze(-1)

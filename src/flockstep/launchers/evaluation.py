@@ -126,7 +126,9 @@ class Evaluator(SnapshotHandler):
                 del self._unsent[: self._feed.send(self._unsent)]
 
     def finish(self) -> FlockstepError | None:
-        """Tell the evaluating process that the run has ended, wait for it, and return the error of the evaluation."""
+        """Tell the evaluating process that the run has ended, wait for it, and return the exception with which an
+        evaluation failed, or None.
+        """
         if self._child is None:
             return None
         self._tell(SnapshotMessage(ended=True))

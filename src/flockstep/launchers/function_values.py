@@ -25,8 +25,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class HeldValue:
-    """A value of a function or class that is not in the source of the function or class, with the statement that sets
-    the value.
+    """A value that a function or class uses but its source does not contain, such as an attribute or a default, with
+    the statement that sets the value.
     """
 
     path: str

@@ -120,7 +120,7 @@ class Start(HostMessage, frozen=True):
     """Message to a host agent: start a process; `server` is None for a worker."""
 
     number: int
-    """Number of the process, which later messages name."""
+    """Number by which later messages refer to this process."""
     spec: NodeSpec
     server: ServerSpec | None = None
     config: str = ""

@@ -357,8 +357,8 @@ class _Job:
             raise RunError(f"job {self.number} ended as {state} on {host}, with exit code:signal {code}:{signum}")
         if int(code) == SEPARATE:
             raise ConfigurationError(
-                f"the host {host} of job {self.number} cannot see {Path.cwd()} and {self.folder.parent}; work in a "
-                "folder of a file system that all hosts share, and keep the record (--out) there too"
+                f"the host {host} of job {self.number} cannot see both {Path.cwd()} and {self.folder.parent}; "
+                "work in a folder on a file system that all hosts share, and keep the record (--out) there too"
             )
         return int(code)
 

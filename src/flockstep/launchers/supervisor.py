@@ -218,7 +218,7 @@ class Supervisor:
             many = f"{self._hosts.rejected} connections to the coordinator's port were rejected"
             self.outcome.warnings.append(many)
         self._clean_up()
-        self._changes.refuse_joiners("the run ended before the workers took part")
+        self._changes.refuse_joiners("the run ended before the workers joined it")
         return self.outcome
 
     def reaches(self, rank: int) -> bool:

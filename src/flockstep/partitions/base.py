@@ -31,8 +31,8 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
         raise ConfigurationError(f"ways of {partition} must be >= 2, got {ways}; use partition=none for one worker")
     if not collective.over_messages:
         raise CompositionError(
-            f"the ways of {partition} exchange flockstep's messages, but {collective} connects all processes of a run "
-            "by itself; use collective=ring, or another collective over messages"
+            f"the ways of {partition} communicate by flockstep's messages, but {collective} opens connections of its "
+            "own among all processes of a run; use collective=ring, or another collective over flockstep's messages"
         )
 
 

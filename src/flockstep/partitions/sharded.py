@@ -46,8 +46,8 @@ class Sharded(Partition):
 
     def __mul__(self, other: object) -> Partition:
         raise CompositionError(
-            f"{self} cannot be combined with {other} yet; use {self} alone, or pipeline * tensor, with a strategy "
-            "between replicas"
+            f"{self} cannot be combined with {other} yet; use {self} alone, or pipeline * tensor; a strategy trains "
+            "several replicas of either"
         )
 
     __rmul__ = __mul__

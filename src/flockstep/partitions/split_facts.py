@@ -18,6 +18,6 @@ class SplitFacts:
     sample_bytes: int
     """Size in bytes of the largest output of a chunk for one sample."""
     cross_entropy: bool = False
-    """Whether the loss is the mean cross entropy of the outputs, which is found only if layers are split."""
+    """Whether the loss is the mean cross entropy of the outputs; determined only if layers are split."""
     obstacle: str = ""
     """Reason why a process must build the whole model to build one part; empty if it need not."""

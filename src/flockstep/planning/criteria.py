@@ -73,7 +73,7 @@ class Criteria:
     unknown.
     """
     survives: int
-    """Criterion RSOI, failures: number of workers that may die while the other workers continue."""
+    """Criterion RSOI of table 2 (robustness), failures: number of workers that may die while the others continue."""
     reproducible: Literal["easy", "medium", "hard"]
     """Criterion ERB: difficulty of reproducing a result exactly."""
 

@@ -28,8 +28,8 @@ class BatchIncrease(Schedule):
         check_shares(self.at, "batch_increase")
         if self.increases is not None and not 0 <= self.increases <= len(self.at):
             raise ConfigurationError(
-                f"increases of batch_increase must be in [0, {len(self.at)}], one for each fraction in at, got "
-                f"{self.increases}; leave it out for all of them"
+                f"`increases` of batch_increase must be in [0, {len(self.at)}], at most one for each fraction in `at`, "
+                f"got {self.increases}; leave out `increases` to increase the batch at every fraction"
             )
 
     def factor(self, epoch: float, run: Extent) -> float:

@@ -54,7 +54,8 @@ class Tiers(Network):
                 )
         if any(isinstance(one, FairLink) for one in self.cards) and self._count > 1:
             raise ConfigurationError(
-                f"among may hold a fair_link only if there is one tier, got {self._count} tiers; use link(…) instead"
+                f"`among` may contain a fair_link only if there is one tier, got {self._count} tiers; use link(…) "
+                "instead"
             )
 
     @property

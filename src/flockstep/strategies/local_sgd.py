@@ -67,7 +67,7 @@ class LocalSGD(Strategy):
 
     @property
     def schedule(self) -> SynchronizationSchedule:
-        """The schedule of the averages, even if `period` was given as a number."""
+        """The averaging schedule; a `period` that is a number is a fixed schedule."""
         return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)
 
     @property

@@ -103,8 +103,8 @@ class ParameterServer(Strategy):
         own, rule = self.aggregation, self.consistency
         if not rule.one_each:
             raise CompositionError(
-                f"{own} compares one gradient of each worker, but a step of {rule} may hold fewer gradients, or "
-                "several of one worker; use consistency=bsp, backup, k_sync or k_async, or aggregation=mean"
+                f"{own} compares one gradient from each worker, but a step of {rule} may include fewer gradients, or "
+                "several from one worker; use consistency=bsp, backup, k_sync or k_async, or aggregation=mean"
             )
         if self.server_update.weighs:
             raise CompositionError(

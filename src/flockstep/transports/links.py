@@ -35,8 +35,8 @@ _READABLE = int(zmq.POLLIN)
 QUEUED = 10_000
 """Largest number of queued messages; a sender waits when its queue is full."""
 CONTROL_LINGER_MS = 20_000
-"""Maximum time in milliseconds for the delivery of a message to the control socket; the first packets over a new
-network link may be lost and sent again late.
+"""Maximum time in milliseconds for the delivery of a message to the control socket. It is long, because the first
+packets over a new network link may be lost and sent again only after some time.
 """
 
 

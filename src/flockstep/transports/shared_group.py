@@ -14,7 +14,7 @@ from flockstep.transports.shared_memory import SharedMemory
 
 PAGE = 4096
 SLOT = 1 << 17
-"""Number of bytes of each of a process's two slots, through which arrays outside of the segment are summed."""
+"""Size in bytes of each of the two slots that a process has for summing arrays outside of the segment."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
 RETURNED = 4 << 20

@@ -40,8 +40,8 @@ class TextWindows:
     def __post_init__(self) -> None:
         if self.length < 1 or len(self) < 1:
             raise ConfigurationError(
-                f"windows must have at least one byte and fewer bytes than the file, got windows of {self.length} and "
-                f"{len(self._bytes)} bytes in {self.file}; use another length"
+                f"windows must have at least one byte and fewer bytes than the file, got windows of {self.length} "
+                f"bytes and a file of {len(self._bytes)} bytes ({self.file}); use a length between"
             )
 
     @cached_property
