@@ -80,7 +80,7 @@ class HybridBytes(Claim):
         "the layers for which splitting sends fewer bytes are exactly the fully connected ones; control: if "
         "convolutions are split instead, workers send more than with either parallelism alone. Executed: bytes of the "
         f"hybrid equal those of the formula, and parameters those of the unsplit model up to {CLOSE:g}; control: "
-        "without division, workers do not sum the convolutions' gradients, and a step takes longer"
+        "if every worker computes all convolutions, workers do not sum their gradients, and a step takes longer"
     )
     quick: ClassVar[bool] = True
 
