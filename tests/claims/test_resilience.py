@@ -72,7 +72,7 @@ def test_a_fault_that_costs_its_victim_nothing_says_nothing(monkeypatch: pytest.
     monkeypatch.setattr(c19_resilience, "SLOWED", {("central", "asynchronous"): ("asgd",)})
     monkeypatch.setattr(c19_resilience, "FAULTS", {"a link as before": "narrows({}, 1.001)"})
     (row,) = c19_resilience.shares_of_losses()
-    assert "not tested: the affected worker itself" in str(row.ours)
+    assert "not tested: even the affected worker" in str(row.ours)
     assert not row.holds
 
 

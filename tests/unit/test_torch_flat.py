@@ -357,7 +357,7 @@ def test_modules_that_torch_shards_or_averages_are_refused() -> None:
     )
     assert sharded.endswith("and use scatter_reduce, which shards the optimizer's state")
     assert wrapped.startswith("the module is wrapped in FSDP, but every worker must hold the whole model")
-    assert averaged.startswith("the module is wrapped in DistributedDataParallel, which averages all gradients before")
+    assert averaged.startswith("the module is wrapped in DistributedDataParallel, which averages gradients before")
     assert alone == "taken"
 
 

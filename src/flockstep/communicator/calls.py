@@ -165,7 +165,7 @@ class Calls:
         """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
-                "other ranks may be waiting for the window that this rank holds by local(); leave the block "
+                "other ranks may be waiting for the window that this rank holds with local(); leave the block "
                 "`with window.local()` before this call"
             )
 
