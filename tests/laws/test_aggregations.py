@@ -240,10 +240,10 @@ def test_parameters_are_checked(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ps(asynchronous, aggregation=median)", "one gradient of each worker.*k_async"),
-        ("ps(softsync(2), aggregation=median)", "several of one worker.*k_sync"),
-        ("ps(ssp(3), aggregation=krum)", "one gradient of each worker"),
-        ("ps(k_batch_sync(3), aggregation=median)", "several of one worker"),
+        ("ps(asynchronous, aggregation=median)", "one gradient from each worker.*k_async"),
+        ("ps(softsync(2), aggregation=median)", "several from one worker.*k_sync"),
+        ("ps(ssp(3), aggregation=krum)", "one gradient from each worker"),
+        ("ps(k_batch_sync(3), aggregation=median)", "several from one worker"),
         ("ps(bsp, shards=2, aggregation=krum)", "shards=1.*median"),
         ("ps(bsp, codec=topk(0.1), aggregation=median)", "0 for most elements.*multi_krum"),
         ("ps(bsp, filters=(kkt(0.1),), aggregation=median)", "filters"),
