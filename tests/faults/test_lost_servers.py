@@ -101,6 +101,48 @@ def test_a_run_goes_on_from_its_checkpoint_after_the_death_of_a_server(
     assert summary.final_metric > 0.8
 
 
+KILLS_AT_THE_END = """
+import os, signal, time
+from pathlib import Path
+from flockstep.records import failpoints
+
+HERE, computed = Path(__file__).parent, []
+
+def kill(point):
+    name = Path("/proc/self/comm").read_text().strip()
+    ended = HERE / "ended"
+    if name == "worker-1" and point == "program.ended":
+        ended.touch()
+    elif name == "worker-0" and point == "gradient.computed":
+        computed.append(point)
+        while len(computed) == 80 and not ended.exists():
+            time.sleep(0.01)
+    elif name == "server-0" and point == "message.received" and ended.exists() and not (HERE / "killed").exists():
+        (HERE / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if not failpoints.hooks:
+    failpoints.hooks.append(kill)
+"""
+
+
+def test_a_run_goes_back_although_a_worker_has_taken_its_last_step(tmp_path: Path) -> None:
+    """The worker that has ended takes the steps after the checkpoint again, as the others do."""
+    (tmp_path / "kills.py").write_text(KILLS_AT_THE_END)
+    run = begin(tmp_path, "asgd", "--import", str(tmp_path / "kills.py"))
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    events = record.read_events()
+    assert re.fullmatch(NOTE, record.read_summary().notes[0]), record.read_summary().notes
+    for rank in range(2):
+        steps = [event.step for event in events if isinstance(event, StepEvent) and event.rank == rank]
+        assert steps == list(range(1, STEPS + 1)), "every step is in the record once"
+    applied = Counter(event.source for event in events if isinstance(event, UpdateEvent) and event.node < 0)
+    assert applied == {0: STEPS, 1: STEPS}
+
+
 KILLS_AGAIN = """
 import os, signal
 from pathlib import Path

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.checkpoints import NodeCheckpoints
+from flockstep.drivers.checkpoints import ENDED, NodeCheckpoints
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.runner import OneProcess, Runner
@@ -39,6 +39,17 @@ def test_a_server_remembers_whose_gradients_it_has_refused() -> None:
     checkpoints(after).restore(kept, lambda values: None, lambda: after.node.at_boundary())  # type: ignore[misc]
     after.refused(1, "not finite")
     assert after.strikes == {1: 3}
+
+
+def test_a_node_whose_program_ends_after_it_was_asked_to_count_answers_all_the_same() -> None:
+    told: list[dict[str, object]] = []
+    runner = server()
+    connection = SimpleNamespace(runner=runner, leads=True, unsettled=False, tell=lambda tag, note: told.append(note))
+    ours = NodeCheckpoints(connection)  # type: ignore[arg-type]
+    ours.hear({"do": "stop", "after": 0})
+    ours.hear({"do": "count", "wave": 7})
+    ours.close()
+    assert [(note["did"], note["wave"], note["state"]) for note in told] == [("count", 7, ENDED)]
 
 
 def test_a_pattern_of_messages_names_no_array_unless_told() -> None:

@@ -255,10 +255,13 @@ class NodeCheckpoints:
         self._tell(self._result)
 
     def close(self) -> None:
-        """Wait for the thread that writes the state; called when the node's program has ended."""
+        """Wait for the thread that writes the state, and answer a count that arrived just before the node's program
+        ended; called when it has ended.
+        """
         self._ended = True
         self.drop("the script ended before its next call of flockstep.checkpoint")
         self.report(wait=True)
+        self.idle()
 
     def restore(
         self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]

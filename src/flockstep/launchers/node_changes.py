@@ -217,7 +217,7 @@ class NodeChanges:
         its strategy needs.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        if newest is None or self._state.done:
+        if newest is None or address in self._state.done:
             return False
         began = self._state.went is not None
         change = self._state.outcome.change  # of another node that was lost just now

@@ -433,6 +433,8 @@ class Supervisor:
                 self._release()
             return
         self._look_after_children()
+        if self.outcome.change is not None:  # of a node that was lost just now
+            return
         self._wait_monitor.look(self._links.keys(), self._state.done | self._state.gone)
         self._evaluation.go_on()
         if not self._finished():
