@@ -188,3 +188,29 @@ def test_a_number_of_workers_that_the_strategy_cannot_have_is_refused_and_nothin
     assert ended.code == 2
     assert "adpsgd on ring needs a bipartite graph, got a cycle of odd length among 3 workers" in ended.err
     assert before == (disk.newest(record.path), record.read_config(), record.events_file.read_bytes())
+
+
+MINE = """
+from dataclasses import dataclass
+
+import flockstep
+from flockstep.strategies.local_sgd import LocalSGD
+
+@dataclass(frozen=True)
+class Mine(LocalSGD):
+    def take_over(self, me, former):
+        raise LookupError("no such row")
+
+flockstep.register("strategy", "mine", Mine)
+"""
+
+
+def test_an_error_of_a_users_strategy_while_its_state_changes_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    record = stopped(tmp_path, "mine", 2, "--import", str(file))
+    before = record.read_config()
+    ended = resumed(tmp_path, "-n", "3")
+    assert (ended.code, ended.err.count("\n")) == (1, 1), ended.err
+    assert "computing the state of the changed run raised LookupError: no such row (mine.py, line 10)" in ended.err
+    assert record.read_config() == before

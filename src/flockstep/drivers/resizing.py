@@ -19,6 +19,7 @@ from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.node_state import Saved, facts_of
 from flockstep.drivers.plan import FIRST_BATCH, LocalOptimizer, Plan
+from flockstep.drivers.runner import reporting_users_errors
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Engine
@@ -34,6 +35,7 @@ from flockstep.workloads.sampler import SamplerState
 T = TypeVar("T")
 
 
+@reporting_users_errors("computing the state of the changed run")
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
 ) -> dict[Address, NodeCheckpoint]:
@@ -42,6 +44,9 @@ def resized_checkpoint(
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
     workers at the end of the list leave. Each worker's step count is converted so that all workers together keep their
     total number of samples.
+
+    Raises:
+        RunError: the strategy, or another component of the user, raised an error.
     """
     network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
     alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers

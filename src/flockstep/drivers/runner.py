@@ -610,8 +610,10 @@ def _nowhere(to: Address, message: Message) -> None:
 
 
 @contextmanager
-def reporting_users_errors() -> Iterator[None]:
+def reporting_users_errors(what: str = "the simulation") -> Iterator[None]:
     """Context manager of a run in virtual time that reports an error in the user's own files as a real run does.
+
+    `what` names the computation in the message if no node's program has raised the error.
 
     Errors of the operating system are raised unchanged: a command reports them with a way out.
 
@@ -625,11 +627,11 @@ def reporting_users_errors() -> Iterator[None]:
     except Exception as error:
         if not place_of(error):
             raise
-        raise RunError(said_of(error, _source_of(error))) from error
+        raise RunError(said_of(error, _source_of(error) or what)) from error
 
 
 def _source_of(error: Exception) -> str:
-    """The node whose program has raised an error, with the node's step."""
+    """The node whose program has raised an error, with the node's step; empty if no program has."""
     selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     running = [one.node for one in selves if isinstance(one, Runner)]
-    return f"{node_name(running[-1].address)} at step {running[-1].run_step}" if running else "the simulation"
+    return f"{node_name(running[-1].address)} at step {running[-1].run_step}" if running else ""
