@@ -222,7 +222,8 @@ def test_a_run_gathers_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     """Both ways are in this process: no more than two layers are in memory, once the model has been tried."""
     found = watched_units(monkeypatch)
     simulated(job_of(), "all_reduce", "sharded(2)", replicas=1, steps=2)
-    trial, run = found[: 2 * len(SIZES)], found[2 * len(SIZES) :]
+    trials = 2 * 3 * len(SIZES)  # passes over a batch, and over the part of each of two ways
+    trial, run = found[:trials], found[trials:]
     assert min(SIZES) < max(run) / ITEMSIZE <= 2 * max(SIZES) < max(trial) / ITEMSIZE
 
 
@@ -276,6 +277,22 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
 
+def normed_by_batch() -> nn.Module:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    return nn.Sequential(nn.Linear(6, 4), norm, nn.Linear(4, 1)).double()
+
+
+class Centered(nn.Module):
+    """A layer of the user that subtracts the mean over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def centered() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), Centered(), nn.Linear(4, 1)).double()
+
+
 class Keeper(nn.Linear):
     """A layer that leaves its weight where another layer finds it."""
 
@@ -305,6 +322,8 @@ def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     ("job", "ways", "reason"),
     [
         (lambda: job_of(normed), 2, r"buffers that change in training would differ between them, got '1.running_mean'"),
+        (lambda: job_of(normed_by_batch), 2, r"each sample on its own, got BatchNorm1d in 1 of job 'chain'; use for"),
+        (lambda: job_of(centered), 2, r"each sample on its own, got a loss of .* and a gradient at a distance of"),
         (lambda: job_of(furtive), 2, r"run one after another, must compute what the model computes, got a loss of nan"),
         (lambda: job_of(batch=2), 3, r"ways of sharded must be at most the 2 samples of a batch or micro-batch, got 3"),
         (lambda: job_of(lambda: nn.Linear(6, 1, bias=False).double()), 7, r"got none for way 5 in job 'chain', whose"),

@@ -145,7 +145,7 @@ class LayerBlock:
                 f"first stage and outside of residual connections, got {names}; use convolutions=replicated"
             )
         for layer in layers:
-            if (why := _of_all_samples(layer, changing)) is not None:
+            if (why := of_all_samples(layer, changing)) is not None:
                 raise ConfigurationError(
                     f"layers that are divided by samples must compute each sample on its own, got {why} of {who}; use "
                     "for example nn.GroupNorm, or convolutions=replicated"
@@ -153,10 +153,13 @@ class LayerBlock:
         return replace(self, divided=True)
 
 
-def _of_all_samples(layer: ChainLayer, changing: Sequence[str]) -> str | None:
-    """Return what a layer has that depends on all samples of a batch, in words; None if nothing is known."""
+def of_all_samples(layer: ChainLayer, changing: Sequence[str]) -> str | None:
+    """Return what a layer has that depends on all samples of a batch, in words; None if nothing is known.
+
+    `changing`: names of the model's buffers that change in training.
+    """
     for name, module in layer.module.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             return f"{type(module).__name__} in {layer.named(name) if name else layer.name}"
     names = [layer.named(name) for name, _ in layer.module.named_buffers()]
     changed = next((name for name in names if name in changing), None)

@@ -18,6 +18,7 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.shards import ModelShard, ShardedModel
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PipelineModel
 from flockstep.frameworks.torch import TorchEngine
+from flockstep.frameworks.torch_blocks import of_all_samples
 from flockstep.frameworks.torch_chain import places_of
 from flockstep.frameworks.torch_stages import (
     PartsEngine,
@@ -25,8 +26,10 @@ from flockstep.frameworks.torch_stages import (
     cut_chain,
     model_chain,
     stage_torch,
+    trial_differences,
     with_obstacle,
 )
+from flockstep.frameworks.torch_ways import trial_of
 from flockstep.partitions.base import check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
@@ -73,8 +76,8 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
 
     Raises:
         ConfigurationError: the model has buffers that change in training, cannot be cut into units, or has fewer
-            parameters than there are ways; a batch has fewer samples than there are ways; the loss is not the mean over
-            samples.
+            parameters than there are ways; a layer computes with statistics of all samples; a batch has fewer samples
+            than there are ways; the loss is not the mean over samples.
     """
     whole, who = TorchEngine(job, seed), f"job {job.name!r}"
     if whole.changing_buffers:
@@ -85,9 +88,34 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
         )
     check_samples("sharded", sharded.ways, job.batch)
     chain = model_chain(whole.module, who)
+    for layer in chain:
+        if (why := of_all_samples(layer, ())) is not None:
+            raise _needs_all_samples(sharded, why, who)
     pipeline = Pipeline(len(places_of(chain, together=False)), GPipe(), sharded.ways)
     units = cut_chain(job, whole, chain, pipeline, TorchUnit, "partition=none")
+    if why := _difference_of_ways(units, whole, sharded.ways):
+        raise _needs_all_samples(sharded, why, who)
     return _sharded(units, sharded, who)
+
+
+def _needs_all_samples(sharded: Sharded, got: str, who: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the ways of {sharded} compute different samples, so that layers must compute each sample on its own, got "
+        f"{got} of {who}; use for example nn.GroupNorm, or partition=none"
+    )
+
+
+def _difference_of_ways(units: PipelineModel, whole: TorchEngine, ways: int) -> str:
+    """How a batch whose samples are divided among ways differs from the batch as a whole, in words; empty if by
+    rounding only, or if the model draws random numbers besides those of dropout, because each way draws its own.
+    """
+    with trial_of(units), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        whole.module(whole.samples(whole.trial_samples)[0])
+        if not torch.equal(state, torch.get_rng_state()):
+            return ""
+    with trial_of(units):
+        return trial_differences(units, units, ways)[0]
 
 
 def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFacts) -> ShardedModel:

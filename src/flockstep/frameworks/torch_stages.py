@@ -130,7 +130,7 @@ def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
         bare = _staged(whole, job, split.pipeline, split.facts, kind)
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
-        outputs, buffers = _differences(bare, split)
+        outputs, buffers = trial_differences(bare, split)
     except Exception as error:  # noqa: BLE001
         return f"the model that was built without values raised {in_short(error.__cause__ or error)}"
     if got := outputs or (f"buffers that differ by {buffers:.2g}" if buffers else ""):
@@ -654,7 +654,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
         ConfigurationError: they differ by more than rounding, or a pass fails.
     """
     with passes_over(who):
-        outputs, buffers = _differences(split, known)
+        outputs, buffers = trial_differences(split, known)
     if outputs:
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
@@ -685,11 +685,13 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
+def trial_differences(split: PipelineModel, known: PipelineModel, ways: int = 1) -> tuple[str, float]:
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
+
+    The chunks compute the batch in `ways` shares, one after another.
     """
-    engine, trial, count = _engine_of(known), _engine_of(split), len(split.facts.starts)
+    engine, trial = _engine_of(known), _engine_of(split)
     whole = _built(known)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
@@ -697,21 +699,29 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
         loss = engine.gradient(engine.initial(), batch.indices, expected)
         buffers = whole.buffers(0)
     values = known.lent([part.initial() for part in known.parts])
-    params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
     slopes = [np.zeros_like(one) for one in values]
-    between: FlatArray | None = None
     with trial.trial(), whole.displaced():
-        for number in range(count):
-            local, of = divmod(number, len(split.parts))
-            between, own = split.parts[of].forward(local, params[of], batch, between)
-            if split.parts[of].overwritten:
-                params[of].fill(math.nan)
-        for number in reversed(range(count)):
-            local, of = divmod(number, len(split.parts))
-            params[of][:] = values[of]
-            between = split.parts[of].backward(local, batch, between, slopes[of])
+        own = sum(_passes(split, values, one, slopes) for one in batch.divided(ways, "sharded"))
         apart = buffers_apart(trial, buffers, whole.tolerance)
     return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
+
+
+def _passes(split: PipelineModel, values: Sequence[FlatArray], batch: MicroBatch, slopes: Sequence[FlatArray]) -> float:
+    """Compute all chunks forward and backward with the parameters `values` (K + B,) of each part, add their gradients
+    to `slopes`, and return the batch's share in the loss.
+    """
+    params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
+    count, between, own = len(split.facts.starts), None, math.nan
+    for number in range(count):
+        local, of = divmod(number, len(split.parts))
+        between, own = split.parts[of].forward(local, params[of], batch, between)
+        if split.parts[of].overwritten:
+            params[of].fill(math.nan)
+    for number in reversed(range(count)):
+        local, of = divmod(number, len(split.parts))
+        params[of][:] = values[of]
+        between = split.parts[of].backward(local, batch, between, slopes[of])
+    return own
 
 
 def buffers_apart(engine: PartsEngine, expected: FlatArray, tolerance: float) -> float:
