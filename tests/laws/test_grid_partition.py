@@ -352,6 +352,12 @@ def test_a_digits_network_is_saved_as_the_unsplit_model(tmp_path: Path) -> None:
         assert saved[0].summary.replicas_agree
 
 
+def test_the_record_says_which_layers_a_grid_does_not_divide(tmp_path: Path) -> None:
+    ran = flockstep.simulate("digits(batch=8)", "all_reduce", workers=2, partition="grid(1, 2)", steps=1, out=tmp_path)
+    every, alone = "every worker computes layer '0'", "only the worker of rectangle (0, 0) computes the 2 layers from"
+    assert ran.summary.notes == [f"grid(rows=1, columns=2) does not divide all layers: {every}; {alone} '9' to '10'."]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -425,3 +431,5 @@ def test_layers_behind_the_last_that_can_be_divided_are_computed_by_the_first_wo
     split = split_grid(images_of(built), 0, SpatialGrid(4, 1))
     assert split.layers[0] == "rectangle (0, 0) of 0, 1, and all of 2, 3, 4, 5"
     assert split.layers[1:] == tuple(f"rectangle ({row}, 0) of 0, 1" for row in (1, 2, 3))
+    said = "only the worker of rectangle (0, 0) computes the 4 layers from '2' to '5'"
+    assert split.note == f"grid(rows=4, columns=1) does not divide all layers: {said}."

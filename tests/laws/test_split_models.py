@@ -31,7 +31,7 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
 from flockstep.partitions.timeline import timeline
 from flockstep.programs import GRADIENT as NEXT
-from flockstep.records.config import RunConfig
+from flockstep.records.config import SPLIT, RunConfig
 from flockstep.records.events import LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import summarize
@@ -292,6 +292,8 @@ def test_batch_normalization_takes_in_every_micro_batch() -> None:
     ran = simulated(job, "local_sgd(period=100)", "pipeline(2, 1f1b, 3, ('3',))", replicas=1, steps=1)
     simulation = ran.simulation
     samples = Batches(simulation.plan, 0).next(NEXT)
+    assert "compute with all samples of a batch: BatchNorm1d in 1; use microbatches=1" in simulation.model.note
+    assert split_torch(job, 0, Pipeline(2)).note is split_torch(job_of(), 0, Pipeline(2, microbatches=3)).note is None
     first, norm = model()[:2]
     for micro in np.split(samples, 3):
         norm(first(torch.tensor(job.data().train_x[micro])))
@@ -676,6 +678,29 @@ def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
     assert [note.startswith(said) for note in gradient_notes([config, config])] == [True]
     synchronous = dataclasses.replace(config, partition="pipeline(4, 1f1b, 4)")
     assert summarize(synchronous, [], "finished").notes == gradient_notes([synchronous]) == []
+
+
+@pytest.mark.parametrize(
+    ("partition", "said"),
+    [
+        ("pipeline(2)", ["Only one of the 2 stages computes most of the time", "A layer."]),
+        ("tensor(2) * pipeline(2, 1f1b, 4)", ["The first 2 workers of a replica are the ways of stage 0", "A layer."]),
+        ("pipeline(2, pipedream)", ["Stages 0 to 1 compute gradients with weights that are 1, 0", "A layer."]),
+        ("sharded(2)", ["A layer."]),
+    ],
+)
+def test_the_record_says_what_a_partition_changes(partition: str, said: list[str]) -> None:
+    facts: dict[str, Any] = {
+        "kind": "simulate",
+        "job": "digits",
+        "strategy": "ps",
+        "workers": 4,
+        "partition": partition,
+    }
+    config = RunConfig(**facts, versions={SPLIT: "A layer."})
+    found = summarize(config, [], "finished").notes
+    assert sorted(found) == sorted(gradient_notes([config]))
+    assert [one.startswith(text) for one, text in zip(found, said, strict=True)] == [True] * len(said)
 
 
 @pytest.mark.parametrize(

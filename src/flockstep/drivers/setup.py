@@ -21,7 +21,7 @@ from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.unsplit import Unsplit
-from flockstep.records.config import RunConfig
+from flockstep.records.config import SPLIT, RunConfig
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
@@ -315,9 +315,16 @@ def prepare(
         higher_is_better=job.higher_is_better,
         target=job.target,
         facts=facts,
-        versions=versions() | ({JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}),
+        versions=versions() | _of_run(config, built.split),
     )
     return engine, plan, resolved
+
+
+def _of_run(config: RunConfig, split: SplitModel | None) -> dict[str, str]:
+    """What else a record says, among the versions, about how a run computed."""
+    note = None if split is None else split.note
+    file = {JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}
+    return file if note is None else {**file, SPLIT: note}
 
 
 def _require_batch_of_different_samples(batch: int, train_size: int) -> None:

@@ -172,3 +172,8 @@ class GridModel(PipelineModel):
     @property
     def partition(self) -> Partition:
         return self.grid
+
+    @property
+    def note(self) -> str | None:
+        undivided = "; ".join(self.facts.undivided)
+        return f"{self.grid} does not divide all layers: {undivided}." if undivided else None

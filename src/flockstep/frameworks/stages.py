@@ -184,6 +184,19 @@ class SplitModel(ABC):
     def microbatches(self) -> int:
         """Number of micro-batches into which a batch is divided."""
 
+    @property
+    def note(self) -> str | None:
+        """Sentence for the user about layers that the parts compute otherwise than the partition promises, or otherwise
+        than the unsplit model; None if there are no such layers.
+        """
+        if self.microbatches == 1 or not self.facts.of_batch:
+            return None
+        return (
+            f"Each of the {self.microbatches} micro-batches is computed with its own samples only by layers that "
+            f"otherwise compute with all samples of a batch: {', '.join(self.facts.of_batch)}; use microbatches=1 for "
+            "the results of the unsplit model."
+        )
+
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest array that parts send to each other, for batches of `batch`
         samples.

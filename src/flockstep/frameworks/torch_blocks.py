@@ -166,6 +166,12 @@ def of_all_samples(layer: ChainLayer, changing: Sequence[str]) -> str | None:
     return None if changed is None else f"the buffer {changed}, which changes in training,"
 
 
+def all_of_all_samples(chain: Sequence[ChainLayer], changing: Sequence[str]) -> tuple[str, ...]:
+    """Return what the layers of a chain have that depends on all samples of a batch, in words."""
+    found = (of_all_samples(layer, changing) for layer in chain)
+    return tuple(one.removesuffix(",") for one in found if one is not None)
+
+
 def uses_of(chain: Sequence[ChainLayer]) -> Counter[int]:
     """Return, for the identity of each parameter, the number of layers that use the parameter."""
     return Counter(id(one) for layer in chain for one in set(layer.module.parameters()))

@@ -400,7 +400,7 @@ def _assembled(
         engine,
         tuple(parts),
         _described(division),
-        replace(facts, sample_bytes=largest),
+        replace(facts, sample_bytes=largest, undivided=_undivided(division)),
         Pipeline(1, GPipe()),
         _ties(parts, held, borrowed),
         grid=grid,
@@ -506,6 +506,20 @@ def _described(division: GridLayers) -> tuple[str, ...]:
     words = [f"{division.grid.part_name(part)} of {divided}" for part in range(division.grid.parts)]
     alone = ", ".join(local.of.name for local in division.chunks[0][-1] if local.share)
     return (f"{words[0]}{alone and f', and all of {alone}'}", *words[1:])
+
+
+def _undivided(division: GridLayers) -> tuple[str, ...]:
+    """The layers that are not divided, with the workers that compute them, in words."""
+    leading = division.chunks[0][0][: division.leading]
+    alone = [local for local in division.chunks[0][-1] if local.share]
+    computing = (("every worker", leading), (f"only the worker of {division.grid.part_name(0)}", alone))
+    return tuple(f"{who} computes {_span(layers)}" for who, layers in computing if layers)
+
+
+def _span(layers: Sequence[PlacedLayer]) -> str:
+    """Consecutive layers, in words."""
+    first, last = layers[0].of.name, layers[-1].of.name
+    return f"layer {first!r}" if len(layers) == 1 else f"the {len(layers)} layers from {first!r} to {last!r}"
 
 
 def _difference(model: GridModel, known: GridModel) -> str | None:

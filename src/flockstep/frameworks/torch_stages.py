@@ -27,6 +27,7 @@ from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
+from flockstep.frameworks.torch_blocks import all_of_all_samples
 from flockstep.frameworks.torch_call import Substituted
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
 from flockstep.frameworks.torch_flat import native
@@ -81,7 +82,9 @@ def cut_chain(
         chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who, ties=pipeline.delays is None
     )
     chunks = _cut_at(starts, chain)
-    facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
+    changing, most = tuple(whole.changing_buffers), _check(chunks, samples, whole, who)
+    of_batch = all_of_all_samples(chain, changing)
+    facts = SplitFacts(tuple(starts), changing, whole.random, most, of_batch=of_batch)
     check_buffers(whole, chunks, who)
     split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
     _compare(split, split, who)

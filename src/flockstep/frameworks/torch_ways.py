@@ -24,7 +24,7 @@ from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
-from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, uses_of
+from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, chunks_of
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
@@ -78,7 +78,9 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(layers, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
     check_buffers(whole, _chains(layers, starts), who)
-    facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, _classifies(whole))
+    changing = tuple(whole.changing_buffers)
+    of_batch = all_of_all_samples(layers, changing)
+    facts = SplitFacts(tuple(starts), changing, whole.random, 0, _classifies(whole), of_batch)
     model = _assembled(whole, partition, facts, who, shape, job.batch)
     with trial_of(model), passes_over(who):
         loss, largest, outputs = _difference(model, model)

@@ -84,6 +84,11 @@ class Partition(Component):
         return None
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about what differs from training without the partition."""
+        return [] if self.delays is None else [self.delays]
+
+    @property
     def remembers(self) -> bool:
         """Whether the parts store activations of earlier steps."""
         return False

@@ -67,6 +67,16 @@ class Pipeline(Partition):
         return self.schedule.versions(part, self.stages)
 
     @property
+    def notes(self) -> list[str]:
+        if self.microbatches > 1 or self.stages == 1 or not self.schedule.synchronous:
+            return super().notes
+        said = (
+            f"Only one of the {self.stages} stages computes most of the time, because every batch is one micro-batch; "
+            f"to let stages compute at the same time, set for example microbatches={4 * self.stages}."
+        )
+        return [said]
+
+    @property
     def remembers(self) -> bool:
         return self.differences
 

@@ -19,5 +19,9 @@ class SplitFacts:
     """Size in bytes of the largest output of a chunk for one sample."""
     cross_entropy: bool = False
     """Whether the loss is the mean cross entropy of the outputs; determined only if layers are split."""
+    of_batch: tuple[str, ...] = ()
+    """Layers of a pipeline that compute with all samples of a batch, in words."""
+    undivided: tuple[str, ...] = ()
+    """Layers that a grid does not divide, with the workers that compute them, in words."""
     obstacle: str = ""
     """Reason why a process must build the whole model to build one part; empty if it need not."""

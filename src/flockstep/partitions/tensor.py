@@ -77,6 +77,12 @@ class Product(Partition):
         return self.pipeline.delays
 
     @property
+    def notes(self) -> list[str]:
+        ways = self.tensor.ways
+        said = f"The first {ways} workers of a replica are the ways of stage 0, the next {ways} those of stage 1"
+        return [*self.pipeline.notes, f"{said}; tensor * pipeline is the same partition as pipeline * tensor."]
+
+    @property
     def remembers(self) -> bool:
         return self.pipeline.remembers
 

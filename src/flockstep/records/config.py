@@ -57,6 +57,8 @@ LONGEST_HEARTBEAT = 3600
 """Largest allowed heartbeat timeout, in seconds; ZeroMQ's heartbeat options allow less than twice this value."""
 
 
+SPLIT = "split"
+"""Key, among the versions in a record, of a sentence about layers that the parts of a split model compute otherwise."""
 KEEP = 2
 """Default number of checkpoints of a run that are kept."""
 
@@ -183,7 +185,7 @@ class RunConfig:
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Package → version that the run used; `same_run` does not compare versions."""
+    """Package → version that the run used, and other facts about how it computed; `same_run` does not compare them."""
     facts: dict[str, str] = field(default_factory=dict)
     """Values that must be equal when the run is repeated, for example a hash of the data."""
 

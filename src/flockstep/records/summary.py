@@ -12,7 +12,7 @@ import msgspec
 from flockstep.messages import Address, node_name
 from flockstep.partitions.base import Partition
 from flockstep.partitions.unsplit import Unsplit
-from flockstep.records.config import ClockKind, RunConfig
+from flockstep.records.config import SPLIT, ClockKind, RunConfig
 from flockstep.records.events import (
     DivergedEvent,
     EvaluationEvent,
@@ -245,6 +245,13 @@ def time_of(event: Event) -> float:
     return event.end if isinstance(event, SpanEvent) else event.seconds
 
 
+def partition_notes(config: RunConfig) -> list[str]:
+    """Return sentences about what differs from the run without the partition of `config`."""
+    said = [] if config.partition is None else Partition.parse(config.partition).notes
+    split = config.versions.get(SPLIT)
+    return [*said, *([] if split is None else [split])]
+
+
 def summarize(
     config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
 ) -> Summary:
@@ -274,13 +281,14 @@ def summarize(
     staleness, hit = _staleness(config.workers // parts, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
     alone = _apart(workers, agree)
+    said = [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
-        notes=[*notes, *(one for one in (alone, partition.delays) if one is not None)],
+        notes=said,
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         seconds_to_target=hit.seconds if hit else None,
         seconds_to_target_range=(quality.before, hit.seconds) if hit else None,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flockstep.partitions.base import Partition
 from flockstep.records.config import RunConfig
-from flockstep.records.summary import Summary, trained_apart
+from flockstep.records.summary import Summary, partition_notes, trained_apart
 from flockstep.report import formatting
 from flockstep.report.ranking import labels, places, rank
 from flockstep.report.terminal import TableColumn, TextTable
@@ -110,16 +109,15 @@ def modeled(summaries: Sequence[Summary]) -> str:
 
 
 def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
-    """Sentences about simulations that could not batch the gradients of several workers, and about gradients that parts
-    of a split model compute with earlier weights.
+    """Sentences about simulations that could not batch the gradients of several workers, and about what partitions
+    change.
     """
     configs = list(configs)
-    delays = {Partition.parse(config.partition).delays for config in configs if config.partition} - {None}
     said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
     return [
         f"gradients were computed {how}; seconds are virtual, but the simulation itself takes longer"
         for how in sorted(said)
-    ] + sorted(filter(None, delays))
+    ] + sorted({note for config in configs for note in partition_notes(config)})
 
 
 def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
