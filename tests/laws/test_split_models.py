@@ -710,6 +710,7 @@ def test_the_record_says_what_a_partition_changes(partition: str, said: list[str
         ({"workers": 4, "faults": ("drops(0, 1)",)}, r"drops.* cannot be injected .* use one of dies, narrows, slows"),
         ({"workers": 4, "faults": ("dies(4, 0.5)",)}, r"worker 4 does not exist in this run: there are 4 workers"),
         ({"workers": 4, "max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
+        ({"workers": 4, "batch": 7}, "microbatches must be at most the 7 samples of a batch, got 8; use a larger"),
         ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Module, got SoftmaxRegression of job 'softmax'"),
     ],
 )

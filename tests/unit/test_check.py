@@ -155,6 +155,22 @@ def test_two_tiers_are_rehearsed(tmp_path: Path) -> None:
     assert abs(found.error) < 0.05
 
 
+def test_runs_of_split_models_are_not_compared_with_whole_replicas(tmp_path: Path) -> None:
+    simulate(
+        RunConfig(
+            kind="simulate", job="digits(batch=8)", strategy="all_reduce", workers=4, steps=20,
+            network="link('1gbit')", compute="constant(0.01)", partition="pipeline(2, 1f1b, 4)",
+        ),
+        tmp_path,
+    )  # fmt: skip
+    for cluster in (None, load_cluster("lab-1gbit")):
+        with pytest.raises(
+            ConfigurationError, match=r"a run of a split model, pipeline\(.*; predict split replicas with"
+        ):
+            check(tmp_path, cluster)
+        assert for_report([tmp_path], cluster) == [None]
+
+
 def test_real_runs_need_a_cluster_and_records_need_steps(tmp_path: Path) -> None:
     folder = record(tmp_path / "run", "all_reduce")
     with pytest.raises(ConfigurationError, match="three steps"):

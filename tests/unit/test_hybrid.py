@@ -452,6 +452,13 @@ def test_the_command_chooses_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flockstep train JOB -s all_reduce" in said
     assert command([*words, "--partition", "none"]) == 2
     assert "a plan of split models predicts partitions that split the model, got none" in capsys.readouterr().err
+    assert command([*words, "--partition", "pipeline(3)"]) == 2
+    assert (
+        "must be a multiple of 3 for pipeline(stages=3, schedule=1f1b, microbatches=1), got 4; use"
+        in capsys.readouterr().err
+    )
+    assert command([*words, "--partition", "grid(2, 2)"]) == 2
+    assert "a plan of split models predicts pipeline, tensor, sharded and" in capsys.readouterr().err
     assert command([*words[:-1], "1"]) == 2
     assert "memory must be > 0 bytes, with a unit" in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
 from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
+from flockstep.partitions.pipeline import check_microbatches
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import SPLIT, RunConfig
@@ -106,18 +107,18 @@ def _require_plain_run(config: RunConfig, partition: Partition) -> None:
     """Raise `CompositionError` if real processes of a split model would have faults injected, take checkpoints with
     micro-batches in flight, or leave and join.
     """
-    given = {
-        "faults cannot be injected into": config.faults,
-        "workers cannot leave": config.min_workers,
-        "workers cannot wait for another coordinator in": config.park,
-        "workers cannot join": config.max_workers,
+    forbidden = {
+        "faults": "faults cannot be injected into",
+        "min_workers": "workers cannot leave",
+        "park": "workers cannot wait for another coordinator in",
+        "max_workers": "workers cannot join",
     }
-    for what, value in given.items():
-        if value:
-            got = value[0] if isinstance(value, tuple) else value
+    for name, what in forbidden.items():
+        if value := getattr(config, name):
+            got = value[0] if isinstance(value, tuple) else f"{name}={value}"
             raise CompositionError(
-                f"{what} a run of a split model on real processes yet, got {got} with {config.partition}; leave it "
-                "out, or use partition=none"
+                f"{what} a run of a split model on real processes yet, got {got} with partition={config.partition}; "
+                f"leave out {name}, or use partition=none"
             )
     if config.checkpoint_every is not None and partition.remembers:
         raise CompositionError(
@@ -303,6 +304,7 @@ def prepare(
     )
     if built.split is not None:
         require_splittable(plan)
+        check_microbatches(built.split.microbatches, plan.batch_at(0))
     resolved = dataclasses.replace(
         config,
         result=result,

@@ -20,12 +20,12 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.activation_differences import ActivationDifferences
 from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
-from flockstep.errors import ConfigurationError, ProtocolError, RunError
+from flockstep.errors import ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
 from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
@@ -234,11 +234,7 @@ class StageProgram(PartProgram):
         """The samples of a pass; the batch is drawn when the first pass needs it."""
         while self._drawn <= work.step:
             indices, step, count = self._run.batch(), self._drawn, self._pipeline.microbatches
-            if len(indices) < count:
-                raise ConfigurationError(
-                    f"microbatches must be at most the {len(indices)} samples of a batch, got {count}; use a larger "
-                    "batch or fewer micro-batches"
-                )
+            check_microbatches(count, len(indices))
             self._batches[step] = [
                 MicroBatch(self.rank, step, number, indices[part], (part.stop - part.start) / len(indices))
                 for number, part in enumerate(slices(len(indices), count))

@@ -14,6 +14,19 @@ from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 
 
+def check_microbatches(microbatches: int, samples: int) -> None:
+    """Check that a batch has a sample for each micro-batch.
+
+    Raises:
+        ConfigurationError: there are fewer samples than micro-batches.
+    """
+    if samples < microbatches:
+        raise ConfigurationError(
+            f"microbatches must be at most the {samples} samples of a batch, got {microbatches}; use a larger batch or "
+            "fewer micro-batches"
+        )
+
+
 @dataclass(frozen=True)
 class Pipeline(Partition):
     """A model cut into `stages` stages of consecutive layers, one worker for each stage; the stages compute

@@ -117,14 +117,20 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         The predicted and the measured figures of a step.
 
     Raises:
-        ConfigurationError: there is no record; the record has no steps or belongs to a script; or the run was real and
-            no cluster is given.
+        ConfigurationError: there is no record; the record has no steps, or belongs to a script or to a run with a
+            partition; or the run was real and no cluster is given.
     """
     record = RunFolder(Path(folder))
     config = record.read_config()
     if config.kind == "launch":
         raise ConfigurationError(
             f"{folder} is the record of a script, which does not name the strategy; check a run of a job"
+        )
+    if config.partition is not None:
+        raise ConfigurationError(
+            f"{folder} is the record of a run of a split model, {config.partition}, and only whole replicas are "
+            f"compared with a prediction; predict split replicas with flockstep plan --partition, and check a run with "
+            "partition=none"
         )
     if config.kind != "simulate" and cluster is None:
         raise ConfigurationError(
@@ -250,7 +256,7 @@ def _predicted(record: RunFolder, cluster: ClusterShape | None, imports: Sequenc
 def _by_record(record: RunFolder) -> Check | None:
     """The prediction of a simulated run without faults, if its strategy needs only sizes of the job; otherwise None."""
     config = record.read_config()
-    if config.kind != "simulate" or config.faults:
+    if config.kind != "simulate" or config.faults or config.partition is not None:
         return None
     strategy = Strategy.parse(config.strategy)
     if strategy.traits.needs_job or config.workers > FEW:

@@ -432,8 +432,14 @@ def advise_hybrid(
         advice: the advice on whole replicas, whose requirements also apply to split replicas.
         asked: the partitions and strategies to consider.
         say: function that is called with the partition and strategy that are predicted next.
+
+    Raises:
+        ConfigurationError: a partition of `asked` does not divide the number of workers, or cannot split the model.
     """
     site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
+    for partition in asked.partitions:
+        partition.replicas(workers)
+        split_shape(site.task, partition)
     refused: list[tuple[str, str]] = []
     found: list[SplitPrediction] = []
     planner = None

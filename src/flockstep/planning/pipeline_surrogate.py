@@ -14,11 +14,11 @@ from flockstep.costs.stages import Chain, chunks
 from flockstep.drivers.part_group import PartGroup
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.planning.job_profile import JobProfile
-from flockstep.planning.split_shape import SplitShape, SurrogateHeld, check_microbatches, groups_by_tensors
+from flockstep.planning.split_shape import SplitShape, SurrogateHeld, groups_by_tensors
 from flockstep.planning.surrogate import SurrogateEngine
 
 
@@ -90,7 +90,7 @@ def pipeline_shape(task: JobProfile, pipeline: Pipeline) -> PipelineShape:
         raise ConfigurationError(
             f"the layers of {task.name} are unknown, so its model cannot be cut into stages; use partition=none"
         )
-    check_microbatches(pipeline, task.batch)
+    check_microbatches(pipeline.microbatches, task.batch)
     names = [str(name) for name in pipeline.split_at]
     found = chunks(model, pipeline.stages * pipeline.schedule.chunks, task.batch, names)
     tensors, total = _tensors(task, found), float(model.work(task.batch))

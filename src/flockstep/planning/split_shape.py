@@ -13,10 +13,8 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.codecs.base import Shape
 from flockstep.drivers.part_group import PartGroup, groups_of
-from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import HeldPart, MicroBatch, SplitModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.surrogate import SurrogateEngine
 
 FINEST = 8
@@ -125,16 +123,3 @@ def groups_by_tensors(engine: SurrogateEngine, counts: Sequence[int]) -> list[Pa
         sizes.append(sum(entry.size for entry in entries[:count]))
         del entries[:count]
     return groups_of(sizes, 0)
-
-
-def check_microbatches(pipeline: Pipeline, batch: int) -> None:
-    """Check that a batch has a sample for each micro-batch.
-
-    Raises:
-        ConfigurationError: a batch has fewer samples.
-    """
-    if batch < pipeline.microbatches:
-        raise ConfigurationError(
-            f"microbatches must be at most the {batch} samples of a batch, got {pipeline.microbatches}; use a "
-            "larger batch or fewer micro-batches"
-        )

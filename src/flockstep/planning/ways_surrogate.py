@@ -19,12 +19,12 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.job_profile import JobProfile
-from flockstep.planning.split_shape import SplitShape, SurrogateHeld, check_microbatches, groups_by_tensors
+from flockstep.planning.split_shape import SplitShape, SurrogateHeld, groups_by_tensors
 from flockstep.planning.surrogate import SurrogateEngine
 
 
@@ -112,7 +112,7 @@ def ways_shape(task: JobProfile, partition: TensorParallel | Product) -> WaysSha
             "pipeline"
         )
     if isinstance(partition, Product):
-        check_microbatches(partition.pipeline, task.batch)
+        check_microbatches(partition.pipeline.microbatches, task.batch)
     usual = _usual(partition)
     if usual not in task.splits:
         task.splits[usual] = _shape_of(make_split(task.job(0), 0, usual), usual, task.batch)
