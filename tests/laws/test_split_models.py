@@ -680,6 +680,25 @@ def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
     assert summarize(synchronous, [], "finished").notes == gradient_notes([synchronous]) == []
 
 
+class Centered(nn.Module):
+    """A layer of the user that subtracts the mean over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("layer", [Centered, nn.LayerNorm])
+def test_a_layer_that_averages_over_the_batch_is_told(layer: type[nn.Module]) -> None:
+    def model() -> nn.Module:
+        layers = list(chain())
+        given = () if layer is Centered else (8,)
+        return nn.Sequential(*layers[:2], nn.Dropout(0.5), layer(*given).double(), *layers[2:])
+
+    split = split_torch(job_of(model), 0, Pipeline(2, microbatches=3))
+    assert split.note is None or "some layer, which gives a loss of" in split.note
+    assert (split.note is None) == (layer is nn.LayerNorm)
+
+
 @pytest.mark.parametrize(
     ("partition", "said"),
     [

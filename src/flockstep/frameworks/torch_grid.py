@@ -33,17 +33,17 @@ from flockstep.frameworks.torch_stages import (
     buffers_within,
     check_buffers,
     difference,
+    engine_of,
     passes_over,
     trained_within,
+    trial_of,
 )
 from flockstep.frameworks.torch_ways import (
     Held,
     WaysEngine,
     WayTensors,
-    engine_of,
     kind_of,
     opened_chain,
-    trial_of,
 )
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline

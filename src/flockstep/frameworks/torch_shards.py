@@ -24,12 +24,11 @@ from flockstep.frameworks.torch_stages import (
     PartsEngine,
     TorchPart,
     cut_chain,
+    difference_in_shares,
     model_chain,
     stage_torch,
-    trial_differences,
     with_obstacle,
 )
-from flockstep.frameworks.torch_ways import trial_of
 from flockstep.partitions.base import check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
@@ -93,7 +92,7 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
             raise _needs_all_samples(sharded, why, who)
     pipeline = Pipeline(len(places_of(chain, together=False)), GPipe(), sharded.ways)
     units = cut_chain(job, whole, chain, pipeline, TorchUnit, "partition=none")
-    if why := _difference_of_ways(units, whole, sharded.ways):
+    if why := difference_in_shares(units, sharded.ways):
         raise _needs_all_samples(sharded, why, who)
     return _sharded(units, sharded, who)
 
@@ -103,19 +102,6 @@ def _needs_all_samples(sharded: Sharded, got: str, who: str) -> ConfigurationErr
         f"the ways of {sharded} compute different samples, so that layers must compute each sample on its own, got "
         f"{got} of {who}; use for example nn.GroupNorm, or partition=none"
     )
-
-
-def _difference_of_ways(units: PipelineModel, whole: TorchEngine, ways: int) -> str:
-    """How a batch whose samples are divided among ways differs from the batch as a whole, in words; empty if by
-    rounding only, or if the model draws random numbers besides those of dropout, because each way draws its own.
-    """
-    with trial_of(units), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        state = torch.get_rng_state()
-        whole.module(whole.samples(whole.trial_samples)[0])
-        if not torch.equal(state, torch.get_rng_state()):
-            return ""
-    with trial_of(units):
-        return trial_differences(units, units, ways)[0]
 
 
 def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFacts) -> ShardedModel:

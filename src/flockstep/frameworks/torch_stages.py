@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
 from flockstep.arrays.namespace import as_tensor
@@ -24,7 +25,7 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, Tie
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
 from flockstep.frameworks.torch_blocks import all_of_all_samples
@@ -88,8 +89,16 @@ def cut_chain(
     check_buffers(whole, chunks, who)
     split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
     _compare(split, split, who)
-    check_loss(_engine_of(split), whole, pipeline.microbatches, who, way_out)
-    return split
+    check_loss(engine_of(split), whole, pipeline.microbatches, who, way_out)
+    return split if make or of_batch else _with_layers_of_batch(split, len(whole.trial_samples))
+
+
+def _with_layers_of_batch(split: PipelineModel, samples: int) -> PipelineModel:
+    """Return `split`, with a text in the facts if micro-batches have other results than a batch of `samples`."""
+    count = split.pipeline.microbatches
+    if not 1 < count <= samples or not (why := difference_in_shares(split, count)):
+        return split
+    return replace(split, facts=replace(split.facts, of_batch=(f"some layer, which gives {why}",)))
 
 
 def stage_torch(
@@ -688,13 +697,13 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-def trial_differences(split: PipelineModel, known: PipelineModel, ways: int = 1) -> tuple[str, float]:
+def trial_differences(split: PipelineModel, known: PipelineModel, count: int = 1) -> tuple[str, float]:
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
 
-    The chunks compute the batch in `ways` shares, one after another.
+    The chunks compute the batch in `count` shares, one after another.
     """
-    engine, trial = _engine_of(known), _engine_of(split)
+    engine, trial = engine_of(known), engine_of(split)
     whole = _built(known)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
@@ -704,9 +713,24 @@ def trial_differences(split: PipelineModel, known: PipelineModel, ways: int = 1)
     values = known.lent([part.initial() for part in known.parts])
     slopes = [np.zeros_like(one) for one in values]
     with trial.trial(), whole.displaced():
-        own = sum(_passes(split, values, one, slopes) for one in batch.divided(ways, "sharded"))
+        parts = enumerate(batch.divided(count, "sharded"))
+        own = sum(_passes(split, values, replace(one, number=number), slopes) for number, one in parts)
         apart = buffers_apart(trial, buffers, whole.tolerance)
     return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
+
+
+def difference_in_shares(split: PipelineModel, count: int) -> str:
+    """How a batch whose samples are computed in `count` shares differs from the batch as a whole, in words; empty if by
+    rounding only, or if the model draws random numbers besides those of dropout, because each share draws its own.
+    """
+    whole = _built(split)
+    with trial_of(split), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        whole.module(whole.samples(whole.trial_samples)[0])
+        if not torch.equal(state, torch.get_rng_state()):
+            return ""
+    with trial_of(split):
+        return trial_differences(split, split, count)[0]
 
 
 def _passes(split: PipelineModel, values: Sequence[FlatArray], batch: MicroBatch, slopes: Sequence[FlatArray]) -> float:
@@ -754,14 +778,38 @@ def difference(
     return f"a loss of {own:.6g} instead of {loss:.6g} and {apart}"
 
 
-def _engine_of(split: PipelineModel) -> PartsEngine:
-    assert isinstance(split.engine, PartsEngine)
-    return split.engine
+def engine_of(model: SplitModel) -> PartsEngine:
+    """Return the torch engine of a split model."""
+    assert isinstance(model.engine, PartsEngine)
+    return model.engine
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Let no unit drop out inside the context."""
+    drops: list[tuple[nn.Module, str]] = [(one, "p") for one in module.modules() if isinstance(one, _DropoutNd)]
+    drops += [(one, "dropout") for one in module.modules() if isinstance(one, nn.MultiheadAttention)]
+    before = [getattr(one, name) for one, name in drops]
+    try:
+        for one, name in drops:
+            setattr(one, name, 0.0)
+        yield
+    finally:
+        for (one, name), value in zip(drops, before, strict=True):
+            setattr(one, name, value)
+
+
+@contextmanager
+def trial_of(model: SplitModel) -> Iterator[None]:
+    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out."""
+    engine = engine_of(model)
+    with engine.trial(), _without_dropout(engine.whole.module):
+        yield
 
 
 def _built(split: PipelineModel) -> TorchEngine:
     """The whole model of a process that has built it."""
-    whole = _engine_of(split).whole
+    whole = engine_of(split).whole
     assert isinstance(whole, TorchEngine)
     return whole
 

@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.stages import MicroBatch, SplitModel
+from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, chunks_of
@@ -38,10 +37,12 @@ from flockstep.frameworks.torch_stages import (
     check_buffers,
     check_loss,
     difference,
+    engine_of,
     fill,
     joined,
     model_chain,
     passes_over,
+    trial_of,
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
@@ -772,21 +773,6 @@ def _kept_buffers(whole: TorchEngine) -> Iterator[None]:
         whole.restore_buffers(0, before)
 
 
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Let no unit drop out inside the context."""
-    drops: list[tuple[nn.Module, str]] = [(one, "p") for one in module.modules() if isinstance(one, _DropoutNd)]
-    drops += [(one, "dropout") for one in module.modules() if isinstance(one, nn.MultiheadAttention)]
-    before = [getattr(one, name) for one, name in drops]
-    try:
-        for one, name in drops:
-            setattr(one, name, 0.0)
-        yield
-    finally:
-        for (one, name), value in zip(drops, before, strict=True):
-            setattr(one, name, value)
-
-
 def _shares(
     blocks: Sequence[LayerBlock], shape: ModelShape, batch: int, way: int, held: Sequence[WayTensors]
 ) -> list[BlockShares]:
@@ -834,20 +820,6 @@ def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:
     blocks = [block for chunk in chunks for block in chunk.blocks]
     split = ", ".join(name for block in blocks if block.split is not None for name in block.split.layers)
     return [f"part {way} of {split}" for way in range(ways)]
-
-
-def engine_of(model: SplitModel) -> PartsEngine:
-    """Return the torch engine of a split model."""
-    assert isinstance(model.engine, PartsEngine)
-    return model.engine
-
-
-@contextmanager
-def trial_of(model: SplitModel) -> Iterator[None]:
-    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out."""
-    engine = engine_of(model)
-    with engine.trial(), _without_dropout(engine.whole.module):
-        yield
 
 
 def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
