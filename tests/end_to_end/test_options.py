@@ -107,6 +107,40 @@ def test_a_scripts_own_debug_option_is_the_scripts(capfd: pytest.CaptureFixture[
     assert "Traceback" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "script.py -n 2 --lr 3",
+            ["-n 2 is handed to script.py; write it before the script if meant for flockstep, or"],
+        ),
+        ("script.py --seed=3 --prefix -n4", ["--seed=3 --prefix -n4 are handed to script.py; write them before the"]),
+        (
+            "script.py -n 2 -s asgd",
+            [
+                "-n 2 is handed to",
+                "-s asgd is handed to script.py; flockstep.distribute in the script names the strategy",
+            ],
+        ),
+        ("-- script.py -n 2", []),
+        ("script.py -x -name --nine", []),
+    ],
+)
+def test_options_of_flockstep_after_the_script_are_told(
+    words: str, told: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("script.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    run(["launch", "-n", "1", *words.split()])
+    out, err = capfd.readouterr()
+    after = words.partition("script.py")[2].split()
+    assert out == f"{after}\n", "the script gets every argument"
+    lines = [line for line in err.splitlines() if "handed to" in line]
+    assert len(lines) == len(told)
+    for line, text in zip(lines, told, strict=True):
+        assert line.startswith(f"flockstep: {text}")
+        assert line.endswith("or put -- before script.py if meant for the script")
+
+
 def test_a_place_that_cannot_be_written_to(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert run(["simulate", "quadratic", "-s", "asgd", *QUICK, "--out", "file/run"]) == 1

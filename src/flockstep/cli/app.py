@@ -404,7 +404,10 @@ def compare(
 def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments for the script, also those that look like options of flockstep."),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")] = False,
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
@@ -433,12 +436,14 @@ def launch(
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli.runs import launch_one
+    from flockstep.cli.script_arguments import tell_options
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
     named = {"job": str(script), "strategy": "as the script says"}
     called = {"arguments": tuple(arguments or ()), "module": module or None}
     config = o.configured("launch", {**locals(), **named, **called})
+    tell_options(context, script.name, arguments or ())
     shown = Output(output, prefix, rank_output)
     name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:
