@@ -168,9 +168,12 @@ def test_ctrl_c_on_any_host_ends_all(two: list[Host], tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_killed_agent_takes_its_workers_along(two: list[Host], tmp_path: Path) -> None:
-    processes = start_two(two, tmp_path, "-s", "all_reduce")
+    processes = start_two(two, tmp_path, "-s", "all_reduce", "--checkpoint-every", "20")
+    kept = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: any(kept.glob("*/manifest.json")), PATIENCE, "a checkpoint is complete")
     os.kill(processes[1].pid, signal.SIGKILL)
     ended = [Ended.of(process) for process in processes]
     require(ended, 1, -signal.SIGKILL)
-    assert "was lost with its host" in ended[0].err
+    assert re.search("worker [23] was lost with its host .*; flockstep resume .*run continues from step", ended[0].err)
+    assert "both processes are alive" not in ended[0].err
     wait_until(lambda: not any(host.processes() for host in two), PATIENCE, "the workers of the host end")

@@ -62,6 +62,10 @@ LONGEST = 4000
 """Maximum number of characters of a reason or a traceback in a message's header."""
 PAUSE = 0.05
 """Seconds to wait before a message is sent again to a process whose queue was full."""
+LOSS_TOLD = 3
+"""Heartbeats after which a node ends the run because a connection has broken. The supervisor gives the host of a dead
+node up after 2, and says so in its own words.
+"""
 PART = 1 << 18
 """Maximum number of bytes of parameters in one message to the supervisor; a larger array is sent in several parts."""
 WINDOW = 8
@@ -415,7 +419,7 @@ class Member:
         """Raise `PeerLost` if the connection to a peer broke although both live, which the supervisor does
         not notice.
         """
-        if peer in self.bus.broken(2 * self.node_spec.heartbeat):
+        if peer in self.bus.broken(LOSS_TOLD * self.node_spec.heartbeat):
             raise PeerLost(
                 f"{self.bus.why_broken(peer)} before the run began, although both processes are alive; let the "
                 f"firewall allow the workers' ports, which --transport \"tcp(memory=true, ports='29500-29600')\" limits"

@@ -15,7 +15,7 @@ from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
 from flockstep.drivers.event_sender import EventSender
-from flockstep.drivers.member import PAUSE, Member
+from flockstep.drivers.member import LOSS_TOLD, PAUSE, Member
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.part_group import PartGroup
 from flockstep.drivers.part_link import PartLink
@@ -531,7 +531,7 @@ class NodeConnection(Messenger):
         If all workers proceed in step, none can continue after one has left with fewer steps; servers leave last. The
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
-        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost - self.gone:
+        for peer in self._bus.broken(LOSS_TOLD * self._member.node_spec.heartbeat) - self.node.lost - self.gone:
             raise PeerLost(f"{self._bus.why_broken(peer)}, although both processes are alive; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:

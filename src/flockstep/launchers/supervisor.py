@@ -199,6 +199,8 @@ class Supervisor:
                 return self.outcome
             reach("run.ended")
         except FlockstepError as error:
+            if isinstance(error, PeerLost):
+                error.args = (f"{error}{self._resumable()}",)
             self.outcome.error = error
         except KeyboardInterrupt as stop:
             where = self._last_checkpoint()
@@ -263,8 +265,14 @@ class Supervisor:
         missing = f"; no checkpoint was taken at the end, because {why}" if why else ""
         if kept is None:
             return missing
-        where = f"; flockstep resume {self._record} continues from step {min(kept.steps.values())}"
-        return f"{missing}{where}, the step of the previous checkpoint" if why else where
+        return f"{missing}{self._resumable()}, the step of the previous checkpoint" if why else self._resumable()
+
+    def _resumable(self) -> str:
+        """The command that continues the run from its newest checkpoint, for a sentence; nothing if there is none."""
+        kept = None if self._checkpoints is None else self._checkpoints.newest
+        if kept is None:
+            return ""
+        return f"; flockstep resume {self._record} continues from step {min(kept.steps.values())}"
 
     def _why_no_checkpoint(self, checkpoints: Checkpointer) -> str:
         """Take a checkpoint, because a signal ends the run; return why there is none, and nothing if there is one."""
