@@ -45,6 +45,18 @@ EVENTS: list[Event] = [
 ]
 
 
+def test_notes_of_a_run_outlive_its_launcher(tmp_path: Path) -> None:
+    """No launcher wrote a summary: the notes are in the events."""
+    record = RunFolder(tmp_path / "run")
+    record.path.mkdir()
+    record.write_config(CONFIG)
+    record.note(1.0, ["1 worker joined"])
+    for _ in range(2):
+        with record.resumed(2.0):
+            record.note(2.0, ["resumed from step 3"])
+    assert record.read_summary().notes == ["1 worker joined", "resumed from step 3", "resumed from step 3"]
+
+
 @given(
     st.builds(
         RunConfig,

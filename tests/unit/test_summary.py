@@ -220,3 +220,14 @@ def test_the_order_of_events_does_not_matter_and_json_loses_nothing() -> None:
     random.Random(0).shuffle(events)
     assert of(*events) == expected
     assert msgspec.json.decode(msgspec.json.encode(expected), type=Summary) == expected
+
+
+def test_a_run_whose_workers_changed_has_no_share_of_applied_updates() -> None:
+    """Workers count their steps anew: worker 0 goes back from step 4 to step 3, and worker 2 begins at step 3."""
+    taken = [*((0, step) for step in (1, 2, 3, 4, 3)), *((1, step) for step in (1, 2, 3, 4, 3)), (2, 3)]
+    steps = [StepEvent(0.1 * at, rank, number, 0.5, 0.1, 0, 0, 0, 0, 0, 0) for at, (rank, number) in enumerate(taken)]
+    updates = [UpdateEvent(0.1 * at, rank, None, 1, 0) for at, (rank, _) in enumerate(taken)]
+    config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=3)
+    assert summarize(config, [*steps, *updates], "finished").completeness is None
+    config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=2)
+    assert summarize(config, [*steps[:4], *steps[5:9], *updates[:8]], "finished").completeness is not None

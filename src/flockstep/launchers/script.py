@@ -133,29 +133,26 @@ class _ChangingRun:
     hosts: OtherHosts
     show: Callable[[dict[Address, NodeProgress]], None]
 
-    def run(
-        self, config: RunConfig, output: Output, resumed: Checkpoint | None = None, said: Sequence[str] = ()
-    ) -> None:
+    def run(self, config: RunConfig, output: Output, resumed: Checkpoint | None = None) -> None:
         """Run the script, and begin the script again from a checkpoint whenever workers leave or join.
 
         Args:
             config: the configuration with which the script begins.
             output: how the scripts' output is handled until the workers change.
             resumed: the checkpoint from which the script begins; None: the script begins anew.
-            said: notes with which the record begins.
         """
-        notes, left = [*said], None
+        left: NodesChanged | None = None
         while True:
             start = ScriptStarter(self.script, self.arguments, config, output, self.gathering)
             checkpoints = _checkpointer(config, self.record, self.hosts, resumed)
             try:
-                supervise(start, config, self.record, self.hosts, start.close, self.show, checkpoints, notes, left)
+                supervise(start, config, self.record, self.hosts, start.close, self.show, checkpoints, left)
                 return
             except NodesChanged as change:
                 left = change
             finally:
                 start.close()
-            config, resumed = _continued(self.record, config, newest(self.record.path), left.workers, notes, left)
+            config, resumed = _continued(self.record, config, newest(self.record.path), left.workers, left)
             output = Output.of(config, output.show)
 
 
@@ -164,7 +161,6 @@ def _continued(
     config: RunConfig,
     checkpoint: Checkpoint,
     workers: int | None,
-    said: list[str],
     left: NodesChanged | None = None,
 ) -> tuple[RunConfig, Checkpoint]:
     """Prepare a record, whose folder this process owns, for the continuation of the run of a script.
@@ -174,7 +170,6 @@ def _continued(
         config: the configuration with which the checkpoint was written.
         checkpoint: the checkpoint from which the run continues.
         workers: number of workers from now on; None: as many as before.
-        said: sentences for the record, to which this adds.
         left: how the workers have changed during the run; None: the run had stopped.
 
     Returns:
@@ -185,13 +180,14 @@ def _continued(
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
-        said.append(continued_from(checkpoint, dropped, left))
+        said = [continued_from(checkpoint, dropped, left)]
         if left is not None:
-            on_stderr(said[-1])
+            on_stderr(said[0])
         if change is not None:
             config, checkpoint = change.config, change.write(record, checkpoint)
             said += change.notes
             record.write_config(config)
+        record.note(checkpoint.manifest.seconds, said)
     return config, checkpoint
 
 
@@ -243,14 +239,13 @@ def resume_script(
     import_components(config.imports)
     require_open_files(config.workers)
     with owner.owned(record.path), contextlib.ExitStack() as stack:
-        said: list[str] = []
-        config, checkpoint = _continued(record, config, checkpoint, workers, said)
+        config, checkpoint = _continued(record, config, checkpoint, workers)
         hosts, settings = OtherHosts(), _settings(config, script, arguments)
         if gathering is not None:
             config = moved(record, config, gathering)
             hosts = gathering.hosts(config, settings, stack, resumes=True)
         changing = _ChangingRun(script, arguments, record, gathering, hosts, show)
-        changing.run(config, Output.of(config, sink), checkpoint, said)
+        changing.run(config, Output.of(config, sink), checkpoint)
     return record.read_summary()
 
 
@@ -405,7 +400,6 @@ def supervise(
     ended: Callable[[], None] = lambda: None,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
     checkpoints: Checkpointer | None = None,
-    said: Sequence[str] = (),
     left: NodesChanged | None = None,
 ) -> None:
     """Supervise a run of scripts as the coordinator, and complete the record.
@@ -416,7 +410,6 @@ def supervise(
         ended: called when all processes have ended, before the record is completed.
         show: called from time to time with the state of every node, by address.
         checkpoints: takes the checkpoints of the script's first call to `distribute`.
-        said: notes with which the record begins.
         left: the change of the workers after which the scripts begin again; None: the run begins.
 
     Raises:
@@ -430,7 +423,8 @@ def supervise(
         supervisor.run(result_of)
         ended()
         outcome, error = supervisor.outcome, supervisor.outcome.error
-        outcome.warnings[:0] = [*said, *pause_notes(left, supervisor)]
+        if checkpoints is not None and checkpoints.resumed is not None:
+            record.note(checkpoints.resumed.manifest.seconds, pause_notes(left, supervisor))
         outcome.warnings += [] if checkpoints is None else checkpoints.notes
         outcome.warnings += run.notes
         if error is not None and supervisor.failed_later:

@@ -106,6 +106,8 @@ class RunSegment:
                 error = settle(self.record, evaluation, self.policy, outcome)
             finally:
                 supervisor.forget()
+            if self.resumed is not None:
+                self.record.note(self.resumed.manifest.seconds, pause_notes(self.left, supervisor))
             notes += self._notes(supervisor, evaluation, checkpoints)
             if outcome.change is not None:
                 raise NodesChanged(outcome.change, supervisor, self.config.workers, self._epoch)
@@ -199,7 +201,7 @@ class RunSegment:
 
     def _notes(self, supervisor: Supervisor, evaluation: Evaluator, checkpoints: Checkpointer | None) -> list[str]:
         """Sentences for the record about what has happened."""
-        notes = [*pause_notes(self.left, supervisor), *supervisor.outcome.warnings]
+        notes = [*supervisor.outcome.warnings]
         notes += [] if checkpoints is None else checkpoints.notes
         if evaluation.skipped:
             notes.append(

@@ -160,7 +160,6 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
 
 def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[], None], hosts: OtherHosts) -> None:
     """Begin a run with `begin`, and continue it whenever workers leave or join, or servers are lost."""
-    said: list[str] = []
     try:
         begin()
         return
@@ -169,7 +168,7 @@ def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[]
     while change is not None:
         now, change = change, None
         try:
-            segment = _continued(record, show, jobs, now.workers, said, now)
+            segment = _continued(record, show, jobs, now.workers, now)
             dataclasses.replace(segment, hosts=hosts).run()
         except NodesChanged as again:
             change = again
@@ -220,7 +219,7 @@ def resume(
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     with owner.owned(record.path), contextlib.ExitStack() as stack:
         jobs, hosts = _Jobs(), OtherHosts()
-        segment = _continued(record, show, jobs, workers, [])
+        segment = _continued(record, show, jobs, workers)
         if gathering is not None:
             require_one_machine(config)
             again = moved(record, segment.config, gathering)
@@ -235,7 +234,6 @@ def _continued(
     show: Show,
     jobs: _Jobs,
     workers: int | None,
-    said: list[str],
     left: NodesChanged | None = None,
 ) -> RunSegment:
     """Prepare the continuation of a run, whose folder this process owns, from its newest checkpoint.
@@ -245,7 +243,6 @@ def _continued(
         show: see `train`.
         jobs: builds the run's job.
         workers: number of workers from now on; None: as many as before.
-        said: sentences for the record, to which this adds.
         left: how the nodes have changed, and the processes that continue; None: all processes are started.
     """
     config, checkpoint = record.read_config(), newest(record.path)
@@ -268,18 +265,19 @@ def _continued(
     if not jobs.keeps:
         release()
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
-        said.append(continued_from(checkpoint, dropped, left))
+        said = [continued_from(checkpoint, dropped, left)]
         if left is not None:
-            on_stderr(said[-1])
+            on_stderr(said[0])
         if change is not None:
             checkpoint = change.write(record, checkpoint)
             said += change.notes
+        record.note(checkpoint.manifest.seconds, said)
         if config != record.read_config():
             record.write_config(config)
     if config.park is not None and left is None:
         owner.lead(record.path)
     parked = ParkedWorkers(record.path if left is None else None)
-    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, parked, left, parts)
+    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, (), parked, left, parts)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:

@@ -165,6 +165,13 @@ class RefusedEvent(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fi
     reason: str
 
 
+class NoteEvent(msgspec.Struct, tag="note", frozen=True, forbid_unknown_fields=True):
+    """A sentence about the run, such as how its nodes changed; the summary's notes repeat it."""
+
+    seconds: float
+    text: str
+
+
 class ScalarEvent(msgspec.Struct, tag="scalar", frozen=True, forbid_unknown_fields=True):
     """A scalar that a strategy records, such as the number of lost updates."""
 
@@ -196,6 +203,7 @@ Event = (
     | PromotedEvent
     | DivergedEvent
     | RefusedEvent
+    | NoteEvent
     | ScalarEvent
     | ReplicaEvent
     | ResultEvent

@@ -36,6 +36,7 @@ from flockstep.records.events import (
     HostsEvent,
     LostEvent,
     NodeEvent,
+    NoteEvent,
     ReplicaEvent,
     ResultEvent,
     ScalarEvent,
@@ -282,6 +283,14 @@ class RunFolder:
         """Return the path of the events file of one node of a real run; None stands for the launcher."""
         name = "launcher" if node is None else node_name(node).replace(" ", "-")
         return self.path / "events" / f"{name}.jsonl"
+
+    def note(self, seconds: float, texts: Iterable[str]) -> None:
+        """Add sentences about a real run to the launcher's events. They are in every summary of the run from now on,
+        also if this process is killed and the run is resumed.
+        """
+        with EventWriter(self.node_events_file(None)) as events:
+            for text in texts:
+                events.write(NoteEvent(seconds, text))
 
     def read_events(self) -> list[Event]:
         """Return all events on disk, sorted by time; an empty list if no file exists yet."""

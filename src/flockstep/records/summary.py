@@ -19,6 +19,7 @@ from flockstep.records.events import (
     Event,
     LostEvent,
     NodeEvent,
+    NoteEvent,
     RefusedEvent,
     ReplicaEvent,
     ResultEvent,
@@ -185,8 +186,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Where servers record updates: updates applied by servers ÷ steps of all workers ÷ number of servers, equal for all
     workers. Otherwise, where workers record updates: updates of other workers that took effect ÷ steps of other
-    workers, both summed over the workers. None if the record has no updates, or no other worker made a step. The value
-    is never clipped: a value above 1 shows an error in the strategy's accounting.
+    workers, both summed over the workers. None if the record has no updates, if no other worker made a step, or if the
+    number of workers changed during the run, because steps are counted anew then. The value is never clipped: a value
+    above 1 shows an error in the strategy's accounting.
     """
     effective_rate: float | None = None
     """Sum of the weights of all gradients ÷ number of servers ÷ mean steps per worker: the factor on the learning rate
@@ -262,7 +264,7 @@ def summarize(
         events: the events of all nodes, in any order.
         status: how the run ended; "finished" becomes "diverged" if the final model is not finite.
         error: reason why the run did not finish.
-        notes: sentences about what is missing from the record.
+        notes: further sentences for the summary's notes, besides those of the events.
 
     Returns:
         The summary, with every figure computed from the events alone.
@@ -275,13 +277,16 @@ def summarize(
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
     parts = partition.parts
-    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts)
+    workers, completeness = _completed(
+        _totals(config.workers, nodes, ordered), updates, nodes, parts, _resized(ordered)
+    )
     workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates)
     agree = _replicas_agree(config.workers, nodes, parts)
     staleness, hit = _staleness(config.workers // parts, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
     alone = _apart(workers, agree)
-    said = [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
+    said = [event.text for event in ordered if isinstance(event, NoteEvent)]
+    said += [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
@@ -435,15 +440,31 @@ def _of_steps(rank: int, steps: Sequence[StepEvent]) -> WorkerTotals:
     return WorkerTotals(rank=rank, steps=max((step.step for step in steps), default=0), **sums, header_bytes=0)
 
 
+def _resized(events: Sequence[Event]) -> bool:
+    """Whether the number of workers changed, after which the workers count their steps as if they had always been as
+    many as then.
+    """
+    taken: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, StepEvent):
+            taken.setdefault(event.rank, []).append(event.step)
+    return any(len(steps) != max(steps) for steps in taken.values())
+
+
 def _completed(
-    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], nodes: dict[Address, NodeEvent], parts: int
+    workers: list[WorkerTotals],
+    updates: Sequence[UpdateEvent],
+    nodes: dict[Address, NodeEvent],
+    parts: int,
+    resized: bool,
 ) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with their communication completeness, and the completeness of the run.
+    """The workers with their communication completeness, and the completeness of the run; None if the run was
+    `resized`.
 
     Updates go to the workers that hold the same of the `parts` parts of the model.
     """
     total, group = sum(worker.steps for worker in workers) // parts, len(workers) // parts
-    if not updates:
+    if not updates or resized:
         return workers, None
     at_servers = [update for update in updates if update.node < 0]
     if at_servers:
