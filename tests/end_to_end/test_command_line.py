@@ -88,6 +88,10 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             ["train", "softmax", "-s", "gossip", "--stps", "3"],
             "no option of flockstep train is called '--stps'; did you mean '--steps'",
         ),
+        (
+            ["train", "softmax", "-s", "gossip", "--network", "100mbit"],
+            "--network has an effect in virtual time only; leave it out, or use flockstep simulate",
+        ),
     ],
 )
 def test_bad_input_ends_with_a_sentence_before_anything_starts(

@@ -23,7 +23,7 @@ from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Heard, Join, Over, Refused, Stopped, decoded, encoded
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
 from flockstep.launchers.joining_host import _JoiningHost
-from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
+from flockstep.launchers.meeting import Meeting, address_towards, meeting_at, read_secret
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import server
@@ -111,8 +111,8 @@ def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
         ({"node": 2}, "must be one of 1 to 1"),
         ({"workers": 5}, "was started for 2 hosts and 5 workers, the coordinator for 2 hosts and 4"),
         ({"settings": {"seed": "1"}}, "seed is 1 on that host and 0 at the coordinator"),
-        ({"settings": {}}, "seed is missing on that host"),
-        ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 on that host and missing at the coordinator"),
+        ({"settings": {}}, "seed is the default on that host"),
+        ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 on that host and the default at the coordinator"),
     ],
 )
 def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, object], reason: str) -> None:
@@ -422,7 +422,7 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
         with pytest.raises(PeerLost, match="secret"):
             knock(hosts, b"another secret, as long as ours")
         told = r"node 2 of 3 did not join within 0\.5 s \(refused 127\.0\.0\.1: the other end does not know the secret"
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=rf"{told}.*\); remove the reason of the refusal"):
             hosts.meet()
         said: list[str] = []
         agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0, say=said.append)
@@ -575,3 +575,14 @@ def test_the_coordinator_hears_that_a_host_that_joins_has_other_files(hosts: Rem
     wait_until(lambda: channel.flush() or hosts.pump() or not hosts.joining, PATIENCE, "it is turned back")  # type: ignore[func-returns-value]
     assert hosts.said[-1].endswith("does not join: other files")  # type: ignore[attr-defined]
     channel.close()
+
+
+def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unresolved(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    with pytest.raises(
+        ConfigurationError, match=r"host name 'nodeX' does not resolve on this machine: .*; correct the"
+    ):
+        address_towards("nodeX")

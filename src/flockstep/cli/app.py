@@ -84,6 +84,8 @@ def _unknown_option(error: TyperException) -> UnknownName | None:
     if not hasattr(error, "possibilities") or name is None or context is None:
         return None
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
+    if context.command.name == "train" and name in ("--network", "--compute", "--cluster"):
+        return UnknownName(f"{name} has an effect in virtual time only; leave it out, or use flockstep simulate")
     return UnknownName.among(f"option of {context.command_path}", name, known)
 
 

@@ -466,8 +466,6 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """Return text about the first setting in which a host differs from the coordinator; None if all settings agree."""
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
-            return (
-                f"{name} is {theirs.get(name, 'missing')} on that host and {ours.get(name, 'missing')} at the "
-                "coordinator"
-            )
+            absent = "missing" if name.startswith("import ") else "the default"
+            return f"{name} is {theirs.get(name, absent)} on that host and {ours.get(name, absent)} at the coordinator"
     return None

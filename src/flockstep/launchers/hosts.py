@@ -385,9 +385,10 @@ class RemoteHosts(OtherHosts):
             self.require_running()
             self._require_hosts("before the start of the run")
             if time.monotonic() > until:
+                start = f"start flockstep on every host with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
+                way = "remove the reason of the refusal, and start every host again" if self._turned_away else start
                 raise ConfigurationError(
-                    f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; start flockstep "
-                    f"on every host with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
+                    f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; {way}"
                 )
             if reminder.remind(f"{missing} at {self._meeting.where}"):
                 for host in self._hosts.values():

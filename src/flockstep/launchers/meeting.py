@@ -157,6 +157,11 @@ def address_towards(host: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # nothing is sent: the system only chooses the route
             return str(probe.getsockname()[0])
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"the host name {host!r} does not resolve on this machine: {error.strerror}; correct the name, or give the "
+            "host's IP address"
+        ) from None
     except OSError as error:
         raise ConfigurationError(
             f"the host {host!r} cannot be reached from here: {error.strerror}; set --host-address to an address of "
