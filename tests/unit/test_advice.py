@@ -150,6 +150,27 @@ def test_one_worker_that_does_not_fit_is_not_advised() -> None:
     assert advise(only).choice is not only.alone
 
 
+def with_gain(gain: float) -> Outlook:
+    """A plan whose only strategy is predicted to train `gain` times as fast as one worker."""
+    found = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
+    plain = found.named("all_reduce")
+    rate = gain * found.relative_samples(plain) * found.alone.samples_per_second
+    return dataclasses.replace(found, predictions=(replace(plain, samples_per_second=rate), found.alone))
+
+
+def test_several_workers_are_advised_only_where_the_gain_is_clear() -> None:
+    small, clear = with_gain(1.1), with_gain(1.25)
+    advice = advise(small)
+    assert advice.choice is small.alone
+    assert advice.sentences[1] == (
+        "all_reduce on 8 workers is predicted to train 1.1 times as fast as one worker, but predictions err by up to "
+        "20 %, so several workers are recommended only if they are predicted to train at least 1.2 times as fast."
+    )
+    assert advise(clear).choice.name == "all_reduce"
+    assert "if one worker were 4 % faster, it would be recommended" in advise(clear).changes  # 1.25 / 1.2
+    assert advise(small, ("private",)).choice.name == "all_reduce"  # one worker is ruled out: nothing to compare with
+
+
 FED = "all_reduce(codec=topk, feedback=residual)"
 
 

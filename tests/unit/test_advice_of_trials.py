@@ -27,7 +27,12 @@ latency = "1ms"
 @pytest.fixture(scope="module")
 def outlook() -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
-    return plan(JobProfile("surrogate", 210), read_cluster(CLUSTER, name="test"), strategies=strategies, further=False)
+    return plan(
+        JobProfile("surrogate", 210, known_noise=10.0),
+        read_cluster(CLUSTER, name="test"),
+        strategies=strategies,
+        further=False,
+    )
 
 
 def tried(name: str, seconds: float | None) -> Found:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import UnknownName
 from flockstep.planning import advice_text as say
-from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous, repeated
+from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous, preference, repeated
 from flockstep.planning.plan import BEST_SHOWN, Outlook, combines
 from flockstep.planning.plan_text import short
 from flockstep.planning.scaling import Crossover, crossovers, waiting
@@ -85,7 +85,8 @@ class Advice:
 def advise(
     outlook: Outlook, requirements: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements.
+    """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements. One
+    worker is recommended if it meets them and no speed-up reaches `criteria.MARGIN`.
 
     Trials in `found` take precedence over predictions. `candidates` are the strategies that were to be tried; if some
     of them were not tried, the advice says so.
@@ -110,7 +111,7 @@ def advise(
     if not left:
         sentences = say.nothing(outlook, excluded)
         return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups)
-    left.sort(key=lambda one: (*_rank(tried.get(one.name)), -speedups[one.name]))
+    left.sort(key=lambda one: (*_rank(tried.get(one.name)), -preference(one, speedups[one.name])))
     choice = left[0]
     first = choice.name in tried and tried[choice.name].seconds is not None
     case = say.Case(
@@ -185,7 +186,7 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
     """Sentences about missing trials, and about the basis of the advice in that case."""
     said = list[str]()
-    choice, planned = case.left[0], max(case.left, key=case.speedup)
+    choice, planned = case.left[0], max(case.left, key=case.preference)
     if untried:
         were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
         rest = ", ".join(map(short, untried))

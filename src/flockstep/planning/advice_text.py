@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flockstep.planning import worker_losses
-from flockstep.planning.criteria import approximates, drops
+from flockstep.planning.criteria import MARGIN, approximates, drops, preference
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, short
 from flockstep.planning.scaling import Crossover
@@ -41,6 +41,10 @@ class Case:
     def speedup(self, found: StepPrediction) -> float:
         """Return the predicted speed of a strategy relative to one worker."""
         return self.speedups[found.name]
+
+    def preference(self, found: StepPrediction) -> float:
+        """Return the figure by which a strategy is recommended, in which one worker counts more."""
+        return preference(found, self.speedup(found))
 
     @property
     def second(self) -> StepPrediction | None:
@@ -99,12 +103,17 @@ def _needs(outlook: Outlook, found: StepPrediction) -> str:
 
 
 def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Return sentences that say why the strategy with the most samples per second is not recommended."""
+    """Return sentences that say why the fastest strategy, or the one with the most samples per second, is not
+    recommended.
+    """
     others = [one for one in case.left if one.strategy is not None and combines(one)]
     if not others:
         return ("No other strategy meets the requirements.",)
     if case.outlook.workers == 1:
         return ()
+    fastest = max(others, key=case.speedup)
+    if not case.tried and case.speedup(fastest) > case.speedup(choice):
+        return (_doubtful(case, fastest),)
     best = max(others, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
@@ -114,6 +123,23 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     if ratio < 1 or case.speedup(best) >= case.speedup(choice):
         return (f"{said}.",)
     return (f"{said}, but {_dear(case, best)}.",)
+
+
+def _doubtful(case: Case, fastest: StepPrediction) -> str:
+    """Sentence that says why a strategy that is predicted to be faster than one worker is not recommended."""
+    gain = as_much(case.speedup(fastest), "fast")
+    return (
+        f"{short(fastest.name)} on {many(fastest.workers, 'worker')} is predicted to train {gain} as one worker, but "
+        f"{uncertain()}."
+    )
+
+
+def uncertain() -> str:
+    """Text of the reason why one worker is recommended although more workers are predicted to be a little faster."""
+    return (
+        f"predictions err by up to {formatting.share(MARGIN - 1)}, so several workers are recommended only if they are "
+        f"predicted to train at least {MARGIN:g} times as fast"
+    )
 
 
 def _dear(case: Case, found: StepPrediction) -> str:
@@ -207,19 +233,20 @@ def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover],
     if second is None:
         return tuple(said)
     ratio = second.samples_per_second / choice.samples_per_second
-    if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ratio > 1.005:
+    ahead = preference(second, second.samples_per_second) / preference(choice, choice.samples_per_second)
+    if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ahead > 1.005:
         said.append(
             f"if staleness, approximation and separate models did not slow down the progress of this job, "
             f"{short(second.name)} would be recommended, because it processes {as_much(ratio)} samples per second"
         )
-    elif 0 < case.speedup(second) <= case.speedup(choice):
-        said.append(_faster(short(second.name), case.speedup(choice) / case.speedup(second)))
+    elif 0 < case.preference(second) <= case.preference(choice):
+        said.append(_faster(short(second.name), case.preference(choice) / case.preference(second)))
     return (*said, *(() if tried else _measured(case.outlook, choice, second)))
 
 
 def _faster(name: str, ratio: float) -> str:
     if ratio < 1.001:
-        return f"{name} is predicted to be less than 0.1 % slower, so both are practically equal"
+        return f"if {name} were less than 0.1 % faster, it would be recommended"
     much = f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
     return f"if {name} were {much}, it would be recommended"
 

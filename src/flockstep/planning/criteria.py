@@ -48,6 +48,10 @@ DROPPING = 0.01
 """Squared error of a codec, as a share of the array's energy (sum of squares), above which the codec counts as a lossy
 approximation.
 """
+MARGIN = 1.2
+"""Predicted speed relative to one worker from which several workers are recommended. Predictions err by up to a fifth,
+so that a smaller gain may be none.
+"""
 TRIED = 4096
 """Number of elements of the random array on which the error of codecs is measured."""
 
@@ -334,3 +338,10 @@ def effective_rate(samples_per_second: float, relative: float) -> float:
     by the relative number of samples needed.
     """
     return samples_per_second / relative
+
+
+def preference(found: StepPrediction, speed: float) -> float:
+    """Return the figure by which strategies are recommended: the predicted speed, which counts `MARGIN` times as much
+    for one worker.
+    """
+    return speed * MARGIN if found.workers == 1 else speed

@@ -30,7 +30,8 @@ from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.planning.advice import Advice, slower, unfit
-from flockstep.planning.criteria import DOUBT, relative_samples
+from flockstep.planning.advice_text import uncertain
+from flockstep.planning.criteria import DOUBT, preference, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
@@ -550,12 +551,17 @@ def _concluded(
     fitting = [one for one in ranked if limit is None or one.memory <= limit]
     split, whole = fitting[0] if fitting else None, advice.choice
     choice: SplitPrediction | StepPrediction | None = whole
-    if split is not None and (whole is None or speedups[split.name] > GAIN * advice.speedups[whole.name]):
+    if split is not None and (whole is None or speedups[split.name] > _to_beat(advice.speedups[whole.name], whole)):
         choice = split
     sentences = _sentences(outlook, advice, choice, split, ranked, speedups, refused)
     reasons = () if planner is None else (_of_planner(planner, speedups),)
     command = None if choice is None else _command(outlook, choice, imports)
     return HybridAdvice(choice, ranked, speedups, sentences, reasons, command, refused, planner)
+
+
+def _to_beat(speedup: float, whole: StepPrediction) -> float:
+    """Speed-up that a split model must exceed to be recommended instead of whole replicas, or of one worker."""
+    return max(GAIN * speedup, preference(whole, speedup))
 
 
 def _command(outlook: Outlook, choice: SplitPrediction | StepPrediction, imports: Sequence[str]) -> str:
@@ -596,6 +602,8 @@ def _sentences(
             f"{choice.name} with whole replicas has a predicted speed-up of {number(advice.speedups[choice.name])}, "
             f"the best split ({split.name}) of {number(speedups[split.name])}"
         )
+        if choice.workers == 1 and speedups[split.name] > advice.speedups[choice.name]:
+            why += f", and {uncertain()}"
     elif ranked:
         why = f"no split fits into the {size(limit or 0.0)} of a worker"
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.planning.advice import Advice, slower
+from flockstep.planning.criteria import MARGIN
 from flockstep.planning.plan import BEST_SHOWN, Outlook
 from flockstep.planning.plan_text import (
     HEADINGS,
@@ -105,8 +106,9 @@ SCALING = (
 )
 MAP = (
     "The strategy with the highest predicted speed-up among the strategies that meet the requirements and fit in "
-    "memory, over bandwidth and number of parameters, if a gradient always takes the same number of operations. The "
-    "legend explains the letters. The cross marks this cluster and model."
+    f"memory, or one worker where no strategy reaches a speed-up of {MARGIN:g}, over bandwidth and number of "
+    "parameters, if a gradient always takes the same number of operations. The legend explains the letters. The cross "
+    "marks this cluster and model."
 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import effective_rate, relative_samples, repeated
+from flockstep.planning.criteria import effective_rate, preference, relative_samples, repeated
 from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import Moved, Pace, StepPrediction, faster
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
@@ -191,8 +191,8 @@ def crossovers(
     """Return the nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
     One quantity is varied at a time, up and down from its current value. Every part of a step except computing is
-    assumed to take `slower` times as long, and workers to have different data if `unbalanced`. The result is empty if
-    there is no prediction for `choice`.
+    assumed to take `slower` times as long, and workers to have different data if `unbalanced`. Strategies are compared
+    as in an advice (`criteria.preference`). The result is empty if there is no prediction for `choice`.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in predictions if one.name == choice), None)
@@ -200,7 +200,7 @@ def crossovers(
         return ()
 
     def rate(one: ScalablePrediction, there: Site, law: ComputeModel | None = None) -> float:
-        return one.effective_rate(there, workers, law, slower, unbalanced)
+        return preference(one.found, one.effective_rate(there, workers, law, slower, unbalanced))
 
     here = rate(chosen, site)
     others = [one for one in predictions if one is not chosen and rate(one, site) <= here]
@@ -238,10 +238,14 @@ def best(
     slower: float = 1.0,
     unbalanced: bool = False,
 ) -> str:
-    """Return the name of the strategy that processes the most effective samples per second on `site` with `workers`
-    workers.
+    """Return the name of the strategy that an advice prefers on `site` with `workers` workers: the one that processes
+    the most effective samples per second, or one worker unless the gain is clear (`criteria.preference`).
     """
-    return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower, unbalanced)).name
+
+    def rank(one: ScalablePrediction) -> float:
+        return preference(one.found, one.effective_rate(site, workers, law, slower, unbalanced))
+
+    return max(predictions, key=rank).name
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
