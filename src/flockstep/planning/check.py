@@ -13,12 +13,13 @@ from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.nodes import Hosts
+from flockstep.planning.evaluations import EvaluationTraffic, evaluation_traffic
 from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.plan_text import short
 from flockstep.planning.record_imports import NotAskedFor, trusted
 from flockstep.planning.rehearsal import STEPS, rehearse
-from flockstep.planning.step_prediction import FEW, predict_step
+from flockstep.planning.step_prediction import FEW, StepPrediction, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
@@ -150,22 +151,35 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
     else:
         site = Site(task, cluster)
+        traffic = evaluation_traffic(config, hosts, task.nbytes, cluster)
         found = predict_step(strategy, site, config.workers, steps=_rehearsed_steps(config))
+        with_evaluations = _longer(found, traffic)
         predicted = Figures(
-            found.seconds,
+            with_evaluations.seconds,
             found.sent_bytes,
-            found.utilization,
+            with_evaluations.utilization,
             found.staleness,
-            _all_samples(config, task, found.seconds),
+            _all_samples(config, task, with_evaluations.seconds),
             _gradient_of(site.compute(config.workers)),
         )
         source, where, notes = found.source, cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
+        if traffic is not None:
+            notes = (*notes, traffic.sentence(found, with_evaluations.seconds - found.seconds))
         ratio = measured.gradient / predicted.gradient if measured.gradient and predicted.gradient else 1.0
         if max(ratio, 1 / ratio) > APART:
             slower = replace(site, cluster=_slowed(cluster, ratio))
-            own = predict_step(strategy, slower, config.workers, steps=_rehearsed_steps(config)).seconds
+            there = predict_step(strategy, slower, config.workers, steps=_rehearsed_steps(config))
+            own = _longer(there, traffic).seconds
             notes = (*notes, _other_gradients(predicted, measured, cluster.name, config.title, own))
     return Check(task.name, config.title, config.workers, where, source, predicted, measured, own, notes)
+
+
+def _longer(found: StepPrediction, traffic: EvaluationTraffic | None) -> StepPrediction:
+    """The prediction with the time that models for evaluation add to a step."""
+    if traffic is None or not found.seconds > 0:
+        return found
+    seconds = found.seconds + traffic.longer(found)
+    return replace(found, seconds=seconds, utilization=found.utilization * found.seconds / seconds)
 
 
 def _gradient_of(law: ComputeModel) -> float:

@@ -1,0 +1,83 @@
+"""The time that models for evaluation add to a predicted step, against figures computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flockstep.costs.cluster_reading import read_cluster
+from flockstep.nodes import Hosts
+from flockstep.planning.evaluations import EvaluationTraffic, evaluation_traffic
+from flockstep.planning.step_prediction import StepPrediction
+from flockstep.records.config import RunConfig
+
+RUN = RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=4, steps=100, evaluate_every=5.0)
+FOUR: Hosts = ((0,), (1,), (2,), (3,))
+MODEL = 100_000
+CLUSTER = """
+compute = "constant(0.01)"
+[nodes.a]
+count = {count}
+workers = {workers}
+[[links]]
+node = "a"
+bandwidth = "8000gbit"
+[[links]]
+inside = "a"
+bandwidth = "8mbit"
+"""
+STEP = StepPrediction("all_reduce", None, 4, 0.1, 0.25, 50_000, 0.0, None, None, 0.0, 0.0, "rehearsal")
+"""A step of 100 ms, in 75 ms of which workers wait, and the link of 1 MB/s carries bytes for 50 ms."""
+
+
+def traffic(run: RunConfig = RUN, hosts: Hosts = FOUR) -> EvaluationTraffic | None:
+    shape = read_cluster(CLUSTER.format(count=len(hosts), workers=len(hosts[0])), name="test")
+    return evaluation_traffic(run, hosts, MODEL, shape)
+
+
+def test_models_from_other_hosts_take_the_link_of_the_coordinator() -> None:
+    """Three models of 100 kB at 1 MB/s every 5 steps: 60 ms of the link per step."""
+    found = traffic()
+    assert found is not None
+    assert (found.nbytes, found.hosts) == (300_000, 3)
+    assert found.per_step == pytest.approx(0.06)
+    two = traffic(hosts=((0, 1), (2, 3)))
+    assert two is not None
+    assert (two.nbytes, two.hosts) == (200_000, 1)
+    assert two.per_step == pytest.approx(0.04)
+
+
+def test_nothing_is_added_where_no_model_crosses_a_link() -> None:
+    """Negative control: on one host, without evaluations between the first and the last step, and in virtual time."""
+    assert traffic(hosts=((0, 1, 2, 3),)) is None
+    assert traffic(replace(RUN, evaluate_every=100.0)) is None
+    assert traffic(replace(RUN, kind="simulate")) is None
+
+
+def test_a_step_becomes_longer_by_what_does_not_pass_while_workers_compute() -> None:
+    found = traffic()
+    assert found is not None
+    assert found.longer(STEP) == pytest.approx(0.06 * 0.15 / (0.05 + 0.15))  # h m = 3 x 50 ms, c = 50 ms
+    rare = traffic(replace(RUN, evaluate_every=50.0))
+    assert rare is not None
+    assert rare.longer(STEP) == pytest.approx(0.1 * found.longer(STEP))
+
+
+def test_workers_that_do_not_wait_are_slowed_only_by_a_full_link() -> None:
+    """A gradient of 10 ms hides 5 ms of messages, but not 60 ms of models besides."""
+    found, rare = traffic(), traffic(replace(RUN, evaluate_every=75.0))
+    free = replace(STEP, seconds=0.01, utilization=1.0, sent_bytes=5_000)
+    assert found is not None
+    assert rare is not None
+    assert found.longer(free) == pytest.approx(0.005 + 0.06 - 0.01)
+    assert rare.longer(free) == 0.0  # 4 ms of models fit beside 5 ms of messages
+
+
+def test_the_sentence_gives_the_step_with_and_without_evaluations() -> None:
+    found = traffic()
+    assert found is not None
+    assert found.sentence(STEP, 0.045) == (
+        "workers send 300 kB to the coordinator's host every 5 steps for evaluation: with these models a step is "
+        "predicted to take 145 ms, without them 100 ms"
+    )
