@@ -163,7 +163,7 @@ def test_several_workers_are_advised_only_where_the_gain_is_clear() -> None:
     advice = advise(small)
     assert advice.choice is small.alone
     assert advice.sentences[1] == (
-        "all_reduce on 8 workers is predicted to train 1.1 times as fast as one worker, but predictions err by up to "
+        "all_reduce on 8 workers is predicted to train 1.10 times as fast as one worker, but predictions err by up to "
         "20 %, so several workers are recommended only if they are predicted to train at least 1.2 times as fast."
     )
     assert advise(clear).choice.name == "all_reduce"

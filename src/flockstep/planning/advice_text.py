@@ -127,10 +127,10 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 
 def _doubtful(case: Case, fastest: StepPrediction) -> str:
     """Sentence that says why a strategy that is predicted to be faster than one worker is not recommended."""
-    gain = as_much(case.speedup(fastest), "fast")
+    gain = formatting.number(case.speedup(fastest), 3)
     return (
-        f"{short(fastest.name)} on {many(fastest.workers, 'worker')} is predicted to train {gain} as one worker, but "
-        f"{uncertain()}."
+        f"{short(fastest.name)} on {many(fastest.workers, 'worker')} is predicted to train {gain} times as fast as one "
+        f"worker, but {uncertain()}."
     )
 
 
