@@ -221,7 +221,7 @@ def _product(left: Component, right: Component, where: str) -> Component:
     except TypeError:
         raise ConfigurationError(
             f"{where} must be a {left.noun}, got {left} * {right}; only a pipeline and a tensor can be multiplied, as "
-            "in pipeline(2) * tensor(2)"
+            "in pipeline(2) * tensor(2), and each of them or their product with sharded, as in pipeline(2) * sharded(2)"
         ) from None
     return typing.cast(Component, found)
 

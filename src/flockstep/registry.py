@@ -125,6 +125,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "tensor": "flockstep.partitions.tensor:TensorParallel",
         "product": "flockstep.partitions.tensor:Product",
         "sharded": "flockstep.partitions.sharded:Sharded",
+        "sharded_parts": "flockstep.partitions.sharded:ShardedParts",
         "grid": "flockstep.partitions.grid:SpatialGrid",
     },
     "pipeline_schedule": {

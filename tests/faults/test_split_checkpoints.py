@@ -41,6 +41,8 @@ QSGD = "pipeline(2, 1f1b, 3, codec=qsgd(8))"
             ("split_jobs", "all_reduce", "sharded(4, collective=rabenseifner)", 4, "worker-1", "shard.written", 2),
             ("split_job", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
             ("split_jobs", "local_sgd(3)", "pipeline(2, 1f1b, 3) * tensor(2)", 4, "worker-3", "gradient.computed", 33),
+            ("tied_job", "ps(bsp)", "pipeline(2, 1f1b, 2) * sharded(2)", 4, "worker-1", "gradient.computed", 33),
+            ("split_jobs", "local_sgd(3)", "tensor(2) * sharded(2)", 4, "launcher", "manifest.renamed", 2),
             ("split_jobs", "all_reduce", "pipeline(4, gpipe, 4)", 4, "worker-3", "gradient.computed", 33),
             ("grid_jobs", "local_sgd(3)", "grid(2, 1)", 4, "worker-3", "gradient.computed", 33),
         ],

@@ -326,7 +326,11 @@ def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (lambda: job_of(centered), 2, r"each sample on its own, got a loss of .* and a gradient at a distance of"),
         (lambda: job_of(furtive), 2, r"run one after another, must compute what the model computes, got a loss of nan"),
         (lambda: job_of(batch=2), 3, r"ways of sharded must be at most the 2 samples of a batch or micro-batch, got 3"),
-        (lambda: job_of(lambda: nn.Linear(6, 1, bias=False).double()), 7, r"got none for way 5 in job 'chain', whose"),
+        (
+            lambda: job_of(lambda: nn.Linear(6, 1, bias=False).double()),
+            7,
+            r"got none for shard 5 in job 'chain', whose",
+        ),
         (
             lambda: dataclasses.replace(job_of(), loss=summed),
             2,
@@ -339,12 +343,9 @@ def test_models_that_cannot_be_sharded_are_refused(job: Callable[[], Job], ways:
         simulated(job(), "all_reduce", f"sharded({ways})")
 
 
-def test_partitions_that_do_not_exist_are_refused() -> None:
+def test_a_single_shard_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"ways of sharded must be >= 2, got 1"):
         Sharded(1)
-    for text in ("pipeline(2) * sharded(2)", "sharded(2) * pipeline(2)", "tensor(2) * sharded(2)"):
-        with pytest.raises(CompositionError, match=r"sharded\(ways=2\) cannot be combined with .* yet; use sharded"):
-            Partition.parse(text)
 
 
 def test_a_batch_that_shrinks_below_the_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,10 @@ def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) ->
         "pipeline(2, gpipe, 4)", "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "pipeline(2, zb_h1, 2)",
         "tensor(2)", "tensor(4, collective=recursive_doubling)", "sharded(2)", "sharded(4)",
         "pipeline(2, 1f1b, 2) * tensor(2)", "pipeline(2, interleaved(2), 2) * tensor(2)",
+        "pipeline(2, 1f1b, 2) * sharded(2)", "tensor(2) * sharded(2)",
     ],
     "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "tensor(2)", "sharded(2)",
-    "pipeline(2, 1f1b, 2) * tensor(2)",
+    "pipeline(2, 1f1b, 2) * tensor(2)", "tensor(2) * sharded(2)",
 ))  # fmt: skip
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "local_sgd(period=4)"))
 def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) -> None:
@@ -267,6 +268,9 @@ def test_memory_of_ways_and_shards_by_hand() -> None:
     stored = 3 * math.ceil(sum(layers) / 2) + 3 * max(layers)
     activations = BATCH // 2 * task.shape.activation_bytes(1) / 4
     assert memory_of(split_shape(task, Partition.parse("sharded(2)")), task) == 4 * (stored + activations)
+    product = split_shape(task, Partition.parse("tensor(2) * sharded(2)"))
+    stored = 3 * math.ceil(max(own) / 2) + 2 * max(own)  # a gathered part and its gradient besides the shard
+    assert memory_of(product, task) == 4 * (stored + shared + outputs / 2)
 
 
 def two_layers() -> JobProfile:
@@ -501,6 +505,8 @@ def test_shapes_that_cannot_be_split_are_refused() -> None:
     for text in ("tensor(2)", "sharded(2)"):
         with pytest.raises(ConfigurationError, match="are known only for a job; plan for a job, or use a pipeline"):
             split_shape(two_layers(), Partition.parse(text))
+    with pytest.raises(ConfigurationError, match=r"stored in shards is known only .* or use pipeline\(stages=2"):
+        split_shape(two_layers(), Partition.parse("pipeline(2) * sharded(2)"))
     with pytest.raises(ConfigurationError, match="layers of x are unknown"):
         split_shape(JobProfile("x", 10), Pipeline.parse("pipeline(2, gpipe, 1)"))
     with pytest.raises(ConfigurationError, match="microbatches must be at most the 8 samples"):

@@ -45,6 +45,7 @@ WITH_ARGUMENTS = {
     ("partition", "pipeline"): "pipeline(4, schedule=1f1b, microbatches=8)",
     ("partition", "tensor"): "tensor(2)",
     ("partition", "sharded"): "sharded(2)",
+    ("partition", "sharded_parts"): "pipeline(2, gpipe, 4) * sharded(2)",
     ("partition", "grid"): "grid(2, 2)",
     ("partition", "product"): "pipeline(2, gpipe, 4) * tensor(2)",
     ("network", "link"): "link('1gbit')",

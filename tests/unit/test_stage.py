@@ -132,6 +132,10 @@ def test_no_step_beyond_the_last() -> None:
         ("pipeline(2, 1f1b, 2)", ["stage 0", "stage 1"]),
         ("tensor(2)", ["way 0", "way 1"]),
         ("sharded(2)", ["shard 0", "shard 1"]),
+        (
+            "pipeline(2, 1f1b, 2) * sharded(2)",
+            [f"shard {shard} of stage {stage}" for stage in (0, 1) for shard in (0, 1)],
+        ),
         ("pipeline(2, 1f1b, 2) * tensor(2)", [f"way {way} of stage {stage}" for stage in (0, 1) for way in (0, 1)]),
     ],
 )

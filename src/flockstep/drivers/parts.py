@@ -7,6 +7,7 @@ from functools import partial
 
 from flockstep.drivers.grid_way import GridWay
 from flockstep.drivers.part_program import PartProgram, PartRun, Send, part_random
+from flockstep.drivers.part_shard import PartShard
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.sharded_way import ShardedWay
 from flockstep.drivers.stage import PipelineStage, stage_notes
@@ -14,7 +15,7 @@ from flockstep.drivers.tensor_way import TensorWay
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Indices
 from flockstep.frameworks.grid import GridModel
-from flockstep.frameworks.shards import ShardedModel
+from flockstep.frameworks.shards import ShardedModel, ShardedPartsModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
 from flockstep.messages import NO_NOTES, Notes
@@ -56,11 +57,20 @@ def program_of(
             return TensorWay(run, model)
         case ShardedModel():
             return ShardedWay(run, model)
+        case ShardedPartsModel():
+            ways = model.split_by.sharded.ways
+            inner, shard = divmod(part, ways)
+            as_replica = replica * ways + shard  # of the inner partition, so that shards have their own random numbers
+            return PartShard(
+                run, model, lambda own, inside: program_of(model.inner, inner, as_replica, plan, own, inside, taken)
+            )
     raise CompositionError(f"no program computes the parts of {model.partition}; use partition=none")
 
 
 def notes_between(model: SplitModel) -> Notes:
     """Return message tag → type of the note, for the messages between the parts of a replica."""
+    if isinstance(model, ShardedPartsModel):
+        return notes_between(model.inner)
     if isinstance(model, GridModel):
         return stage_notes(len(model.exchanges), len(model.ties))
     if isinstance(model, PipelineModel | TensorModel):

@@ -9,6 +9,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,13 +19,13 @@ from flockstep.errors import CompositionError, ConfigurationError, FlockstepErro
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.grid import GridModel
 from flockstep.frameworks.numpy import Model, NumpyEngine
-from flockstep.frameworks.shards import ShardedModel
+from flockstep.frameworks.shards import ShardedModel, ShardedPartsModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 
@@ -71,6 +72,11 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         ConfigurationError: the model is not a torch module, or cannot be split into these parts.
         CompositionError: no framework can split models in this way.
     """
+    if isinstance(partition, ShardedParts):
+        inner = make_split(job, seed, partition.inner, facts)
+        from flockstep.frameworks.torch_sharded_parts import shard_parts
+
+        return shard_parts(job, inner, partition)
     if facts is not None and isinstance(partition, Pipeline):
         from flockstep.frameworks.torch_stages import stage_torch
 
@@ -122,6 +128,9 @@ def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
     """Return the split model in a form that lets this process hold a single part without building the whole model; if
     that is impossible, the facts of the returned model hold the reason.
     """
+    if isinstance(split, ShardedPartsModel):
+        inner = without_whole(job, seed, split.inner)
+        return replace(split, inner=inner, facts=inner.facts)
     if isinstance(split, GridModel):
         from flockstep.frameworks.torch_grid import with_obstacle_of_rectangles
 

@@ -1,4 +1,5 @@
-"""The interface between drivers and frameworks for a model whose parameters are stored in shards on several workers.
+"""The interface between drivers and frameworks for a model whose parameters are stored in shards on several workers, or
+whose parts are each stored in shards.
 
 A unit is some consecutive layers whose parameters are gathered together (a FlatParameter of PyTorch's FSDP). Each way,
 that is, each of the workers that share a replica, holds a shard of every unit, and computes all units on its share of
@@ -18,19 +19,19 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel, Tie
 from flockstep.partitions.base import Partition
-from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.sharded import Sharded, ShardedParts
 
 
 class ModelShard(HeldPart):
     """The part of a sharded model that one worker of a replica stores: a shard of every unit."""
 
-    def __init__(self, schema: Schema, train_size: int, units: Sequence[ModelPart], spans: Sequence[slice]):
+    def __init__(self, schema: Schema, train_size: int, units: Sequence[HeldPart], spans: Sequence[slice]):
         """Create the shards of one way.
 
         Args:
             schema: the tensors, and parts of tensors, in the shards.
             train_size: number of training samples of the job.
-            units: the units of the model.
+            units: the units of the model, or the part of a split model whose shard this is.
             spans: the elements of the shard in the flat array of each unit.
         """
         self.schema, self.train_size = schema, train_size
@@ -98,3 +99,31 @@ class ShardedModel(SplitModel):
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest unit, because some collectives send whole units."""
         return max(unit.schema.nbytes for unit in self.units)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPartsModel(SplitModel):
+    """A job whose model is split into parts, each of which is stored in shards on several workers.
+
+    Shard w of part p is part p W + w, for W shards.
+    """
+
+    parts: tuple[ModelShard, ...]
+    inner: SplitModel
+    """The model in whole parts."""
+    split_by: ShardedParts
+
+    @property
+    def partition(self) -> Partition:
+        return self.split_by
+
+    @property
+    def microbatches(self) -> int:
+        return self.inner.microbatches * self.split_by.sharded.ways
+
+    def largest_message(self, batch: int) -> int:
+        """Return the size in bytes of the largest array that parts send to each other; some collectives send all
+        parameters of a part.
+        """
+        share = -(-batch // self.split_by.sharded.ways)
+        return max(self.inner.largest_message(share), *(part.schema.nbytes for part in self.inner.parts))

@@ -16,7 +16,7 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.shards import ModelShard, ShardedModel
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PipelineModel
+from flockstep.frameworks.stages import HeldPart, MicroBatch, PipelineModel, SplitModel
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_blocks import of_all_samples
 from flockstep.frameworks.torch_chain import places_of
@@ -29,7 +29,7 @@ from flockstep.frameworks.torch_stages import (
     stage_torch,
     with_obstacle,
 )
-from flockstep.partitions.base import check_samples
+from flockstep.partitions.base import Partition, check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.sharded import Sharded
@@ -127,45 +127,63 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     Raises:
         ConfigurationError: a way would hold no parameter.
     """
-    engine, ways = units.engine, range(sharded.ways)
-    assert isinstance(engine, PartsEngine)
-    spans = [_spans(units.parts, sharded, way) for way in ways]
-    entries = [list(_shards(units.parts, one)) for one in spans]
-    for way in ways:
-        if not entries[way]:
-            raise ConfigurationError(
-                f"every way of {sharded} must hold parameters, got none for way {way} in {who}, whose layers have "
-                f"{', '.join(map(str, units.sizes))} parameters; use fewer ways, or collective=ring"
-            )
-    dtype = engine.schema.dtype
-    schemas = [Schema(dtype, tuple(_one_after_another(part))) for part in entries]
-    starts = [sum(units.sizes[:number]) for number in range(len(units.parts))]
-    within = [
-        slice(start + span.start, start + span.stop) for one in spans for start, span in zip(starts, one, strict=True)
+    held = [
+        [(number, sharded.collective.share(sharded.ways, size, way)) for number, size in enumerate(units.sizes)]
+        for way in range(sharded.ways)
     ]
-    schema = Schema(dtype, tuple(_one_after_another([entry for part in entries for entry in part])))
-    parts = tuple(ModelShard(schemas[way], engine.train_size, units.parts, spans[way]) for way in ways)
-    words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in ways)
-    return ShardedModel(
-        ShardsEngine(engine, schema, within), parts, words, units.facts, units.parts, units.ties, sharded
+    engine, parts = shards_of(units, held, sharded, who)
+    words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in range(sharded.ways))
+    return ShardedModel(engine, parts, words, units.facts, units.parts, units.ties, sharded)
+
+
+def shards_of(
+    split: SplitModel, held: Sequence[Sequence[tuple[int, slice]]], partition: Partition, who: str
+) -> tuple[ShardsEngine, tuple[ModelShard, ...]]:
+    """Return the engine and the parts of a model whose workers hold shards of the parts of `split`.
+
+    Args:
+        split: the model in whole parts, such as the units of a model in shards.
+        held: for each worker of a replica, the parts of which it holds a shard, and the elements of the shard.
+        partition: the partition that the result has.
+        who: name of the model in errors.
+
+    Raises:
+        ConfigurationError: a worker would hold no parameter.
+    """
+    engine, dtype = split.engine, split.engine.schema.dtype
+    assert isinstance(engine, PartsEngine)
+    entries = [[entry for number, span in one for entry in _within(split.parts[number], span)] for one in held]
+    for worker, own in enumerate(entries):
+        if not own:
+            raise ConfigurationError(
+                f"every worker of {partition} must hold parameters, got none for {partition.part_name(worker)} in "
+                f"{who}, whose parts have {', '.join(map(str, split.sizes))} parameters; use fewer ways, or "
+                "collective=ring"
+            )
+    starts = [sum(split.sizes[:number]) for number in range(len(split.parts))]
+    spans = [slice(starts[number] + span.start, starts[number] + span.stop) for one in held for number, span in one]
+    schema = Schema(dtype, tuple(_one_after_another([entry for own in entries for entry in own])))
+    parts = tuple(
+        ModelShard(
+            Schema(dtype, tuple(_one_after_another(own))),
+            engine.train_size,
+            [split.parts[number] for number, _ in one],
+            [span for _, span in one],
+        )
+        for one, own in zip(held, entries, strict=True)
     )
+    return ShardsEngine(engine, schema, spans), parts
 
 
-def _spans(units: Sequence[ModelPart], sharded: Sharded, way: int) -> list[slice]:
-    """The elements of each unit that a way holds: those that the collective leaves it."""
-    return [sharded.collective.share(sharded.ways, unit.schema.size, way) for unit in units]
-
-
-def _shards(units: Sequence[ModelPart], spans: Sequence[slice]) -> Iterator[Entry]:
-    """The tensors in the shards of the units; of a tensor that is cut, a part with one axis."""
-    for unit, span in zip(units, spans, strict=True):
-        for entry in unit.schema.entries:
-            first, last = max(entry.offset, span.start), min(entry.offset + entry.size, span.stop)
-            if last - first == entry.size:
-                yield entry
-            elif first < last:
-                name = f"{entry.name}[{first - entry.offset}:{last - entry.offset}]"
-                yield Entry(name, (last - first,), 0, entry.dtype)
+def _within(part: HeldPart, span: slice) -> Iterator[Entry]:
+    """The tensors in a shard of a part; of a tensor that is cut, a piece with one axis."""
+    for entry in part.schema.entries:
+        first, last = max(entry.offset, span.start), min(entry.offset + entry.size, span.stop)
+        if last - first == entry.size:
+            yield entry
+        elif first < last:
+            name = f"{entry.name}[{first - entry.offset}:{last - entry.offset}]"
+            yield Entry(name, (last - first,), 0, entry.dtype)
 
 
 def _one_after_another(entries: Sequence[Entry]) -> Iterator[Entry]:

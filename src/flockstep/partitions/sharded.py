@@ -1,4 +1,6 @@
-"""Sharded parameters: every worker stores a part of each layer, and computes all layers on a part of the batch."""
+"""Sharded parameters: every worker stores a part of each layer, and computes all layers on a part of the batch; the
+parts of another partition may be sharded too.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,74 @@ class Sharded(Partition):
         """Return 1, because a way stores one version of its parameters, that of the current step."""
         return 1
 
-    def __mul__(self, other: object) -> Partition:
-        raise CompositionError(
-            f"{self} cannot be combined with {other} yet; use {self} alone, or pipeline * tensor; a strategy trains "
-            "several replicas of either"
-        )
+    def __mul__(self, other: object) -> ShardedParts:
+        return ShardedParts(other, self) if isinstance(other, Partition) else NotImplemented
 
     __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class ShardedParts(Partition):
+    """Another partition whose parts are each held by the W workers of `sharded`: `pipeline(2) * sharded(2)`.
+
+    Each of the W workers stores 1/W of the part's parameters, gradient and optimizer state, and computes the part on
+    its 1/W of the replica's batch. At the beginning of a step the W workers gather the parameters of the part, then
+    compute as a replica of the inner partition does, together with the workers that have the same shard of the other
+    parts, and at the end reduce and scatter the gradient of the part. For K parameters of the part, a worker sends
+    2 (W - 1)/W K elements per step for these collectives, besides the messages of the inner partition.
+
+    Unlike the layers of `sharded` alone, a part is gathered as a whole, once per step: a pipeline passes its layers
+    once per micro-batch, so that gathering layer by layer would multiply the bytes by the number of micro-batches. For
+    this reason DeepSpeed, the implementation of ZeRO (Rajbhandari et al. 2020), combines pipelines with stage 1 only.
+    So memory is saved for what a worker stores (parameters, gradient, optimizer state, buffers of the strategy), but
+    not for the gathered parameters of the part and their gradient, with which the worker computes.
+
+    Shard w of part p is part p W + w of a replica.
+    """
+
+    divides: ClassVar[Division] = "state"
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    inner: Partition
+    sharded: Sharded
+
+    def __post_init__(self) -> None:
+        if self.inner.divides not in ("layers", "tensors"):
+            raise CompositionError(
+                f"the parts of pipeline, tensor, pipeline * tensor and grid can be combined with {self.sharded}, got "
+                f"{self.inner}; use one of them, or {self.sharded} alone"
+            )
+
+    @property
+    def parts(self) -> int:
+        return self.inner.parts * self.sharded.ways
+
+    @property
+    def splits_model(self) -> bool:
+        return True
+
+    @property
+    def delays(self) -> str | None:
+        return self.inner.delays
+
+    @property
+    def remembers(self) -> bool:
+        return self.inner.remembers
+
+    @property
+    def mean_delay(self) -> float:
+        return self.inner.mean_delay
+
+    def part_name(self, part: int) -> str:
+        inner, shard = divmod(part, self.sharded.ways)
+        return f"{self.sharded.part_name(shard)} of {self.inner.part_name(inner)}"
+
+    def batches_held(self, part: int) -> float:
+        """Return the number of batches whose activations a worker stores at the same time: 1/W of those of its part."""
+        return self.inner.batches_held(part // self.sharded.ways) / self.sharded.ways
+
+    def copies(self, part: int) -> int:
+        """Return the number of copies of its shard that a worker stores: W for each copy of the whole part, and 1 for
+        the parameters of the current step.
+        """
+        return self.sharded.ways * self.inner.copies(part // self.sharded.ways) + 1

@@ -1,18 +1,18 @@
-"""The surrogate of a model whose parameters are stored in shards, for rehearsals."""
+"""The surrogates of models whose parameters, or whose parts, are stored in shards, for rehearsals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from flockstep.arrays.schema import Entry, FlatArray, Schema
 from flockstep.codecs.base import Shape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_split
-from flockstep.frameworks.shards import ModelShard, ShardedModel
+from flockstep.frameworks.shards import ModelShard, ShardedModel, ShardedPartsModel
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares
-from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.split_shape import SplitShape, SurrogateHeld
@@ -67,6 +67,43 @@ class ShardsShape(SplitShape):
         return ShardedModel(engine, parts, self.layers, facts, units, (), self.partition)
 
 
+@dataclass(frozen=True)
+class ShardedPartsShape(SplitShape):
+    """A split model whose parts are each stored in shards."""
+
+    partition: ShardedParts
+    inner: SplitShape
+    """The model in whole parts; a batch has the samples of one shard."""
+    largest: int
+    """Largest number of parameters of a shard."""
+
+    @property
+    def tensors(self) -> tuple[Shape, ...]:
+        return self.inner.tensors
+
+    def passed(self) -> Sequence[float]:
+        return self.inner.passed()
+
+    def elements_held(self, slots: int) -> float:
+        """Return the number of elements in the memory of the worker that needs the most: a shard of the parameters,
+        their copy, the gradient and the optimizer's arrays; and the part's gradient, copies and activations.
+        """
+        return (3 + slots) * self.largest + self.inner.elements_held(-1)
+
+    def model(self, engine: SurrogateEngine) -> ShardedPartsModel:
+        inner, ways, share = (
+            self.inner.model(engine),
+            self.partition.sharded.ways,
+            self.partition.sharded.collective.share,
+        )
+        held = [(part, share(ways, part.schema.size, shard)) for part in inner.parts for shard in range(ways)]
+        parts = tuple(
+            ModelShard(_one_tensor(engine, span.stop - span.start), engine.train_size, [part], [span])
+            for part, span in held
+        )
+        return ShardedPartsModel(engine, parts, self.layers, inner.facts, inner, self.partition)
+
+
 class SurrogateUnit(SurrogateHeld, ModelPart):
     """A unit of a surrogate: its passes return nothing, and add the surrogate's gradient."""
 
@@ -115,4 +152,24 @@ def shards_shape(task: JobProfile, partition: Sharded) -> ShardsShape:
         )
     known = task.splits[partition]
     assert isinstance(known, ShardsShape)
+    return known
+
+
+def sharded_parts_shape(task: JobProfile, partition: ShardedParts, inner: SplitShape) -> ShardedPartsShape:
+    """Return the model of a task in sharded parts; `inner` is the model in whole parts.
+
+    Raises:
+        ConfigurationError: there is no job, or a run refuses to shard the parts of its model.
+    """
+    if task.job is None:
+        raise ConfigurationError(
+            f"whether the parts of {task.name} can be stored in shards is known only for a job; plan for a job, or use "
+            f"{partition.inner}"
+        )
+    if partition not in task.splits:
+        model = make_split(task.job(0), 0, partition)
+        share = replace(inner, batch=task.batch // partition.sharded.ways)
+        task.splits[partition] = ShardedPartsShape(partition, task.batch, model.layers, share, max(model.sizes))
+    known = task.splits[partition]
+    assert isinstance(known, ShardedPartsShape)
     return known

@@ -1,0 +1,105 @@
+"""The program of a worker that stores a shard of a part of a split model (Rajbhandari et al. 2020, ZeRO).
+
+The program wraps the unchanged program of the part: it gathers the part's parameters, lets the program compute its step
+on this worker's share of the batch, and then reduces and scatters the part's gradient. The W workers of a part so
+compute what W replicas of the model without shards would compute.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.part_program import NeedRequest, PartEffect, PartProgram, PartRun, Send, resumed
+from flockstep.drivers.ways import Ways
+from flockstep.frameworks.base import Indices
+from flockstep.frameworks.shards import ShardedPartsModel
+from flockstep.frameworks.stages import MicroBatch
+from flockstep.messages import PART, Message, Wanted
+
+
+class PartShard(PartProgram):
+    """The program of one shard of one part of one replica.
+
+    Messages between workers with the same shard number belong to the inner program; those between the workers of a part
+    belong to the collectives.
+    """
+
+    def __init__(
+        self, run: PartRun, model: ShardedPartsModel, inside: Callable[[Callable[[], Indices], Send], PartProgram]
+    ):
+        """`inside`: function (batch, send) that returns the program of the whole part."""
+        super().__init__(run, model.parts[run.number])
+        self._ways, self._collective = model.split_by.sharded.ways, model.split_by.sharded.collective
+        part, self._shard = divmod(run.number, self._ways)
+        mine = range(part * self._ways, (part + 1) * self._ways)
+        self._group = Ways(mine, run, self.mailbox)
+        self._spans = [model.parts[one].spans[0] for one in mine]
+        self._params: FlatArray = self.gradient.copy()
+        self._shares: deque[float] = deque()
+        """This worker's share of the samples of each batch that has been drawn, up to the end of the batch's step."""
+        self._inner = inside(self._own_samples, self._send_inside)
+        self._inner_program = self._inner.program()
+
+    def requested(self, params: FlatArray) -> None:
+        self._params[:] = params
+
+    async def program(self) -> None:
+        await self._until_request()
+        await resumed(NeedRequest())
+        for _ in range(self._run.taken, self._run.steps):
+            self._inner.requested(await self._gathered())
+            await self._until_request()
+            await self._reduce(self._shares.popleft())
+            await resumed(NeedRequest())
+
+    def _own_samples(self) -> Indices:
+        """Draw the replica's batch, and return this worker's share of its samples."""
+        batch = MicroBatch(self.rank, 0, self.number, self._run.batch(), 1.0).divided(self._ways, "sharded")
+        self._shares.append(batch[self._shard].share)
+        return batch[self._shard].indices
+
+    async def _gathered(self) -> FlatArray:
+        """Return the parameters (K,) of the part, from the shards of its workers."""
+        params = np.empty_like(self._inner.gradient)
+        for span, shard in zip(self._spans, await self._collective.all_gather(self._group, self._params), strict=True):
+            params[span] = shard
+        return params
+
+    async def _reduce(self, share: float) -> None:
+        """Store this worker's shard of the part's gradient, and the loss, of the whole batch; `share` is this worker's
+        share of the batch's samples.
+        """
+        slope = self._inner.gradient
+        slope *= share
+        _, self.gradient[:] = await self._collective.reduce_scatter(self._group, slope)
+        losses = await self._collective.all_gather(self._group, np.array([self._inner.loss * share]))
+        self.loss = float(sum(one[0] for one in losses))
+
+    @types.coroutine
+    def _until_request(self) -> Generator[PartEffect, Any, None]:
+        """Run the inner program until it waits for the next request, which is at its beginning and after each step."""
+        message: Message | None = None
+        while not isinstance(effect := self._inner_program.send(message), NeedRequest):
+            if not isinstance(effect, Wanted):
+                message = yield effect
+                continue
+            assert effect.source is not None
+            source = PART + self._outside(effect.source - PART)
+            message = yield msgspec.structs.replace(effect, source=source)
+            self.mailbox.require_all(source)
+
+    def _send_inside(self, to: int, message: Message) -> None:
+        """Send a message of the inner program to the worker with the same shard of part `to`."""
+        message.source = PART + self.number
+        self._run.send(self._outside(to), message)
+
+    def _outside(self, part: int) -> int:
+        """Return the number of the worker with the same shard of a part of the inner partition."""
+        return part * self._ways + self._shard
