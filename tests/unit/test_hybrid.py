@@ -269,7 +269,7 @@ def test_memory_of_ways_and_shards_by_hand() -> None:
     activations = BATCH // 2 * task.shape.activation_bytes(1) / 4
     assert memory_of(split_shape(task, Partition.parse("sharded(2)")), task) == 4 * (stored + activations)
     product = split_shape(task, Partition.parse("tensor(2) * sharded(2)"))
-    stored = 3 * math.ceil(max(own) / 2) + 2 * max(own)  # a gathered part and its gradient besides the shard
+    stored = 2 * math.ceil(max(own) / 2) + 2 * max(own)  # a gathered part and its gradient besides the shard
     assert memory_of(product, task) == 4 * (stored + shared + outputs / 2)
 
 

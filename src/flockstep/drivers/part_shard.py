@@ -41,20 +41,23 @@ class PartShard(PartProgram):
         mine = range(part * self._ways, (part + 1) * self._ways)
         self._group = Ways(mine, run, self.mailbox)
         self._spans = [model.parts[one].spans[0] for one in mine]
-        self._params: FlatArray = self.gradient.copy()
+        self._own = self._spans[self._shard]
+        self._gathered: FlatArray | None = None
+        """The parameters (K,) of the part, from the request for a step until the inner program has a copy."""
         self._shares: deque[float] = deque()
         """This worker's share of the samples of each batch that has been drawn, up to the end of the batch's step."""
         self._inner = inside(self._own_samples, self._send_inside)
         self._inner_program = self._inner.program()
 
     def requested(self, params: FlatArray) -> None:
-        self._params[:] = params
+        self._gathered = np.empty_like(self._inner.gradient)
+        self._gathered[self._own] = params
 
     async def program(self) -> None:
         await self._until_request()
         await resumed(NeedRequest())
         for _ in range(self._run.taken, self._run.steps):
-            self._inner.requested(await self._gathered())
+            await self._gather()
             await self._until_request()
             await self._reduce(self._shares.popleft())
             await resumed(NeedRequest())
@@ -65,12 +68,14 @@ class PartShard(PartProgram):
         self._shares.append(batch[self._shard].share)
         return batch[self._shard].indices
 
-    async def _gathered(self) -> FlatArray:
-        """Return the parameters (K,) of the part, from the shards of its workers."""
-        params = np.empty_like(self._inner.gradient)
-        for span, shard in zip(self._spans, await self._collective.all_gather(self._group, self._params), strict=True):
+    async def _gather(self) -> None:
+        """Give the inner program the parameters of the part, from the shards of its workers."""
+        params, self._gathered = self._gathered, None
+        assert params is not None
+        shards = await self._collective.all_gather(self._group, params[self._own])
+        for span, shard in zip(self._spans, shards, strict=True):
             params[span] = shard
-        return params
+        self._inner.requested(params)
 
     async def _reduce(self, share: float) -> None:
         """Store this worker's shard of the part's gradient, and the loss, of the whole batch; `share` is this worker's

@@ -113,7 +113,5 @@ class ShardedParts(Partition):
         return self.inner.batches_held(part // self.sharded.ways) / self.sharded.ways
 
     def copies(self, part: int) -> int:
-        """Return the number of copies of its shard that a worker stores: W for each copy of the whole part, and 1 for
-        the parameters of the current step.
-        """
-        return self.sharded.ways * self.inner.copies(part // self.sharded.ways) + 1
+        """Return the number of copies of its shard that a worker stores: W for each copy of the whole part."""
+        return self.sharded.ways * self.inner.copies(part // self.sharded.ways)

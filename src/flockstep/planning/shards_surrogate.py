@@ -86,9 +86,9 @@ class ShardedPartsShape(SplitShape):
 
     def elements_held(self, slots: int) -> float:
         """Return the number of elements in the memory of the worker that needs the most: a shard of the parameters,
-        their copy, the gradient and the optimizer's arrays; and the part's gradient, copies and activations.
+        the gradient and the optimizer's arrays; and the part's gradient, copies and activations.
         """
-        return (3 + slots) * self.largest + self.inner.elements_held(-1)
+        return (2 + slots) * self.largest + self.inner.elements_held(-1)
 
     def model(self, engine: SurrogateEngine) -> ShardedPartsModel:
         inner, ways, share = (
