@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flockstep.drivers.member import LOSS_TOLD
 from flockstep.drivers.real import NodeConnection
 from flockstep.errors import PeerLost
 from flockstep.messages import Message, frozen, server
@@ -26,7 +27,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
     bus = SimpleNamespace(
         copy_for_sending=frozen,
         traffic=Traffic(),
-        broken=lambda seconds: set(broken if seconds == 2 else ()),
+        broken=lambda seconds: set(broken if seconds == LOSS_TOLD else ()),
         why_broken=lambda peer: f"the connection to worker {peer} broke: nothing arrived for 1.0 s",
     )
     member: Any = SimpleNamespace(
@@ -71,7 +72,7 @@ def test_a_worker_that_has_left_after_fewer_steps_does(tmp_path: Any) -> None:
 
 
 def test_a_connection_that_broke_though_both_live_ends_the_wait(tmp_path: Any) -> None:
-    """Two heartbeats after it broke: by then the supervisor would have said who has died."""
+    """Three heartbeats after it broke: by then the supervisor would have said who has died."""
     with pytest.raises(
         PeerLost,
         match=r"worker 1 broke: nothing arrived for 1\.0 s, although both processes are alive; worker 0 at step 3 w",
