@@ -343,6 +343,41 @@ def test_models_that_cannot_be_sharded_are_refused(job: Callable[[], Job], ways:
         simulated(job(), "all_reduce", f"sharded({ways})")
 
 
+class Autocast(nn.Module):
+    """A layer of the user that computes in bfloat16 with float32 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).float()
+
+
+def in_bfloat16() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), Autocast())
+
+
+def at_optimum() -> nn.Module:
+    """A regression whose gradients cancel in the batch of the trial."""
+    data, model = job_of().data(), nn.Linear(6, 1, bias=False).double()
+    x, y = torch.tensor(data.train_x[::10]), torch.tensor(data.train_y[::10])
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+    return nn.Sequential(model)
+
+
+@pytest.mark.parametrize("model", [in_bfloat16, at_optimum])
+def test_rounding_is_not_taken_for_a_layer_that_averages_over_the_batch(model: Callable[[], nn.Module]) -> None:
+    def data() -> Data:
+        known, dtype = job_of().data(), next(model().parameters()).detach().numpy().dtype
+        return Data(*(one.astype(dtype) for one in (known.train_x, known.train_y, known.test_x, known.test_y)))
+
+    shard_torch(dataclasses.replace(job_of(model), data=data), 0, Sharded(4))
+
+
 def test_a_single_shard_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"ways of sharded must be >= 2, got 1"):
         Sharded(1)

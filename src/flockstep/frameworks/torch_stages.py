@@ -41,6 +41,10 @@ from flockstep.partitions.split_facts import SplitFacts
 
 ROUNDING = 1e-6
 """Largest rounding error with which the micro-batches' shares of a batch may sum to one."""
+SHARES_APART = 0.03
+"""Largest relative distance between the gradient of a batch and the sum over its shares that is attributed to rounding,
+such as that of torch.autocast.
+"""
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that stages can send to each other."""
 TRIAL_BATCHES = 16
@@ -697,11 +701,9 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-def trial_differences(split: PipelineModel, known: PipelineModel, count: int = 1) -> tuple[str, float]:
+def trial_differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
-
-    The chunks compute the batch in `count` shares, one after another.
     """
     engine, trial = engine_of(known), engine_of(split)
     whole = _built(known)
@@ -713,24 +715,42 @@ def trial_differences(split: PipelineModel, known: PipelineModel, count: int = 1
     values = known.lent([part.initial() for part in known.parts])
     slopes = [np.zeros_like(one) for one in values]
     with trial.trial(), whole.displaced():
-        parts = enumerate(batch.divided(count, "sharded"))
-        own = sum(_passes(split, values, replace(one, number=number), slopes) for number, one in parts)
+        own = _passes(split, values, batch, slopes)
         apart = buffers_apart(trial, buffers, whole.tolerance)
     return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
 
 
-def difference_in_shares(split: PipelineModel, count: int) -> str:
-    """How a batch whose samples are computed in `count` shares differs from the batch as a whole, in words; empty if by
-    rounding only, or if the model draws random numbers besides those of dropout, because each share draws its own.
+def difference_in_shares(split: SplitModel, count: int) -> str:
+    """How a batch whose samples the unsplit model computes in `count` shares differs from the batch as a whole, in
+    words; empty if by rounding only, or if the model draws random numbers besides those of dropout, because each share
+    draws its own.
+
+    A distance is relative to the gradients of the shares, which may cancel in the sum, and may be as large as
+    `SHARES_APART`, because a model may compute in fewer digits than its parameters have.
     """
-    whole = _built(split)
+    whole, params = _built(split), engine_of(split).whole.initial()
     with trial_of(split), torch.no_grad(), torch.random.fork_rng(devices=[]):
         state = torch.get_rng_state()
         whole.module(whole.samples(whole.trial_samples)[0])
         if not torch.equal(state, torch.get_rng_state()):
             return ""
+
+    def gradient_of(batch: MicroBatch) -> npt.NDArray[np.float64]:
+        """Loss and gradient (1 + K,) of a batch, times its share."""
+        slope = np.empty_like(params)
+        loss = whole.gradient(params, batch.indices, slope)
+        return batch.share * np.concatenate([[loss], slope]).astype(np.float64)
+
+    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     with trial_of(split):
-        return trial_differences(split, split, count)[0]
+        expected, shares = gradient_of(batch), [gradient_of(one) for one in batch.divided(count, "sharded")]
+    (loss, *_), total = expected, np.sum(shares, axis=0)
+    size = sum(float(np.linalg.norm(one[1:])) for one in shares)
+    level = sum(abs(float(one[0])) for one in shares)
+    distance, tolerance = float(np.linalg.norm(total[1:] - expected[1:])), max(SHARES_APART, whole.tolerance)
+    if not math.isfinite(size) or (distance <= tolerance * size and abs(total[0] - loss) <= tolerance * level):
+        return ""
+    return _apart(float(total[0]), float(loss), distance, float(np.linalg.norm(expected[1:])))
 
 
 def _passes(split: PipelineModel, values: Sequence[FlatArray], batch: MicroBatch, slopes: Sequence[FlatArray]) -> float:
@@ -774,6 +794,10 @@ def difference(
         return None
     if distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss):
         return f"changing buffers that differ by {buffers:.2g}" if buffers else None
+    return _apart(own, loss, distance, size)
+
+
+def _apart(own: float, loss: float, distance: float, size: float) -> str:
     apart = f"a gradient at a distance of {distance:.2g} from one of size {size:.2g}"
     return f"a loss of {own:.6g} instead of {loss:.6g} and {apart}"
 
@@ -807,7 +831,7 @@ def trial_of(model: SplitModel) -> Iterator[None]:
         yield
 
 
-def _built(split: PipelineModel) -> TorchEngine:
+def _built(split: SplitModel) -> TorchEngine:
     """The whole model of a process that has built it."""
     whole = engine_of(split).whole
     assert isinstance(whole, TorchEngine)
