@@ -218,6 +218,13 @@ def normed(**options: Any) -> Callable[[], Job]:
     return lambda: job_of(lambda: nn.Sequential(*layers).double())
 
 
+class Centered(nn.Module):
+    """A layer of the user that subtracts the mean over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
 def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return ((outputs - targets) ** 2).sum()
 
@@ -231,6 +238,11 @@ def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             r"every layer must .*, got BatchNorm1d in 1 of job 'chain'; use for exa",
         ),
         (normed(track_running_stats=False), "tensor(2) * sharded(2)", r"must compute .*, got BatchNorm1d in 1 of job"),
+        (
+            lambda: job_of(lambda: nn.Sequential(nn.Linear(6, 4), Centered(), nn.Linear(4, 1)).double()),
+            "pipeline(2) * sharded(2)",
+            r"must compute each sample on its own, got a loss of .* of job 'chain'",
+        ),
         (
             lambda: job_of(batch=7),
             "pipeline(2, gpipe, 4) * sharded(2)",

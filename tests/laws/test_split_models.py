@@ -25,8 +25,10 @@ from flockstep.errors import CompositionError, ConfigurationError, PeerLost, Run
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_stages import split_torch
+from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
 from flockstep.partitions.timeline import timeline
@@ -694,9 +696,10 @@ def test_a_layer_that_averages_over_the_batch_is_told(layer: type[nn.Module]) ->
         given = () if layer is Centered else (8,)
         return nn.Sequential(*layers[:2], nn.Dropout(0.5), layer(*given).double(), *layers[2:])
 
-    split = split_torch(job_of(model), 0, Pipeline(2, microbatches=3))
-    assert split.note is None or "some layer, which gives a loss of" in split.note
-    assert (split.note is None) == (layer is nn.LayerNorm)
+    for partition in ("pipeline(2, 1f1b, 3)", "tensor(2) * pipeline(2, 1f1b, 3)"):
+        split = make_split(job_of(model), 0, Partition.parse(partition))
+        assert split.note is None or "some layer, which gives a loss of" in split.note
+        assert (split.note is None) == (layer is nn.LayerNorm)
 
 
 @pytest.mark.parametrize(

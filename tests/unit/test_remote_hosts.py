@@ -113,6 +113,7 @@ def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
         ({"settings": {"seed": "1"}}, "seed is 1 on that host and 0 at the coordinator"),
         ({"settings": {}}, "seed is the default on that host"),
         ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 on that host and the default at the coordinator"),
+        ({"settings": {"seed": "0", "module": "m.py"}}, "module is m.py on that host and missing at the coordinator"),
     ],
 )
 def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, object], reason: str) -> None:

@@ -228,6 +228,8 @@ def test_a_run_whose_workers_changed_has_no_share_of_applied_updates() -> None:
     steps = [StepEvent(0.1 * at, rank, number, 0.5, 0.1, 0, 0, 0, 0, 0, 0) for at, (rank, number) in enumerate(taken)]
     updates = [UpdateEvent(0.1 * at, rank, None, 1, 0) for at, (rank, _) in enumerate(taken)]
     config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=3)
-    assert summarize(config, [*steps, *updates], "finished").completeness is None
+    weighted = [UpdateEvent(0.1 * at, -1, rank, 1, 0, 1.0) for at, (rank, _) in enumerate(taken)]
+    resized = summarize(config, [*steps, *updates, *weighted], "finished")
+    assert (resized.completeness, resized.effective_rate) == (None, None)
     config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=2)
     assert summarize(config, [*steps[:4], *steps[5:9], *updates[:8]], "finished").completeness is not None

@@ -9,8 +9,7 @@ from flockstep.frameworks.stages import SplitModel
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_blocks import of_all_samples
 from flockstep.frameworks.torch_shards import shards_of
-from flockstep.frameworks.torch_stages import check_loss, model_chain
-from flockstep.frameworks.torch_ways import engine_of
+from flockstep.frameworks.torch_stages import check_loss, difference_in_shares, engine_of, model_chain
 from flockstep.partitions.base import check_samples
 from flockstep.partitions.sharded import ShardedParts
 
@@ -29,8 +28,8 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
     whole = engine_of(inner).whole
     if isinstance(whole, TorchEngine):
         check_samples("sharded", sharded.ways, job.batch // inner.microbatches)
-        _require_own_samples(whole, partition, who)
         check_loss(engine_of(inner), whole, sharded.ways, who, "partition=none")
+        _require_own_samples(inner, whole, partition, who)
     held = [
         [(part, sharded.collective.share(sharded.ways, size, shard))]
         for part, size in enumerate(inner.sizes)
@@ -41,15 +40,16 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
     return ShardedPartsModel(engine, parts, words, inner.facts, inner, partition)
 
 
-def _require_own_samples(whole: TorchEngine, partition: ShardedParts, who: str) -> None:
+def _require_own_samples(inner: SplitModel, whole: TorchEngine, partition: ShardedParts, who: str) -> None:
     """Check that every layer computes each sample on its own.
 
     Raises:
         ConfigurationError: a layer computes or stores statistics of its samples.
     """
-    for layer in model_chain(whole.module, who):
-        if (why := of_all_samples(layer, list(whole.changing_buffers))) is not None:
-            raise ConfigurationError(
-                f"the shards of {partition} compute different samples, so that every layer must compute each sample on "
-                f"its own, got {why} of {who}; use for example nn.GroupNorm, or partition={partition.inner}"
-            )
+    known = (of_all_samples(layer, list(whole.changing_buffers)) for layer in model_chain(whole.module, who))
+    why = next((one for one in known if one), None) or difference_in_shares(inner, partition.sharded.ways)
+    if why:
+        raise ConfigurationError(
+            f"the shards of {partition} compute different samples, so that every layer must compute each sample on its "
+            f"own, got {why} of {who}; use for example nn.GroupNorm, or partition={partition.inner}"
+        )

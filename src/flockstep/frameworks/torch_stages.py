@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from flockstep.frameworks.torch_trace import traced_chain, writes_inputs
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 
+S = TypeVar("S", bound=SplitModel)
 ROUNDING = 1e-6
 """Largest rounding error with which the micro-batches' shares of a batch may sum to one."""
 SHARES_APART = 0.03
@@ -94,12 +95,12 @@ def cut_chain(
     split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
     _compare(split, split, who)
     check_loss(engine_of(split), whole, pipeline.microbatches, who, way_out)
-    return split if make or of_batch else _with_layers_of_batch(split, len(whole.trial_samples))
+    return split if make or of_batch else with_layers_of_batch(split, len(whole.trial_samples))
 
 
-def _with_layers_of_batch(split: PipelineModel, samples: int) -> PipelineModel:
+def with_layers_of_batch(split: S, samples: int) -> S:
     """Return `split`, with a text in the facts if micro-batches have other results than a batch of `samples`."""
-    count = split.pipeline.microbatches
+    count = split.microbatches
     if not 1 < count <= samples or not (why := difference_in_shares(split, count)):
         return split
     return replace(split, facts=replace(split.facts, of_batch=(f"some layer, which gives {why}",)))

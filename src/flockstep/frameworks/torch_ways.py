@@ -43,6 +43,7 @@ from flockstep.frameworks.torch_stages import (
     model_chain,
     passes_over,
     trial_of,
+    with_layers_of_batch,
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
@@ -96,7 +97,8 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         assert isinstance(part, TorchWay)
         part.forget()
     check_loss(engine_of(model), whole, pipeline.microbatches, who)
-    return replace(model, facts=replace(facts, sample_bytes=largest), outputs=outputs)
+    model = replace(model, facts=replace(facts, sample_bytes=largest), outputs=outputs)
+    return model if of_batch else with_layers_of_batch(model, len(whole.trial_samples))
 
 
 def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product, facts: SplitFacts) -> TensorModel:

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import shlex
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from flockstep.launchers.children import Child
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.records.config import RunConfig
@@ -40,10 +41,6 @@ def link_timeout_of(config: RunConfig) -> float:
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
-ARGUMENTS, MODULE, IMPORT = "arguments of the script", "module", "import "
-"""Names of settings that hosts compare: the script's arguments, its module, and the prefix before the name of a file
-with custom components.
-"""
 OWN = ("versions", "facts", "imports", "job")
 """Fields of a configuration that may differ in text between hosts. For files that such a field names, the contents are
 compared.
@@ -190,12 +187,6 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
     for number, file in enumerate(config.imports):
         settings[f"{IMPORT}{number}"] = named_content(file)
     return settings
-
-
-def files_in(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that name files, each with the hash of the file, and the script's arguments."""
-    files = "job", MODULE, ARGUMENTS
-    return {name: text for name, text in settings.items() if name in files or name.startswith(IMPORT)}
 
 
 def named_content(file: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -460,12 +460,3 @@ def on_host(transport: Transport, host: str) -> Transport:
     if not isinstance(transport, Tcp):
         raise ConfigurationError(f"a run over several hosts needs the transport tcp, got {transport}; leave it out")
     return transport if transport.interface else dataclasses.replace(transport, host=host)
-
-
-def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Return text about the first setting in which a host differs from the coordinator; None if all settings agree."""
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            absent = "missing" if name.startswith("import ") else "the default"
-            return f"{name} is {theirs.get(name, absent)} on that host and {ours.get(name, absent)} at the coordinator"
-    return None

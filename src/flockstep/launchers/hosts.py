@@ -21,7 +21,6 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import HOST_LOST, Child
-from flockstep.launchers.host_agent import differing
 from flockstep.launchers.host_files import AHEAD, PART
 from flockstep.launchers.host_messages import (
     Accepted,
@@ -52,6 +51,7 @@ from flockstep.launchers.host_messages import (
     decoded,
     encoded,
 )
+from flockstep.launchers.host_settings import differing
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
@@ -386,9 +386,9 @@ class RemoteHosts(OtherHosts):
             self._require_hosts("before the start of the run")
             if time.monotonic() > until:
                 start = f"start flockstep on every host with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
-                way = "remove the reason of the refusal, and start every host again" if self._turned_away else start
+                way = "remove the reason of the refusal, and " if self._turned_away else ""
                 raise ConfigurationError(
-                    f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; {way}"
+                    f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; {way}{start}"
                 )
             if reminder.remind(f"{missing} at {self._meeting.where}"):
                 for host in self._hosts.values():

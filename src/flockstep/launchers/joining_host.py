@@ -12,9 +12,10 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
-from flockstep.launchers.gathering import HEARTBEAT, files_in, settings_of
-from flockstep.launchers.host_agent import HostAgent, differing
+from flockstep.launchers.gathering import HEARTBEAT, settings_of
+from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.host_settings import differing, files_in
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.records.config import RunConfig

@@ -23,7 +23,8 @@ from flockstep.launchers.checkpoints import Checkpointer, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.completion import finished, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.gathering import HEARTBEAT, MODULE, Gathering, link_timeout_of, named_content, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
+from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress

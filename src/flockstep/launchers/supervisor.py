@@ -461,7 +461,7 @@ class Supervisor:
     def _finished(self) -> bool:
         expected = set(self.standings) - self._state.gone
         if not any(address >= 0 for address in expected):
-            raise RunError("every worker was lost: " + "; ".join(one.reason for one in self.outcome.lost.values()))
+            raise PeerLost("every worker was lost: " + "; ".join(one.reason for one in self.outcome.lost.values()))
         return bool(self._state.ready) and expected <= self._state.done
 
     def _poll(self) -> None:

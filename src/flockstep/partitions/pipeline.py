@@ -85,7 +85,7 @@ class Pipeline(Partition):
             return super().notes
         said = (
             f"Only one of the {self.stages} stages computes most of the time, because every batch is one micro-batch; "
-            f"to let stages compute at the same time, set for example microbatches={4 * self.stages}."
+            "to let stages compute at the same time, set microbatches, for example to four times the stages."
         )
         return [said]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 
 def _doubtful(case: Case, fastest: StepPrediction) -> str:
     """Sentence that says why a strategy that is predicted to be faster than one worker is not recommended."""
-    gain = formatting.number(case.speedup(fastest), 3)
+    gain = formatting.number(math.floor(100 * case.speedup(fastest)) / 100, 3)  # never rounded up to the margin
     return (
         f"{short(fastest.name)} on {many(fastest.workers, 'worker')} is predicted to train {gain} times as fast as one "
         f"worker, but {uncertain()}."

@@ -1,9 +1,10 @@
 """Predicts by how much a step becomes longer because workers send models for evaluation.
 
 At every tick of a run over several hosts, that is every `evaluate_every` steps, each worker sends its parameters,
-unencoded, straight to the coordinator, in the background. The parameters of workers on other hosts enter the card of
-the coordinator's host, together with the messages to the workers there: this card is the bottleneck, because each other
-host sends only its own share.
+unencoded, to the coordinator, over one connection for each host, in the background. The parameters of workers on other
+hosts enter the card of the coordinator's host, together with the messages to the workers there: this card is the
+bottleneck, because each other host sends only its own share. With several workers per host the card carries more
+messages than those of one worker, which are counted here, so that the figure is then a lower bound.
 """
 
 from __future__ import annotations
@@ -78,9 +79,11 @@ def evaluation_traffic(
 
     Returns:
         The traffic; None if no models cross a link: on one host, in virtual time, or if the run evaluates only before
-        the first and after the last step.
+        the first and after the last step. None, too, if `hosts` are not those of the run's workers.
     """
     every, steps = config.evaluate_every, config.steps
+    if sum(map(len, hosts)) != config.workers:
+        return None
     if config.kind == "simulate" or len(hosts) < 2 or not every or (steps is not None and every >= steps):
         return None
     first = hosts[COORDINATOR][0]

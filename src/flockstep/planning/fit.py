@@ -243,7 +243,7 @@ def hosts_in(events: Sequence[Event]) -> Hosts:
     Raises:
         ConfigurationError: the workers of a host are not neighbors in rank, as they are on the machines of a cluster.
     """
-    hosts = next((event.hosts for event in events if isinstance(event, HostsEvent)), ())
+    hosts = next((event.hosts for event in reversed(events) if isinstance(event, HostsEvent)), ())
     if [rank for host in hosts for rank in host] != list(range(sum(map(len, hosts)))):
         raise ConfigurationError(
             f"the workers of a host must have consecutive ranks, as on the machines of a cluster, got hosts {hosts}; "

@@ -193,7 +193,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     effective_rate: float | None = None
     """Sum of the weights of all gradients ÷ number of servers ÷ mean steps per worker: the factor on the learning rate
     with which one gradient of each worker was applied in total; 1 under `bsp`, n under `asynchronous`, less if
-    gradients were dropped. None if the record has no weights.
+    gradients were dropped. None if the record has no weights, or if the number of workers changed during the run.
     """
     replicas_agree: bool | None
     """Whether all workers ended with equal parameters; None if a worker recorded no hash."""
@@ -277,10 +277,9 @@ def summarize(
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
     parts = partition.parts
-    workers, completeness = _completed(
-        _totals(config.workers, nodes, ordered), updates, nodes, parts, _resized(ordered)
-    )
-    workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates)
+    resized = _resized(ordered)
+    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts, resized)
+    workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates, resized)
     agree = _replicas_agree(config.workers, nodes, parts)
     staleness, hit = _staleness(config.workers // parts, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
@@ -483,8 +482,12 @@ def _completed(
     return complete, arrived.total() / sum(of_others) if sum(of_others) else None
 
 
-def _weighted(workers: list[WorkerTotals], updates: Sequence[UpdateEvent]) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with the weights of their gradients, and the effective rate of the run."""
+def _weighted(
+    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], resized: bool
+) -> tuple[list[WorkerTotals], float | None]:
+    """The workers with the weights of their gradients, and the effective rate of the run; None if the run was
+    `resized`.
+    """
     weights: dict[int, list[tuple[float, int]]] = {worker.rank: [] for worker in workers}
     servers = set()
     for update in updates:
@@ -496,7 +499,7 @@ def _weighted(workers: list[WorkerTotals], updates: Sequence[UpdateEvent]) -> tu
     found = [msgspec.structs.replace(worker, gradient_weight=_spread(weights[worker.rank])) for worker in workers]
     total = math.fsum(weight * count for own in weights.values() for weight, count in own)
     steps = sum(worker.steps for worker in workers) / len(workers)
-    return found, total / len(servers) / steps if steps else None
+    return found, total / len(servers) / steps if steps and not resized else None
 
 
 def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
-from flockstep.records.config import RunConfig
+from flockstep.records.config import SPLIT, RunConfig
 from flockstep.records.events import ClockEvent
 from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
@@ -105,7 +106,7 @@ def render(
         findings=[
             *findings(series, seeds),
             *apart([record.summary for record in ranked]),
-            *(f"{text[:1].upper()}{text[1:]}." for text in notes),
+            *map(_sentence, notes),
         ],
         spread_headings=SPREAD,
         spread_title="" if spread is None else medians.title(*spread),
@@ -126,6 +127,12 @@ def render(
     )
 
 
+def _sentence(text: str) -> str:
+    """Return a note as a sentence; a component at its beginning, such as grid(2, 2), is not capitalized."""
+    begin = text if re.match(r"\w+\(", text) else f"{text[:1].upper()}{text[1:]}"
+    return begin if begin.endswith(".") else f"{begin}."
+
+
 def _title(series: Sequence[Series]) -> str:
     counts = sorted({one.record.summary.workers for one in series})
     workers = " and ".join(map(str, counts)) + (" worker" if counts == [1] else " workers")
@@ -144,7 +151,7 @@ def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
         if values and values != [None]:
             shown = [f"{v:g}" if isinstance(v, float) else "the job's own" if v is None else str(v) for v in values]
             found.append((text, shown[0] if len(shown) == 1 else "differs: " + "; ".join(shown)))
-    versions = {f"{name} {version}" for config in configs for name, version in config.versions.items()}
+    versions = {f"{name} {version}" for config in configs for name, version in config.versions.items() if name != SPLIT}
     return [*found, *([("versions", ", ".join(sorted(versions)))] if versions else [])]
 
 
