@@ -375,7 +375,7 @@ def test_rounding_is_not_taken_for_a_layer_that_averages_over_the_batch(model: C
         known, dtype = job_of().data(), next(model().parameters()).detach().numpy().dtype
         return Data(*(one.astype(dtype) for one in (known.train_x, known.train_y, known.test_x, known.test_y)))
 
-    shard_torch(dataclasses.replace(job_of(model), data=data), 0, Sharded(4))
+    assert len(shard_torch(dataclasses.replace(job_of(model), data=data), 0, Sharded(4)).parts) == 4
 
 
 def test_a_single_shard_is_refused() -> None:

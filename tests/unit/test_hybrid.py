@@ -462,7 +462,7 @@ def test_the_command_chooses_both(capsys: pytest.CaptureFixture[str]) -> None:
         in capsys.readouterr().err
     )
     assert command([*words, "--partition", "grid(2, 2)"]) == 2
-    assert "a plan of split models predicts pipeline, tensor, sharded and" in capsys.readouterr().err
+    assert "a plan of split models predicts pipeline, tensor, pipeline * tensor, sharded and" in capsys.readouterr().err
     assert command([*words[:-1], "1"]) == 2
     assert "memory must be > 0 bytes, with a unit" in capsys.readouterr().err
 
