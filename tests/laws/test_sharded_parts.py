@@ -18,6 +18,7 @@ from flockstep.drivers.plan import Batches
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
 from flockstep.frameworks.base import Job
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.shards import ShardedPartsModel
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.ways import TensorModel
@@ -28,6 +29,7 @@ from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.programs import GRADIENT
 from flockstep.records.events import LostEvent, NodeEvent
+from flockstep.workloads.base import Workload
 from support import grid_jobs, images_job
 from support.matrix import few
 from support.split_jobs import BATCH, Ran, chain, check_trains_as_whole, job_of, simulated, tied
@@ -200,6 +202,13 @@ def test_a_worker_that_dies_takes_its_replica_with_it() -> None:
     assert lost[4] == "worker 6 of the same replica died"
     steps = {e.node: e.steps for e in ran.events if isinstance(e, NodeEvent)}
     assert all(steps[node] == 8 for node in range(4))
+
+
+def test_layers_that_a_grid_does_not_divide_are_told_with_shards_too() -> None:
+    job = Workload.parse("digits(batch=8)").job(0)
+    whole, shards = (make_split(job, 0, Partition.parse(text)) for text in ("grid(1, 2)", "grid(1, 2) * sharded(2)"))
+    assert whole.note is not None
+    assert shards.note == whole.note
 
 
 @pytest.mark.parametrize("other", [1, 2])

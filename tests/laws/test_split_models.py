@@ -706,9 +706,10 @@ def test_a_layer_that_averages_over_the_batch_is_told(layer: type[nn.Module]) ->
     ("partition", "said"),
     [
         ("pipeline(2)", ["Only one of the 2 stages computes most of the time", "A layer."]),
-        ("tensor(2) * pipeline(2, 1f1b, 4)", ["The first 2 workers of a replica are the ways of stage 0", "A layer."]),
+        ("tensor(2) * pipeline(2, 1f1b, 4)", ["The first workers of a replica are the ways of stage 0", "A layer."]),
         ("pipeline(2, pipedream)", ["Stages 0 to 1 compute gradients with weights that are 1, 0", "A layer."]),
         ("sharded(2)", ["A layer."]),
+        ("pipeline(2) * sharded(2)", ["Only one of the 2 stages computes most of the time", "A layer."]),
     ],
 )
 def test_the_record_says_what_a_partition_changes(partition: str, said: list[str]) -> None:

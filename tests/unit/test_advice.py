@@ -166,6 +166,8 @@ def test_several_workers_are_advised_only_where_the_gain_is_clear() -> None:
         "all_reduce on 8 workers is predicted to train 1.10 times as fast as one worker, but predictions err by up to "
         "20 %, so several workers are recommended only if they are predicted to train at least 1.2 times as fast."
     )
+    nearly = advise(with_gain(1.197)).sentences[1]
+    assert "is predicted to train 1.19 times as fast" in nearly, "not rounded up to the margin"
     assert advise(clear).choice.name == "all_reduce"
     assert "if one worker were 4 % faster, it would be recommended" in advise(clear).changes  # 1.25 / 1.2
     assert advise(small, ("private",)).choice.name == "all_reduce"  # one worker is ruled out: nothing to compare with

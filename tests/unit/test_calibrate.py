@@ -128,6 +128,7 @@ def test_a_record_of_several_hosts_tells_the_card_that_workers_of_a_host_share(r
 
 def test_hosts_whose_workers_are_no_neighbors_are_refused() -> None:
     assert hosts_in([HostsEvent(0.0, ((0,), (1, 2)))]) == ((0,), (1, 2))
+    assert hosts_in([HostsEvent(0.0, ((0,), (1,))), HostsEvent(1.0, ((0,), (1, 2)))]) == ((0,), (1, 2)), "the last"
     assert hosts_in([]) == ()
     with pytest.raises(ConfigurationError, match="workers of a host must have consecutive ranks"):
         hosts_in([HostsEvent(0.0, ((0, 2), (1, 3)))])

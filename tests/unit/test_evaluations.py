@@ -49,8 +49,11 @@ def test_models_from_other_hosts_take_the_link_of_the_coordinator() -> None:
 
 
 def test_nothing_is_added_where_no_model_crosses_a_link() -> None:
-    """Negative control: on one host, without evaluations between the first and the last step, and in virtual time."""
+    """Negative control: on one host, without evaluations between the first and the last step, in virtual time, and on
+    hosts that are not those of the run's workers.
+    """
     assert traffic(hosts=((0, 1, 2, 3),)) is None
+    assert traffic(hosts=((0,), (1,), (2,))) is None
     assert traffic(replace(RUN, evaluate_every=100.0)) is None
     assert traffic(replace(RUN, kind="simulate")) is None
 

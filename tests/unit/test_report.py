@@ -17,6 +17,7 @@ from rich.console import Console
 
 from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, summarize
+from flockstep.records.config import SPLIT
 from flockstep.records.events import ClockEvent, EvaluationEvent, Event, LostEvent, UpdateEvent
 from flockstep.records.folder import Record
 from flockstep.report import formatting
@@ -214,6 +215,17 @@ def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
     assert "&gt; " in page  # the target was not reached in so many seconds
     assert 'class="plot"' not in page
     read(page)
+
+
+def test_what_a_partition_changes_is_a_finding_and_no_version() -> None:
+    said = "grid(rows=1, columns=2) does not divide all layers: every worker computes layer '0'."
+    versions = {"torch": "2.13.0", SPLIT: said}
+    config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, partition="grid(1, 2)", versions=versions)
+    record = Record(config, summarize(config, [LostEvent(0.5, 1, "killed")], "interrupted"), [])
+    text = " ".join("".join(read(render([record])).text).split())
+    assert text.count(said) == 2, "among the findings, and in the settings as they are"
+    assert f"{said}." not in text
+    assert "versions torch 2.13.0 " in text
 
 
 def test_twelve_runs_look_different(records: list[Record]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.errors import ProtocolError
+from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Message
@@ -45,6 +45,14 @@ def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
     for by, node in ((-1, 1), (0, 0)):
         supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
     assert supervisor._state.condemned == {0: "bad", 1: "bad"}
+
+
+def test_the_loss_of_every_worker_is_a_loss_of_peers(tmp_path: Path) -> None:
+    """Its error then names `flockstep resume`, as that of a single lost worker does."""
+    supervisor = Supervisor(1, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
+    supervisor._state.gone.update(supervisor.standings)
+    with pytest.raises(PeerLost, match="every worker was lost"):
+        supervisor._finished()
 
 
 def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

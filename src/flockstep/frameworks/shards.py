@@ -121,6 +121,10 @@ class ShardedPartsModel(SplitModel):
     def microbatches(self) -> int:
         return self.inner.microbatches * self.split_by.sharded.ways
 
+    @property
+    def note(self) -> str | None:
+        return self.inner.note
+
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest array that parts send to each other; some collectives send all
         parameters of a part.

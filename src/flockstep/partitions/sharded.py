@@ -97,6 +97,10 @@ class ShardedParts(Partition):
         return self.inner.delays
 
     @property
+    def notes(self) -> list[str]:
+        return self.inner.notes
+
+    @property
     def remembers(self) -> bool:
         return self.inner.remembers
 

@@ -78,11 +78,13 @@ class Product(Partition):
 
     @property
     def notes(self) -> list[str]:
-        ways = self.tensor.ways
         if self.pipeline.stages == 1:
             return self.pipeline.notes
-        said = f"The first {ways} workers of a replica are the ways of stage 0, the next {ways} those of stage 1"
-        return [*self.pipeline.notes, f"{said}; tensor * pipeline is the same partition as pipeline * tensor."]
+        said = (
+            "The first workers of a replica are the ways of stage 0, the next those of stage 1; tensor * pipeline is "
+            "the same partition as pipeline * tensor."
+        )
+        return [*self.pipeline.notes, said]
 
     @property
     def remembers(self) -> bool:

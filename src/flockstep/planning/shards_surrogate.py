@@ -91,12 +91,12 @@ class ShardedPartsShape(SplitShape):
         return (2 + slots) * self.largest + self.inner.elements_held(-1)
 
     def model(self, engine: SurrogateEngine) -> ShardedPartsModel:
-        inner, ways, share = (
-            self.inner.model(engine),
-            self.partition.sharded.ways,
-            self.partition.sharded.collective.share,
-        )
-        held = [(part, share(ways, part.schema.size, shard)) for part in inner.parts for shard in range(ways)]
+        inner, sharded = self.inner.model(engine), self.partition.sharded
+        held = [
+            (part, sharded.collective.share(sharded.ways, part.schema.size, shard))
+            for part in inner.parts
+            for shard in range(sharded.ways)
+        ]
         parts = tuple(
             ModelShard(_one_tensor(engine, span.stop - span.start), engine.train_size, [part], [span])
             for part, span in held
