@@ -470,6 +470,19 @@ def test_fair_links_between_machines_of_several_tiers_are_refused() -> None:
         Tiers((2, 2), (0, 0), (FAST,), (Ideal(),))
 
 
+def test_a_server_shares_the_card_of_its_worker_s_machine() -> None:
+    """A server on the first of four machines receives three models over the machine's card; the worker beside it sends
+    and receives over the same card.
+    """
+    network = read_cluster(HOSTS.format(count=4, workers=1, fair="false")).network()
+    assert Network.parse(str(network)) == network
+    pushes = arrivals(network, Cluster(4, 1), [(rank, server(0), 10**6) for rank in range(4)])
+    assert pushes[0] == pytest.approx(1e-5 + 1e6 / 1e10, rel=1e-2)
+    assert max(pushes) == pytest.approx(3e6 / 2.5e6 + 1e-3, rel=1e-3)
+    *_, beside = arrivals(network, Cluster(4, 1), [(1, server(0), 10**6), (2, 0, 10**6)])
+    assert beside == pytest.approx(2e6 / 2.5e6 + 1e-3, rel=1e-3)
+
+
 def test_a_server_beside_a_worker_is_on_the_workers_machine() -> None:
     network = Tiers((2, 2), (0, 0), (FAST,), (SLOW,))
     near, far = arrivals(network, Cluster(4, 3, (0, 0, 2)), [(1, server(1), 1000), (0, server(2), 1000)])

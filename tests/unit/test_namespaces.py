@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from flockstep.launchers.namespaces import Card, Namespaces, free_of, limit, par
 from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
+from flockstep.simulation.tiers import Tiers
 from support.processes import PATIENCE
 
 
@@ -170,8 +172,8 @@ bandwidth = "100mbit"
 
 def test_a_cluster_says_whether_messages_share_its_links() -> None:
     in_turn, shared = read_cluster(CLUSTER, "c"), read_cluster(CLUSTER + "fair = true\n", "c")
-    assert in_turn.network() == Link(12.5e6)
-    assert shared.network() == FairLink(12.5e6)
+    for shape, card in ((in_turn, Link(12.5e6)), (shared, FairLink(12.5e6))):
+        assert shape.network() == Tiers((1,) * 4, (0,) * 4, (Link(math.inf),), (card,))
     assert read_cluster(to_toml(shared, ()), "c").wires == shared.wires
     assert "fair" not in to_toml(in_turn, ())
     with pytest.raises(ConfigurationError, match="fair must be true or false"):

@@ -136,8 +136,10 @@ def test_a_step_that_nobody_waits_in_takes_as_long_as_its_gradient() -> None:
 
 
 def test_a_server_s_card_counts_too() -> None:
-    found = predict_step(Strategy.parse("factor_server"), cluster("1mbit", "constant(0.0001)", count=8), 8)
-    assert found.seconds >= 0.5 * found.server_bytes / 125_000
+    found = predict_step(
+        Strategy.parse("factor_server(consistency=bsp)"), cluster("1mbit", "constant(0.0001)", count=8), 8
+    )
+    assert found.seconds >= 0.5 * 7 / 8 * found.server_bytes / 125_000  # one of the 8 workers is beside the server
 
 
 @pytest.mark.parametrize("text", ["ensemble", "tree_server", "gossip", "tree_easgd", "codistillation"])

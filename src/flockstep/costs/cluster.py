@@ -194,23 +194,17 @@ class ClusterShape:
     def network(self, workers: int | None = None) -> Network:
         """Return the simplest network model that describes the links between the workers, for a run in virtual time.
 
-        Servers have their own network cards: on separate machines if the tier has one worker per machine, otherwise on
-        the workers' machines.
+        If there are several machines, servers are on the machines of the workers and use their network cards.
         """
         machines = self.placed(workers)
         tiers = self.tiers
         places = [next(i for i, tier in enumerate(tiers) if group.name in tier) for group, _ in machines]
-        inside = [self._of("node", group.name) if size > 1 else None for group, size in machines]
+        inside = [self._of("node", group.name) for group, _ in machines]
         among = [self._of("inside", tier[0]) for tier in tiers]
         if len(machines) == 1:
             wire = inside[0] or among[0] or next(iter(self.wires), None)
             return Link(math.inf) if wire is None else wire.alone
-        sizes = [size for _, size in machines]
-        if len(set(places)) == 1 and max(sizes) == 1:
-            outer = among[places[0]]
-            assert outer is not None
-            return outer.alone
-        return self._tiers(sizes, places, inside, among)
+        return self._tiers([size for _, size in machines], places, inside, among)
 
     def _tiers(
         self, sizes: list[int], places: list[int], inside: list[ClusterLink | None], among: list[ClusterLink | None]
@@ -219,11 +213,10 @@ class ClusterShape:
         used = sorted(set(places))
         tiers = self.tiers
         between = {pair: self._joining(tiers[pair[0]], tiers[pair[1]]) for pair in combinations(used, 2)}
-        fastest = Link(max(wire.bandwidth for wire in self.wires))
         return Tiers(
             machines=tuple(sizes),
             tiers=tuple(used.index(place) for place in places),
-            inside=_shortened(tuple(fastest if wire is None else wire.network for wire in inside)),
+            inside=_shortened(tuple(Link(math.inf) if wire is None else wire.network for wire in inside)),
             among=tuple(_or_that_beside(among[tier], tier, between) for tier in used),
             between=tuple(wire.network for wire in between.values()),
         )

@@ -97,9 +97,14 @@ class _Run:
     seconds: float
     """Usual seconds of a step; see `usual_seconds`."""
     hosts: Hosts
-    """The workers of each host; without hosts in the record, each worker is on its own."""
+    """The workers of each host, on whose machines servers are; empty if the record has no hosts."""
     work: Overheads = Overheads()
     """Costs of nodes besides gradients."""
+
+    @property
+    def machines(self) -> Hosts:
+        """The workers of each machine; without hosts in the record, each worker is on its own machine."""
+        return self.hosts or tuple((rank,) for rank in range(self.config.workers))
 
     @property
     def steps(self) -> int:
@@ -140,7 +145,7 @@ class _Run:
     def _network(self, latency: float, bandwidth: float) -> Network:
         """The links of that latency and bandwidth; between workers of one host messages cost their handling only."""
         link = FairLink if self.fair and not math.isinf(bandwidth) else Link
-        if max(map(len, self.hosts)) > 1:
+        if self.hosts:
             machines = tuple(map(len, self.hosts))
             return Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
         return Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
@@ -233,7 +238,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
         np.dtype(schema.dtype).itemsize,
         tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps),
         usual_seconds(steps, length),
-        hosts_in(events) or tuple((rank,) for rank in range(config.workers)),
+        hosts_in(events),
     )
 
 
@@ -318,7 +323,7 @@ def first_counted(steps: int) -> int:
 
 def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeModel, str]:
     """Groups of hosts by speed, the compute model at speed 1, and the reason for that model."""
-    hosts = runs[0].hosts
+    hosts = runs[0].machines
     times = [[one for run in runs for rank in host for one in run.counted(rank) if one > 0] for host in hosts]
     if min(map(len, times)) < 2:
         raise ConfigurationError(

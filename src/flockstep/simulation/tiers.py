@@ -21,11 +21,10 @@ class Tiers(Network):
     A message inside a machine passes the machine's link `inside`, on which every worker has its own card. A message to
     another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message to
     another tier also passes the link `between` the two tiers, whose latency is added. `between` holds the pairs of
-    tiers in order: (0, 1), (0, 2), (1, 2). If a tuple has only one link, all use this link. Server i is on machine i
-    mod m if this machine has several workers, otherwise on a separate machine of the same tier; if machines have
-    several workers, a server that must run beside a worker is on the worker's machine. For collectives, machines are
-    hosts. With one tier, `among` may be a `fair_link`: all messages that leave a machine at the same time share its
-    card, and do not pass `inside`.
+    tiers in order: (0, 1), (0, 2), (1, 2). If a tuple has only one link, all use this link. Servers are on the machines
+    of the workers, as in a real run over several hosts: on that of the worker beside which the strategy places the
+    server, otherwise server i on machine i mod m. For collectives, machines are hosts. With one tier, `among` may be a
+    `fair_link`: all messages that leave a machine at the same time share its card, and do not pass `inside`.
     """
 
     machines: tuple[int, ...]
@@ -112,19 +111,11 @@ class _Floor:
     def __init__(self, shape: Tiers, cluster: Cluster):
         machines = [m for m, size in enumerate(shape.machines) for _ in range(size)]
         self._machine: dict[Address, int] = dict(enumerate(machines[: cluster.workers]))
-        self._tier = list(shape.tiers)
-        self._inside = list(_filled(shape.inside, len(shape.machines)))
+        self._tier, self._inside = shape.tiers, _filled(shape.inside, len(shape.machines))
         self._shared = [size > 1 for size in shape.machines]
-        beside = [self._machine[rank] for rank in cluster.beside] if any(self._shared) else []
+        places = [self._machine[rank] for rank in cluster.beside] or sorted(set(self._machine.values()))
         for address in (one for one in cluster.processes if one < 0):
-            turn = cluster.turn(address)
-            machine = beside[turn % len(beside)] if beside else turn % len(shape.machines)
-            if not self._shared[machine]:
-                self._tier.append(shape.tiers[machine])
-                self._inside.append(self._inside[machine])
-                self._shared.append(False)
-                machine = len(self._tier) - 1
-            self._machine[address] = machine
+            self._machine[address] = places[cluster.turn(address) % len(places)]
         self._among = _filled(shape.cards, max(shape.tiers) + 1)
         self._fair = isinstance(self._among[0], FairLink)
         pairs = list(combinations(range(max(shape.tiers) + 1), 2))
