@@ -67,6 +67,14 @@ def test_a_step_becomes_longer_by_what_does_not_pass_while_workers_compute() -> 
     assert rare.longer(STEP) == pytest.approx(0.1 * found.longer(STEP))
 
 
+def test_what_a_server_sends_and_what_the_worker_beside_it_pushes_do_not_enter_the_card() -> None:
+    """Of 80 kB through the server, 40 kB enter, 30 kB of them from other hosts: 30 ms of the link in each step."""
+    found = traffic()
+    assert found is not None
+    served = replace(STEP, sent_bytes=10_000, server_bytes=80_000)
+    assert found.longer(served) == pytest.approx(0.06 * 3 * 0.03 / (0.07 + 3 * 0.03))
+
+
 def test_workers_that_do_not_wait_are_slowed_only_by_a_full_link() -> None:
     """A gradient of 10 ms hides 5 ms of messages, but not 60 ms of models besides."""
     found, rare = traffic(), traffic(replace(RUN, evaluate_every=75.0))

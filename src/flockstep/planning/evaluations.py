@@ -51,7 +51,9 @@ class EvaluationTraffic:
         time that the link needs for both: models that workers send faster than the link carries them make workers wait
         for acknowledgements, whether or not they wait for messages.
         """
-        busy = max(found.sent_bytes, found.server_bytes) / self.bandwidth
+        crossing = self.hosts / (1 + self.hosts)  # the worker beside a server uses no link
+        served = found.server_bytes / 2 * crossing  # half of the bytes enter the card
+        busy = max(found.sent_bytes, served) / self.bandwidth
         waited = min(busy, (1 - found.utilization) * found.seconds)
         slower = self.hosts * waited
         shared = self.per_step * slower / (found.seconds - waited + slower) if waited > 0 else 0.0
