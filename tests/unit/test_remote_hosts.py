@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import signal
@@ -150,6 +151,88 @@ def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: 
     channel.close()
     for sock in idle:
         sock.close()
+
+
+def test_idle_strangers_do_not_close_the_connection_of_a_host_that_proves_the_secret(hosts: RemoteHosts) -> None:
+    """All of them connect between two turns of the coordinator, after the host's hello."""
+    channel = HostChannel(socket.create_connection(("127.0.0.1", port(hosts))), SECRET, True, 5.0)
+    channel.flush()
+    idle = [socket.create_connection(("127.0.0.1", port(hosts))) for _ in range(2 * STRANGERS)]
+    wait_until(lambda: hosts.pump() or channel.receive() or channel.established, PATIENCE, "the proof")  # type: ignore[func-returns-value]
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    wait_until(lambda: hosts.pump() or hosts.rejected >= STRANGERS, PATIENCE, "the strangers are turned away")  # type: ignore[func-returns-value]
+    channel.close()
+    for sock in idle:
+        sock.close()
+
+
+def test_a_flood_of_connections_does_not_keep_the_coordinator_in_one_turn(hosts: RemoteHosts) -> None:
+    """A program connects anew whenever the coordinator accepts a connection, so that one always waits."""
+    listener, flood = hosts._listener, [socket.create_connection(("127.0.0.1", port(hosts)))]
+
+    class Flooded:
+        """The coordinator's listener, with a further connection after each one that is accepted."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+        def accept(self) -> Any:
+            assert len(flood) < 10 * STRANGERS, "the coordinator does nothing else"
+            flood.append(socket.create_connection(("127.0.0.1", port(hosts))))
+            return listener.accept()
+
+    hosts._listener = Flooded()  # type: ignore[assignment]
+    hosts.pump()
+    assert len(flood) == 1 + STRANGERS
+    for sock in flood:
+        sock.close()
+
+
+def test_an_agent_connects_again_if_its_connection_ends_before_the_proof(hosts: RemoteHosts) -> None:
+    """A coordinator that turns away connections at random is no coordinator without the secret, which is told at
+    once.
+    """
+    meeting: Meeting = hosts.meeting  # type: ignore[attr-defined]
+    agent, made = agent_with(EndedProcess(0), SentMessages()), list[socket.socket]()
+
+    class Once:
+        """The meeting, whose first connection the other end has closed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(meeting, name)
+
+        def connect(self, seconds: float) -> socket.socket:
+            sock = meeting.connect(seconds)
+            made.append(sock)
+            if len(made) == 1:
+                sock.shutdown(socket.SHUT_RDWR)
+            return sock
+
+        def wait(self, channel: HostChannel, seconds: float) -> None:
+            hosts.pump()
+
+    agent._meeting, agent._heartbeat, agent._say = Once(), 5.0, nothing  # type: ignore[assignment]
+    channel = agent._reach()
+    assert channel.established
+    assert len(made) == 2
+    channel.close()
+    meeting = dataclasses.replace(meeting, secret=b"another secret, as long as ours")
+    with pytest.raises(ConfigurationError, match=r"did not admit this host.*give every host the same secret"):
+        agent._reach()
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize(("left", "lost"), [(True, ""), (False, "it was killed")])
+def test_a_host_that_was_lost_is_told_how_to_come_back(hosts: RemoteHosts, left: bool, lost: str) -> None:
+    first, second = knock(hosts), knock(hosts)
+    assert isinstance(answer(hosts, first, JOIN), Accepted)
+    hosts._hosts[1].left, hosts._hosts[1].lost = left, lost
+    refused = answer(hosts, second, JOIN)
+    first.close()
+    second.close()
+    assert isinstance(refused, Refused)
+    assert "node 1 (there) was part of this run and is not any more; workers of another host can" in refused.reason
+    assert "flockstep resume" in refused.reason
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100_000), os.urandom(4096)])

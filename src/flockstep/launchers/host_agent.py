@@ -58,10 +58,13 @@ from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.links import Control, LocalFrames
+from flockstep.transports.sealed import LinkForged
 from flockstep.transports.session import LINK_TIMEOUT, new_key
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
+ATTEMPTS = 6
+"""Number of connections that may end before the proof until the agent gives up."""
 CONNECTING = 5.0
 """Longest time in seconds of one attempt to connect to the coordinator at the start of the run."""
 AGAIN = 1.0
@@ -186,13 +189,25 @@ class HostAgent:
         raise Interrupted(f"{reason}; the record is on the coordinator's host")
 
     def _reach(self) -> HostChannel:
-        """Connect to the coordinator, as soon as it listens, and prove the secret."""
+        """Connect to the coordinator, as soon as it listens, and prove the secret.
+
+        A connection may end before the proof because other programs have opened many to the same port.
+        """
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
+        attempts = 0
         while True:
             try:
                 sock = self._meeting.connect(min(CONNECTING, max(RETRY, until - time.monotonic())))
                 channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
                 return self._proved(channel)
+            except PeerLost as error:
+                attempts += 1
+                if attempts == ATTEMPTS or isinstance(error.__cause__, LinkForged):
+                    raise ConfigurationError(
+                        f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host "
+                        "the same secret, and check that a flockstep coordinator listens at this address"
+                    ) from None
+                why = str(error)
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > until:
@@ -204,7 +219,11 @@ class HostAgent:
             time.sleep(RETRY)
 
     def _proved(self, channel: HostChannel) -> HostChannel:
-        """Wait for the end of the handshake."""
+        """Wait for the end of the handshake.
+
+        Raises:
+            PeerLost: the connection ended before both ends had proved that they know the secret.
+        """
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         try:
             while not channel.established:
@@ -216,12 +235,9 @@ class HostAgent:
                 channel.receive()
                 if time.monotonic() > until:
                     raise PeerLost(f"no answer within {self._meeting.timeout:g} s")
-        except PeerLost as error:
+        except PeerLost:
             channel.close()
-            raise ConfigurationError(
-                f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host the same "
-                "secret, and check that a flockstep coordinator listens at this address"
-            ) from None
+            raise
         channel.keep_alive()
         return channel
 

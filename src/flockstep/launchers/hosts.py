@@ -64,8 +64,8 @@ from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 STRANGERS = 32
-"""Maximum number of connections that have not yet proved that they know the secret; each further connection closes the
-oldest of them.
+"""Maximum number of connections that have not yet proved that they know the secret, and of new ones in one turn; each
+further connection closes one of them: the oldest that has sent no hello, or else the oldest.
 """
 SHOWN = 16
 """Largest number of missing hosts or ranks that a message lists."""
@@ -368,7 +368,7 @@ class RemoteHosts(OtherHosts):
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
         self._listener = meeting.listen()
-        self._strangers: deque[tuple[float, HostChannel]] = deque()
+        self._strangers: list[tuple[float, HostChannel]] = []
         self._hosts: dict[int, Host] = {}
         self._where: dict[Address, Host] = {}
         self._heard: list[bytes] = []
@@ -548,6 +548,9 @@ class RemoteHosts(OtherHosts):
         self._accept()
         for begun, channel in list(self._strangers):
             self._admit(begun, channel)
+        while len(self._strangers) > STRANGERS:
+            rest = self._strangers[:-1]  # the hello of the newest one may be on its way
+            self._turn_away(*min(rest, key=lambda one: (one[1].established, one[1].begun)))
         for host in self._hosts.values():
             if not host.lost and host.waiting < WAITING:
                 self._serve(host)
@@ -564,13 +567,11 @@ class RemoteHosts(OtherHosts):
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
-            while True:
+            for _ in range(STRANGERS):  # a flood of them must not keep the coordinator here
                 sock, _ = self._listener.accept()
                 with contextlib.suppress(OSError):
                     channel = HostChannel(sock, self._meeting.secret, False, self._heartbeat)
                     self._strangers.append((time.monotonic(), channel))
-                if len(self._strangers) > STRANGERS:
-                    self._turn_away(*self._strangers[0])
 
     def _say_turned_away(self, peer: str, reason: str) -> None:
         self._turned_away = f" (refused {peer}: {reason})"
@@ -661,7 +662,12 @@ class RemoteHosts(OtherHosts):
                 f"{said} was started for {join.nodes} hosts and {join.workers} workers, the coordinator for "
                 f"{self._nodes.stop} hosts and {self._workers} workers; give every host the same --nodes and -n"
             )
-        if join.node in self._hosts:
+        if (known := self._hosts.get(join.node)) is not None and (known.left or known.lost):
+            return (
+                f"{said} was part of this run and is not any more; workers of another host can join a run of flockstep "
+                "train with flockstep join, and a run that has ended continues with flockstep resume on every host"
+            )
+        if known is not None:
             return f"{said} has joined already; give every host a different --node-rank"
         if join.node not in self._nodes:
             return (

@@ -222,7 +222,7 @@ class HostChannel:
             pass
         except OSError as error:
             if not found:
-                raise PeerLost(str(error)) from None
+                raise PeerLost(str(error)) from error
         if self._session.received - self._session.told >= ACKNOWLEDGED:
             self.send(b"")
         return found
