@@ -123,7 +123,7 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     assert f"no coordinator answered at {two[0].address}:{PORT} within 1 s" in alone.err
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2
-    assert "node 1 of 2 did not join within 1 s" in first.err
+    assert "node 1 of 2 (rank 1 of 2) did not join within 1 s" in first.err
 
 
 UNREACHABLE = {
@@ -143,7 +143,7 @@ def test_a_coordinator_that_cannot_be_reached_is_told_on_both_hosts(
     two[on].run(*words)
     ended = on_all(two, "launch", "-n", "2", "--timeout", "2", script, first=["--out", tmp_path / "run"])
     assert [one.code for one in ended] == [2, 2]
-    assert "node 1 of 2 did not join within 2 s" in ended[0].err
+    assert "node 1 of 2 (rank 1 of 2) did not join within 2 s" in ended[0].err
     assert re.search(f"no coordinator answered at {two[0].address}:{PORT} within 2 s.* the route", ended[1].err)
     assert not (tmp_path / "run").exists()
     require_idle(two)

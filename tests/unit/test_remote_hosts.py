@@ -505,14 +505,14 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
         )
         with pytest.raises(PeerLost, match="secret"):
             knock(hosts, b"another secret, as long as ours")
-        told = r"node 2 of 3 did not join within 0\.5 s \(refused 127\.0\.0\.1: the other end does not know the secret"
+        told = r"node 2 of 3 \(rank 4 of 5\) did not join within 0\.5 s \(refused 127\.0\.0\.1: the other end does not know the secret"
         with pytest.raises(ConfigurationError, match=rf"{told}.*\); remove the reason of the refusal"):
             hosts.meet()
         said: list[str] = []
         agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0, say=said.append)
         for header, payloads in channel.receive():
             agent._handle(decoded(header), payloads)
-        assert said[0] == "waiting for node 2 of 3"
+        assert said[0] == "waiting for node 2 of 3 (rank 4 of 5)"
         channel.close()
 
 

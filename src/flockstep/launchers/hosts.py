@@ -405,7 +405,10 @@ class RemoteHosts(OtherHosts):
         if self._placement is None:
             ranks = [rank for rank in range(self._workers) if rank not in self._where and rank not in self._own]
             return _listed("rank", ranks, self._workers)
-        return _listed("node", [node for node in self._nodes if node not in self._hosts], self._nodes.stop)
+        nodes = [node for node in self._nodes if node not in self._hosts]
+        ranks = [rank for node in nodes for rank in self._placement[node]]
+        waited = _listed("rank", ranks, self._workers)
+        return _listed("node", nodes, self._nodes.stop) + f" ({waited})" * bool(ranks)
 
     def require_running(self) -> None:
         if self._stopped is None:
