@@ -49,6 +49,19 @@ def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: P
     require_idle(two)
 
 
+def test_hosts_meet_and_train_over_ipv6(two: list[Host], tmp_path: Path) -> None:
+    """The links have no IPv4 address, so that nothing can pass another way."""
+    for number, host in enumerate(two, 1):
+        host.run("ip", "address", "flush", "dev", "eth0")
+        host.run("ip", "address", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
+        host.address = f"[fd77::{number}]"
+    arguments = ["train", JOB, "-s", "ps(shards=2)", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
+    require(on_all(two, *arguments, first=["--out", tmp_path / "run"]), 0, 0)
+    run = summary(tmp_path / "run")
+    assert undisturbed(tmp_path / "alone", JOB, "ps(shards=2)", 4, STEPS, seed=1) == run["hashes"]
+    require_idle(two)
+
+
 def test_times_of_hosts_whose_clocks_differ_are_comparable(two: list[Host], tmp_path: Path) -> None:
     """The record has one clock: no worker ends a step before the others have ended the step before."""
     two[1].ahead = 1000
