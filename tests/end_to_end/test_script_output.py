@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import COMMAND, PATIENCE, RealRun, wait_until
 
@@ -138,6 +140,40 @@ def test_the_users_number_of_threads_is_kept(
     (tmp_path / "go").touch()
     assert launched(tmp_path, *options).end().code == 0
     assert [json.loads((tmp_path / f"threads-{rank}").read_text()) for rank in range(2)] == [threads] * 2
+
+
+LOSSES = """
+import sys
+import torch
+import flockstep
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=sys.argv[1])
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    if step != 2:
+        optimizer.record_loss(torch.tensor(10.0 * flockstep.rank() + step))
+    optimizer.step()
+optimizer.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", few(["local_sgd(period=2)", "ps(consistency=asynchronous)", "bucketed"], "bucketed")
+)
+def test_the_losses_that_a_script_gives_are_in_its_record(strategy: str, tmp_path: Path) -> None:
+    """A step without a loss has none, and not that of an earlier step."""
+    script = tmp_path / "script.py"
+    script.write_text(LOSSES)
+    assert RealRun(["launch", "-n", "2", str(script), strategy], tmp_path / "run", torch=True).end().code == 0
+    steps = [event for event in RunFolder(tmp_path / "run").read_events() if isinstance(event, StepEvent)]
+    found = {(event.rank, event.step): event.loss for event in steps}
+    assert len(found) == 8
+    first = min(step for _, step in found)
+    for (rank, step), loss in found.items():
+        assert loss == (None if step - first == 2 else 10.0 * rank + step - first)
 
 
 def test_who_joins_after_the_end_is_told_so(tmp_path: Path) -> None:

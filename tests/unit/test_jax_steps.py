@@ -16,7 +16,7 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
 import flockstep.jax  # noqa: E402
-from flockstep.errors import CompositionError, ConfigurationError  # noqa: E402
+from flockstep.errors import CompositionError, ConfigurationError, Diverged  # noqa: E402
 from flockstep.frameworks.jax_optax import FlatOptax  # noqa: E402
 from flockstep.frameworks.jax_tree import FlatTree  # noqa: E402
 from support.jax_jobs import apply, cross_entropy, data, init  # noqa: E402
@@ -46,6 +46,15 @@ def stepped(optimizer: Any, strategy: str, steps: int) -> Any:
         for _ in range(steps):
             params = trainer.step(slopes(params))
     return trainer.params
+
+
+def test_a_recorded_loss_that_is_not_finite_ends_the_run_at_its_step() -> None:
+    trainer = flockstep.jax.distribute(start(), optax.sgd(0.1), "all_reduce")
+    trainer.record_loss(jnp.float32(1.0))
+    params = trainer.step(slopes(trainer.params))
+    trainer.record_loss(jnp.float32(jnp.nan))
+    with pytest.raises(Diverged, match="the loss of worker 0 is nan"):
+        trainer.step(slopes(params))
 
 
 def close(one: Any, other: Any, within: float = 1e-5) -> bool:

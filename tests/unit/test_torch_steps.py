@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import flockstep  # noqa: E402
-from flockstep.errors import CompositionError, ConfigurationError  # noqa: E402
+from flockstep.errors import CompositionError, ConfigurationError, Diverged  # noqa: E402
 from flockstep.frameworks.torch_groups import ELEMENTWISE  # noqa: E402
 
 SELVES, SERVERS = ["all_reduce", "local_sgd"], ["bsp", "asgd", "ps(consistency=ssp(3), shards=2)"]
@@ -67,6 +67,19 @@ def train(
     if strategy is not None:
         optimizer.finish()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_recorded_loss_that_is_not_finite_ends_the_run_at_its_step() -> None:
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    for loss in (1.0, torch.tensor(2.0)):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.record_loss(loss)
+        optimizer.step()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.record_loss(torch.tensor(float("nan")))
+    with pytest.raises(Diverged, match="the loss of worker 0 is nan at step 2; lower the learning rate"):
+        optimizer.step()
 
 
 @pytest.mark.oracle("optimizer:torch")

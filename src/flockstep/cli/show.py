@@ -175,7 +175,7 @@ def _progress(unit: str = "") -> Progress:
 def node_table(nodes: dict[Address, NodeProgress]) -> Table:
     """Return a table of the state of every node of a run, with the nodes' losses if any loss is known.
 
-    The loss of a user's script is not known.
+    The loss of a user's script is known if the script gives it to `record_loss`.
     """
     from rich.table import Table
 

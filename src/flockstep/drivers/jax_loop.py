@@ -78,6 +78,13 @@ class Trainer:
         """State of the optax optimizer that runs on this worker; None if flockstep's own optimizer is used."""
         return self._stepper.state if isinstance(self._stepper, OptaxStepper) else None
 
+    def record_loss(self, loss: Any) -> None:
+        """Give the loss of the mini-batch of the next `step`, a number or a JAX scalar, to the record of the run.
+
+        A loss that is not finite is treated as a gradient that is not finite.
+        """
+        self.loop.loss = float(loss)
+
     def step(self, grads: Tree) -> Tree:
         """Pass the gradients of one mini-batch to the strategy; return the parameters for the next gradients.
 

@@ -143,6 +143,8 @@ class Loop:
 
     watch: ParameterGuard | None = None
     """Checks between two steps whether the script has changed the model; None if nothing needs to be checked."""
+    loss: float | None = None
+    """Loss of the mini-batch of the next step, for the record; None if the script does not give it."""
     _diverged = False
 
     def __init__(
@@ -222,7 +224,8 @@ class Loop:
                 self._show_gradient()
             for hook in failpoints.hooks:
                 hook("gradient.computed")
-            self._runner.advance(self.gradients)
+            loss, self.loss = self.loss, None
+            self._runner.advance(self.gradients, loss)
             if self._member is not None:
                 require_side_by_side()
         except FlockstepError as error:

@@ -179,6 +179,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._use_gradients()
         return loss
 
+    def record_loss(self, loss: float | torch.Tensor) -> None:
+        """Give the loss of the mini-batch of the next `step` to the record of the run, where trackers and reports find
+        it.
+
+        A tensor is copied from its device, which waits until the loss is computed. A loss that is not finite is treated
+        as a gradient that is not finite.
+        """
+        self.loop.loss = float(loss)
+
     def _search(self, closures: ClosureSteps, closure: Callable[[], Any] | None) -> Any:
         """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes."""
         if closure is None:
@@ -217,6 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.flat.gather_gradients(self._backward.handed_from, leave=not reads)
         self.clipping.begin()
         if self._consent.skips(overflow):
+            self.loop.loss = None
             self._backward.skip()
         else:
             self._unscale()
