@@ -17,6 +17,7 @@ import flockstep
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.clusters import names
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise, slower, value
@@ -244,6 +245,26 @@ def test_what_takes_much_longer_in_one_half_cannot_be_predicted(monkeypatch: pyt
         predict_step(strategy, site, 4)
     found = plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False)
     assert [name for name, why in found.refused if "cannot be predicted" in why] == ["all_reduce"]
+
+
+@pytest.mark.parametrize("workers", [16, 32])
+def test_what_cannot_be_predicted_for_16_workers_is_not_extrapolated_to_more(workers: int) -> None:
+    with pytest.raises(Unpredictable, match=r"cannot be predicted: a step takes .* in one half"):
+        predict_step(Strategy.parse("codistillation"), Site(TASK, cluster("1gbit", "constant(0.002)")), workers)
+
+
+def test_steps_are_extrapolated_from_longer_rehearsals_if_the_halves_of_quick_ones_differ_much() -> None:
+    """In a quick rehearsal, workers wait for a mean in one of two periods."""
+    few, many = (predict_step(Strategy.parse("overlap_local_sgd"), Site(TASK, cluster("1mbit")), n) for n in (16, 32))
+    assert many.seconds > few.seconds > 0.4
+
+
+@pytest.mark.full
+def test_plans_for_many_workers_of_the_clusters_have_entries() -> None:
+    strategies = ("all_reduce", "local_sgd", "overlap_local_sgd", "streaming_diloco", "asgd")
+    for name in names():
+        found = plan(TASK, load_cluster(name), 32, strategies=strategies, further=False)
+        assert {one.name for one in found.predictions} == {ALONE, *strategies}, (name, found.refused)
 
 
 def test_a_sample_is_worth_less_the_staler_it_is() -> None:

@@ -17,9 +17,9 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
+from flockstep.planning.rehearsal import LEFT_OUT, MOST, Rehearsal, rehearse
 from flockstep.planning.split_shape import SplitShape
-from flockstep.planning.surrogate import SurrogateBatches
+from flockstep.planning.surrogate import SurrogateBatches, longest_cycle
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
@@ -35,6 +35,10 @@ FEW = 16
 """Largest number of workers for which a step is rehearsed; steps of more workers are extrapolated."""
 SIZES = (4, 8, 16)
 """Numbers of workers for which steps are rehearsed to extrapolate to larger numbers."""
+LONG = 4
+"""Smallest period of a strategy, in steps, for which a quick rehearsal may have one period only, and no halves to
+compare.
+"""
 SPREAD = 0.01
 """Delay of the slowest worker, as a share of a gradient, above which stragglers are taken into account."""
 SLIGHT = 0.03
@@ -141,13 +145,23 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
     if workers > FEW:
         return _extrapolated(strategy, site, workers)
     found = rehearsed(strategy, site, workers, steps=steps)
-    if found.spread > WIDE and not found.settled:
+    _require_even_halves(found)
+    return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
+
+
+def _wide(found: Rehearsal) -> bool:
+    """Whether steps take more than twice as long in one half of a rehearsal as in the other half."""
+    return found.spread > WIDE and not found.settled
+
+
+def _require_even_halves(found: Rehearsal) -> None:
+    """Raise `Unpredictable` if the step times of the two halves of a rehearsal differ too much for a mean."""
+    if _wide(found):
         slow = found.seconds_per_step * 2 * found.spread / (1 + found.spread)
         raise Unpredictable(
             f"cannot be predicted: a step takes {in_seconds(slow / found.spread)} in one half of the rehearsal and "
             f"{in_seconds(slow)} in the other half; try the strategy with flockstep simulate"
         )
-    return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
@@ -300,6 +314,9 @@ def has_versions(strategy: Strategy) -> bool:
 def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPrediction:
     """Extrapolate from fewer workers with constant times and equal links, and add the cost of the slowest worker."""
     pace = Pace(strategy, site)
+    long = longest_cycle(strategy, MOST) >= LONG
+    for found in (*pace.with_few, *([pace.longer(pace.sizes[-1])] if long else [])):
+        _require_even_halves(found)
     moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
     return StepPrediction(
         str(strategy),
@@ -411,7 +428,20 @@ class Pace:
 
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
         """Extrapolate a figure from rehearsals with few workers to `workers` workers."""
-        return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
+        return grown(self.sizes, list(map(measure, self.with_few)), workers)
+
+    @cached_property
+    def with_few(self) -> list[Rehearsal]:
+        """The rehearsals from which steps of larger numbers of workers are extrapolated, one for each of `sizes`.
+
+        A quick rehearsal whose halves differ too much is replaced by a longer rehearsal.
+        """
+        quick = [self._rehearsed(n, even=True) for n in self.sizes]
+        return [self.longer(one.workers) if _wide(one) else one for one in quick]
+
+    def longer(self, workers: int) -> Rehearsal:
+        """Return a rehearsal that is long enough to compare its halves, also if the strategy has a long period."""
+        return self._rehearsed(workers, even=True, quick=False)
 
     @property
     def updates(self) -> bool:
@@ -481,12 +511,12 @@ class Pace:
         below, above = DECADE**low, DECADE**high
         return first + (second - first) * (ratio - below) / (above - below)
 
-    def _rehearsed(self, workers: int, even: bool = False, place: int = 0) -> Rehearsal:
+    def _rehearsed(self, workers: int, even: bool = False, place: int = 0, quick: bool = True) -> Rehearsal:
         """A rehearsal with constant gradient times, and links over which the model takes ten to the `place` times as
         long.
         """
         law, ratio = as_steady(self.site.compute(workers)), DECADE**place
-        return rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
+        return rehearsed(self.strategy, self.site, workers, law, quick=quick, even=even, ratio=ratio)
 
 
 def _places(at: float) -> tuple[int, int]:
