@@ -1,6 +1,6 @@
 """Strategies stopped several times in mid-run, with messages on their way, begin anew from bytes.
 
-That every registered one does is among the checks of `test_strategies.py`.
+At every push, the checks of `test_strategies.py` include the restarts of every registered strategy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from flockstep import registry
 from flockstep.messages import LEAVE, MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.all_reduce import AllReduce
@@ -43,6 +44,20 @@ OTHERS = [
 @pytest.mark.parametrize("text", OTHERS)
 def test_restart_with_other_settings(text: str) -> None:
     check_restart(run_or_fail(Strategy.parse(text), 4))
+
+
+REFUSE = {
+    "hogwild": "its workers write to one shared array, of which no node has a state of its own",
+}
+"""Registered strategy → reason why it refuses restarts."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_restart_of_every_registered_strategy(name: str) -> None:
+    strategy = registry.load("strategy", name)()
+    assert strategy.traits.restarts == (name not in REFUSE), REFUSE.get(name)
+    check_restart(run_or_fail(strategy, 4))
 
 
 @dataclass(frozen=True)
