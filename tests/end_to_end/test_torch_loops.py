@@ -151,6 +151,120 @@ def test_l_bfgs_searches_along_the_mean_loss_and_gradient_of_all_workers(
     torch.testing.assert_close(found[0], torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
+PARTS = """
+def parted(model, *also):
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    rest = nn.ModuleList([nn.ParameterList(vectors), *also])
+    optimizers = [
+        flockstep.distribute(nn.ParameterList(matrices), torch.optim.SGD(matrices, lr=0.3, momentum=0.9), "all_reduce"),
+        flockstep.distribute(rest, torch.optim.AdamW(vectors, lr=0.05), "all_reduce"),
+    ]
+    for x in batches(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(model, x[rank::2]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.finish()
+    return model
+
+save(parted(network()))
+
+def statistics(own):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model[1].running_mean += rank
+    return parted(model, *[] if own else [model[1]])[1].running_mean
+
+torch.save([statistics(True), statistics(False)], HERE / f"statistics-{rank}")
+"""
+
+
+CLAMPED = """
+def clamp(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+for strategy in ("all_reduce", "local_sgd(period=2)"):
+    model = network()
+    clamp(model)
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), strategy)
+    optimizer.register_step_post_hook(lambda *_: clamp(model))
+    for x in batches(4):
+        optimizer.zero_grad()
+        loss(model, x[rank::2]).backward()
+        optimizer.step()
+    optimizer.finish()
+    torch.save([p.detach() for p in model.parameters()], HERE / f"{strategy[:5]}-{rank}")
+"""
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a script that trains models with two optimizers each, and then clamps weights in a hook."""
+    folder = tmp_path_factory.mktemp("parted")
+    trained(PARTS + CLAMPED, folder)
+    return folder
+
+
+def clamped(model: torch.nn.Module) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+def test_two_optimizers_of_one_model_step_as_in_one_process_on_all_batches(parted: Path) -> None:
+    names = defined()
+    model = names["network"]()
+    halves = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
+    plain = [torch.optim.SGD(halves[0], lr=0.3, momentum=0.9), torch.optim.AdamW(halves[1], lr=0.05)]
+    for x in names["batches"](5):
+        model.zero_grad()
+        names["loss"](model, x).backward()
+        for optimizer in plain:
+            optimizer.step()
+    for found in models(parted):
+        torch.testing.assert_close(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_only_the_buffers_of_a_module_given_to_distribute_are_sent_and_averaged(parted: Path) -> None:
+    """Rank 1 adds 1 to its mean before `distribute`, of which 0.9^5 is left after five batches."""
+    (own, common), (others, same) = (torch.load(parted / f"statistics-{rank}") for rank in range(2))
+    assert torch.equal(common, same)
+    assert not torch.allclose(own, others, atol=0.1)
+    torch.testing.assert_close((own + others - 0.9**5) / 2, common)
+
+
+def test_weights_clamped_in_a_hook_are_those_of_one_process(parted: Path) -> None:
+    """Under local_sgd: the mean of two processes that clamp after every step, after every second step."""
+    names = defined()
+    one, replicas = names["network"](), [names["network"]() for _ in range(2)]
+    for model in (one, *replicas):
+        clamped(model)
+
+    def step(model: torch.nn.Module, x: torch.Tensor) -> None:
+        model.zero_grad()
+        names["loss"](model, x).backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        clamped(model)
+
+    for number, x in enumerate(names["batches"](4)):
+        step(one, x)
+        for rank, replica in enumerate(replicas):
+            step(replica, x[rank::2])
+        if number % 2:
+            for pair in zip(*(replica.parameters() for replica in replicas), strict=True):
+                mean = (pair[0].data + pair[1].data) / 2
+                for p in pair:
+                    p.data.copy_(mean)
+    for name, model in (("all_r", one), ("local", replicas[0])):
+        for rank in range(2):
+            found = torch.load(parted / f"{name}-{rank}")
+            torch.testing.assert_close(found, [p.detach() for p in model.parameters()])
+            assert max(float(p.abs().max()) for p in found) == pytest.approx(0.2)
+
+
 SCRIPT = """
 import contextlib
 from flockstep.strategies import all_reduce

@@ -54,6 +54,108 @@ def test_a_loaded_model_is_refused_until_it_is_taken_up(strategy, change):
     optimizer.finish()
 
 
+def two_with_a_shared_layer():
+    layer = nn.Linear(4, 3)
+    return nn.Sequential(layer, nn.Linear(3, 2)), nn.Sequential(layer, nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bsp"])
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_a_parameter_of_two_models_is_refused_with_the_cause_at_a_step(strategy, second):
+    """The layer lies in the array of the second call, so that the first call's step is refused at once."""
+    pairs = [start(strategy, model) for model in two_with_a_shared_layer()]
+    if second:
+        step(*pairs[1])
+    cause = r"its parameter 0.weight also belongs to another call .* such as a torch.nn.ModuleList"
+    with pytest.raises(ConfigurationError, match=cause):
+        step(*pairs[0])
+
+
+def test_one_call_for_two_models_that_share_a_layer_is_plain_torch():
+    both, others = nn.ModuleList(two_with_a_shared_layer()), nn.ModuleList(two_with_a_shared_layer())
+    load(others, both)
+    _, ours = start("all_reduce", both)
+    plain = torch.optim.SGD(others.parameters(), lr=0.1)
+    for number in range(4):
+        step(both[number % 2], ours, number)
+        step(others[number % 2], plain, number)
+    ours.finish()
+    assert equal(values(both), values(others))
+
+
+def test_a_second_call_for_a_module_before_the_first_has_ended_is_named_as_the_cause():
+    """Also when the second call has ended, but not if each call has ended before the next one."""
+    model, early = start()
+    step(model, early)
+    _, late = start(model=model)
+    step(model, late, 1)
+    cause = r"0.weight also belongs to another call .* call finish\(\) before"
+    with pytest.raises(ConfigurationError, match=cause):
+        step(model, early)
+    late.finish()
+    with pytest.raises(ConfigurationError, match=cause):
+        early.finish()
+    other, phase = start()
+    for _ in range(2):
+        step(other, phase)
+        phase.finish()
+        _, phase = start(model=other)
+    with torch.no_grad():
+        other[0].weight += 1
+    with pytest.raises(ConfigurationError, match=r"parameter 0.weight was changed between two steps"):
+        step(other, phase)
+
+
+def clamp(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"),
+    [
+        ("all_reduce", r"clamp them, register the change with optimizer\.register_step_post_hook"),
+        ("local_sgd(2)", r"clamp them, register the change with optimizer\.register_step_post_hook"),
+        ("bsp", r"clamp them, take a strategy whose workers step, such as all_reduce .*register_step_post_hook"),
+        ("asgd", r"clamp them, take a strategy whose workers step, such as all_reduce .*register_step_post_hook"),
+        ("scatter_reduce", r"clamp them, take a strategy whose workers step, such as all_reduce .*_post_hook"),
+    ],
+)
+def test_clamped_weights_are_told_of_the_hook(strategy, advice):
+    model, optimizer = start(strategy)
+    step(model, optimizer)
+    clamp(model)
+    with pytest.raises(ConfigurationError, match=advice):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "asgd", "scatter_reduce"])
+def test_a_hook_that_clamps_where_servers_step_is_refused(strategy):
+    model, optimizer = start(strategy)
+    optimizer.register_step_post_hook(lambda *_: clamp(model))
+    step(model, optimizer)
+    with pytest.raises(ConfigurationError, match="take a strategy whose workers step, such as all_reduce or local_sgd"):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bucketed", "local_sgd(2)", "gossip(1)", "easgd(2)"])
+def test_a_hook_clamps_as_in_plain_torch(strategy):
+    """`easgd` moves the replica to a center, whose initial weights must be within the limits, too."""
+    model, other = net(), net()
+    clamp(model)
+    clamp(other)
+    _, optimizer = start(strategy, model, lr=0.5)
+    plain = torch.optim.SGD(other.parameters(), lr=0.5)
+    optimizer.register_step_post_hook(lambda *_: clamp(model))
+    for number in range(4):
+        step(model, optimizer, number)
+        step(other, plain, number)
+        clamp(other)
+    optimizer.finish()
+    assert strategy == "easgd(2)" or equal(values(model), values(other))
+    assert max(float(value.abs().max()) for value in values(model)) == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_a_change_every_strategy_begins_anew(strategy):
     """Negative control and oracle in one: a run that begins with the loaded model, and one that never loads it."""

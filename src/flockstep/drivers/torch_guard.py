@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.schema import Entry
+from flockstep.drivers.torch_clipping import Clipping
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
@@ -45,9 +46,16 @@ class Guard:
     digests the whole model from then on, and warns if it had not compared the whole tensor.
     """
 
-    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
+    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
+        """`server_side`: servers or other ranks step in place of the optimizer."""
         self._flat = flat
         self._optimizer = optimizer
+        self._server_side = server_side
+        for each in Clipping.live:
+            if each.flat is not flat:
+                both = {id(p) for p in flat.parameters} & {id(p) for p in each.flat.parameters}
+                flat.shared |= both
+                each.flat.shared |= both
         self._dtypes, self._device = [p.dtype for p in flat.parameters], flat.parameters[0].device
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
@@ -91,11 +99,10 @@ class Guard:
         flat = self._flat
         for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
             if parameter.data_ptr() != place.data_ptr():
-                raise ConfigurationError(_changed(entry.name))
+                self._tell_changed(entry.name)
         moved = self._moved()
         if moved is not None:
-            name = next(e.name for e in self._flat.schema.entries if moved < e.offset + e.size)
-            raise ConfigurationError(_changed(name))
+            self._tell_changed(next(e.name for e in flat.schema.entries if moved < e.offset + e.size))
 
     def check_structure(self) -> None:
         """Compare the set of parameters, which of them are trained, their dtypes, and the optimizer's parameters with
@@ -221,6 +228,27 @@ class Guard:
         part = self._blocks[index]
         return [self._flat.params[part], *self._flat.narrow_within(part.start, part.stop)]
 
+    def _tell_changed(self, name: str) -> NoReturn:
+        """Raise the error about the changed parameter `name`; if another call of `distribute` has parameters of this
+        call, that is the cause.
+        """
+        named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
+        shared = [entry.name for entry, parameter in named if id(parameter) in self._flat.shared]
+        if shared:
+            raise ConfigurationError(
+                f"the module was changed between two steps, and its parameter {shared[0]} also belongs to another call "
+                "of flockstep.distribute, one of which began before finish() of the other; if two models share the "
+                "parameter, make one call with one module that holds both models, such as a torch.nn.ModuleList; if "
+                "one phase follows another, call finish() before the next call of distribute"
+            )
+        how = "take a strategy whose workers step, such as all_reduce or local_sgd, and " if self._server_side else ""
+        raise ConfigurationError(
+            f"parameter {name} was changed between two steps outside the strategy; after loading parameters, call "
+            "optimizer.sync() on every rank, so that all ranks continue with the parameters of rank 0; to change "
+            f"parameters after every step, such as to clamp them, {how}register the change with "
+            "optimizer.register_step_post_hook"
+        )
+
     def _tell_difference(self, trained: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
         for key, (name, _) in trained.items():
             if key in self._trained:
@@ -291,13 +319,6 @@ def _runs(entries: Sequence[Entry]) -> list[slice]:
     return found
 
 
-def _changed(name: str) -> str:
-    return (
-        f"parameter {name} was changed between two steps outside the strategy; call optimizer.sync() on every rank "
-        "after loading or changing parameters, so that all ranks continue with the parameters of rank 0"
-    )
-
-
 def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) -> None:
     """Raise `ConfigurationError` unless `optimizer` holds exactly the parameters that the module trains."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -306,7 +327,9 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
         if id(parameter) not in held:
             raise ConfigurationError(
                 f"the optimizer must hold every trainable parameter, but {entry.name} is missing; pass "
-                "model.parameters() to the optimizer, or freeze the parameter with requires_grad_(False)"
+                "model.parameters() to the optimizer, or freeze the parameter with requires_grad_(False); if another "
+                "optimizer trains it, call distribute once for each optimizer, with a submodule or a "
+                "torch.nn.ParameterList that holds what the optimizer trains"
             )
     for key, parameter in held.items():
         if key not in trained and parameter.requires_grad:

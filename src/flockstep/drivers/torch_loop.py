@@ -121,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
         self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
-        self.loop.watch = self._guard = Guard(self.flat, optimizer)
+        self.loop.watch = self._guard = Guard(self.flat, optimizer, server_side)
         require_same_settings(optimizer, self.loop)
         self.flat.signs = self.loop.workers > 1 and _averages_exactly(strategy)
         for parameter in without:  # a parameter that the first backward pass leaves out has none then
