@@ -226,6 +226,81 @@ def test_closures_that_cannot_be_evaluated_on_all_ranks_are_refused() -> None:
     optimizer.finish()
 
 
+class Ascending(torch.optim.Optimizer):
+    """SAM: steps along the gradient at a point uphill; assigns to `.data`, as the common class does."""
+
+    def step(self, closure: Any) -> torch.Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss: torch.Tensor = closure()
+        before = [[p.data.clone() for p in group["params"]] for group in self.param_groups]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for group, old in zip(self.param_groups, before, strict=True):
+            for p, value in zip(group["params"], old, strict=True):
+                p.data = value.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+class Unaware(Ascending):
+    def step(self, closure: Any = None) -> torch.Tensor:
+        return super().step(closure)
+
+
+class Asserting(Unaware):
+    def step(self, closure: Any = None) -> torch.Tensor:
+        assert closure is not None, "a closure is required"
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [(Unaware, "'NoneType' object is not callable"), (Asserting, "AssertionError: a closure is req")]
+)
+def test_an_optimizer_that_needs_the_closure_it_calls_optional_is_told_how_to_declare_it(kind: Any, cause: str) -> None:
+    model = network()
+    optimizer: Any = flockstep.distribute(model, kind(model.parameters(), {"lr": 0.1}), "all_reduce")
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}.step\(\) .*{cause}.* as step\(self, closure\)"):
+        optimizer.step(closure)
+
+
+def test_other_errors_of_a_step_stay_as_they_are() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise TypeError("a mistake")
+
+    model = network()
+    optimizer: Any = flockstep.distribute(model, Broken(model.parameters(), lr=0.1), "all_reduce")
+    model(torch.ones(3, 4)).square().mean().backward()
+    with pytest.raises(TypeError, match="a mistake"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_declares_its_closure_steps_as_alone() -> None:
+    model, other = network(), network()
+    plain = Ascending(other.parameters(), {"lr": 0.1})
+    optimizer: Any = flockstep.distribute(model, Ascending(model.parameters(), {"lr": 0.1}), "all_reduce")
+
+    def closure(one: nn.Module, its: Any) -> torch.Tensor:
+        its.zero_grad()
+        loss: torch.Tensor = (one(torch.arange(12.0).reshape(3, 4)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(lambda: closure(model, optimizer)) == plain.step(lambda: closure(other, plain))
+    optimizer.finish()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("action", ["skip", "quarantine"])
 def test_a_search_takes_no_zeros_in_place_of_a_gradient(action: Any) -> None:
     model = network()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from flockstep.arrays.namespace import to_host
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, in_short
 from flockstep.nodes import BadGradients, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
@@ -24,6 +25,26 @@ def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@contextmanager
+def explaining_closures(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager in which `optimizer` steps without a closure.
+
+    Raises:
+        ConfigurationError: the optimizer fails because it has no closure.
+    """
+    try:
+        yield
+    except Exception as error:
+        text, named = str(error), "closure" in inspect.signature(optimizer.step).parameters
+        if not named or not ("closure" in text or text == "'NoneType' object is not callable"):
+            raise
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() failed without a closure ({in_short(error)}), because flockstep passes "
+            "a closure only to a step() that cannot be called without one; declare it as step(self, closure), without "
+            "a default, if it evaluates the closure"
+        ) from error
 
 
 def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, narrow: bool) -> None:

@@ -17,6 +17,7 @@ from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_closure import (
     ClosureSteps,
     evaluates_closures,
+    explaining_closures,
     require_every_gradient,
     require_mean_gradient,
 )
@@ -59,7 +60,7 @@ class _UserOptimizer:
             self._flat.grads[:] = gradient
         with self._flat.using(gradient) if elsewhere and in_place else nullcontext():
             if self._prepare() and not self._holds:
-                with self._flat.stepping():
+                with self._flat.stepping(), explaining_closures(self._optimizer):
                     self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:
@@ -203,13 +204,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._guard.check()
         loss = self.inner.step(lambda: closures.mean(closure))
-        self._guard.note()
+        self._note_moved()
         return loss
 
     def _evaluated(self) -> None:
         """Pass the gradients of one evaluation of a closure to the strategy."""
-        self._guard.note()  # the optimizer itself has moved the parameters since the last evaluation
+        self._note_moved()
         self._use_gradients()
+
+    def _note_moved(self) -> None:
+        """Accept the parameters to which the optimizer itself has moved since the last evaluation of its closure."""
+        self.flat.adopt()  # some optimizers assign to `.data`
+        self._guard.note()
 
     def _use_gradients(self) -> None:
         """Pass the gradients of one mini-batch to the strategy."""
