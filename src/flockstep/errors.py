@@ -48,10 +48,12 @@ RENAMED = {
     "time_to_target": "seconds_to_target",
     "sent_per_worker": "sent_bytes_per_worker",
     "received_per_worker": "received_bytes_per_worker",
+    "sharded_optimizer": "scatter_reduce",
 }
-"""Former name of an option, a component, an argument or a field of the record → current name.
+"""Former name of an option, a component, an argument or a field of the record → current name; also names that other
+libraries use.
 
-A former name is refused everywhere; the error names the current name.
+Such a name is refused everywhere; the error names the current name.
 """
 
 _QUANTITY = re.compile(r"[0-9.]+[a-z]?")
