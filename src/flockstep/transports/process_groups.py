@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flockstep.arrays.namespace import DEVICE_COPIES
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.programs import Rendezvous
 
@@ -214,6 +215,7 @@ class ProcessGroup:
         if self.backend != "nccl" or tensor.is_cuda:
             return tensor, None
         there = tensor.cuda()
+        DEVICE_COPIES.nbytes += tensor.nbytes
         return there, lambda: _copy(tensor, there)
 
 
@@ -274,6 +276,7 @@ def _tensor(array: Any) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
+    DEVICE_COPIES.nbytes += target.nbytes
 
 
 def _first_line(error: Exception) -> str:
