@@ -80,7 +80,7 @@ def trained(
         ("classifier", "all_reduce", 2, 0.0),
         ("gpt", "all_reduce", 2, 0.0),
         ("classifier", "ps(consistency=bsp)", 2, 1e-5),
-        ("classifier", "bucketed", 2, 0.0),
+        ("classifier", "bucketed(cap=0.004, first=0.002)", 2, 0.0),
         ("classifier", "fused", 2, 0.0),
         ("classifier", "scatter_reduce", 2, 1e-5),
         ("classifier", "all_reduce", 4, 1e-9),
