@@ -11,8 +11,8 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model, Views, cross_entropies, cross_entropy
 
-SHAPES = {"b1": (6,), "b2": (3,), "w1": (5, 6), "w2": (6, 3)}
-"""Names in alphabetical order, as JAX orders the entries of a dict."""
+SHAPES = {"hidden.weight": (6, 5), "hidden.bias": (6,), "out.weight": (3, 6), "out.bias": (3,)}
+"""Shapes of the parameters, in the layout and the order of `torch.nn.Linear`."""
 
 
 def start() -> dict[str, FlatArray]:
@@ -28,7 +28,7 @@ def data() -> Data:
 
 
 class Perceptron(Model):
-    """x → tanh(x W1 + b1) W2 + b2, with cross-entropy, and its gradient by hand."""
+    """x → tanh(x V' + a) W' + b, with cross-entropy, its gradient and the factors of the gradient by hand."""
 
     dtype = "float64"
 
@@ -40,17 +40,28 @@ class Perceptron(Model):
         return start()
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        hidden = np.tanh(x @ params["w1"] + params["b1"][:, None])
-        losses, error = cross_entropies(hidden @ params["w2"] + params["b2"][:, None], y)
-        back = (error @ params["w2"].transpose(0, 2, 1)) * (1 - hidden**2)
-        for name, before, slope in (("1", x, back), ("2", hidden, error)):
-            np.matmul(before.transpose(0, 2, 1), slope, out=out["w" + name])
-            np.sum(slope, axis=1, out=out["b" + name])
+        losses, layers = self._layers(params, x, y)
+        for name, (slope, before) in layers.items():
+            np.matmul(slope.transpose(0, 2, 1), before, out=out[f"{name}.weight"])
+            np.sum(slope, axis=1, out=out[f"{name}.bias"])
         return losses
 
+    def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
+        _, layers = self._layers({name: each[None] for name, each in params.items()}, x[None], y[None])
+        return {f"{name}.weight": (slope[0], before[0]) for name, (slope, before) in layers.items()}
+
+    def _layers(
+        self, params: Views, x: FlatArray, y: FlatArray
+    ) -> tuple[FlatArray, dict[str, tuple[FlatArray, FlatArray]]]:
+        """Losses, and the gradients of each layer's outputs with the layer's inputs."""
+        weights = params["hidden.weight"].transpose(0, 2, 1), params["out.weight"]
+        hidden = np.tanh(x @ weights[0] + params["hidden.bias"][:, None])
+        losses, error = cross_entropies(hidden @ weights[1].transpose(0, 2, 1) + params["out.bias"][:, None], y)
+        return losses, {"hidden": ((error @ weights[1]) * (1 - hidden**2), x), "out": (error, hidden)}
+
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        hidden = np.tanh(x @ params["w1"] + params["b1"])
-        outputs: FlatArray = hidden @ params["w2"] + params["b2"]
+        hidden = np.tanh(x @ params["hidden.weight"].T + params["hidden.bias"])
+        outputs: FlatArray = hidden @ params["out.weight"].T + params["out.bias"]
         return outputs
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
@@ -64,11 +75,12 @@ def in_torch() -> dict[str, Any]:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            for name, value in start().items():
-                self.register_parameter(name, nn.Parameter(torch.tensor(value)))
+            self.hidden, self.out = nn.Linear(5, 6), nn.Linear(6, 3)
+            self.double().load_state_dict({name: torch.tensor(value) for name, value in start().items()})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ self.w1 + self.b1) @ self.w2 + self.b2
+            outputs: torch.Tensor = self.out(torch.tanh(self.hidden(x)))
+            return outputs
 
     return {"model": Network, "loss": nn.functional.cross_entropy}
 
@@ -80,12 +92,13 @@ def in_jax() -> dict[str, Any]:
     from flockstep.frameworks.jax import JaxModel
 
     def apply(params: Any, x: Any) -> Any:
-        return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+        v, a, w, b = params
+        return jnp.tanh(x @ v.T + a) @ w.T + b
 
     def loss(outputs: Any, y: Any) -> Any:
         return -jnp.take_along_axis(jax.nn.log_softmax(outputs), y[:, None], 1).mean()
 
-    return {"model": lambda: JaxModel(lambda key: start(), apply), "loss": loss}
+    return {"model": lambda: JaxModel(lambda key: list(start().values()), apply), "loss": loss}
 
 
 FRAMEWORKS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -95,6 +108,6 @@ FRAMEWORKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def job(framework: str) -> Job:
+def job(framework: str, batch: int = 8) -> Job:
     """The job in one framework; float64, so that what differs is rounding and nothing else."""
-    return Job(data=data, optimizer="sgd(lr=0.2)", batch=8, **FRAMEWORKS[framework]())
+    return Job(data=data, optimizer="sgd(lr=0.2)", batch=batch, **FRAMEWORKS[framework]())
