@@ -15,6 +15,7 @@ pytest.importorskip("jax")
 pytest.importorskip("optax")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_jax.py"
 BEFORE = """
 import os, sys
 from pathlib import Path
@@ -213,3 +214,11 @@ save([model(batches[0])])
     for rank in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"statistics-{rank}.npy"), sum(own) / 2, rtol=1e-6)
     np.testing.assert_array_equal(*models(tmp_path))
+
+
+@pytest.mark.full
+def test_the_example_learns(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    ended = RealRun(["launch", "-n", "2", str(EXAMPLE)], tmp_path / "run").end(400)
+    assert ended.code == 0, ended.err
+    assert float(ended.out.split("test accuracy ")[1].split()[0]) > 0.8

@@ -18,6 +18,7 @@ from support.processes import RealRun  # noqa: E402
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "transformers_script.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_accelerate.py"
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +68,11 @@ def test_evaluations_and_checkpoints_have_the_common_model(results: Any) -> None
 def test_clipping_values_of_a_combined_gradient_is_refused(results: Any) -> None:
     for each in results:
         assert "clip by norm instead" in each["refusal"]
+
+
+@pytest.mark.full
+def test_the_example_of_accelerate_learns(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    ended = RealRun(["launch", "-n", "2", str(EXAMPLE)], tmp_path / "run", torch=True).end(400)
+    assert ended.code == 0, ended.err
+    assert float(ended.out.split("test accuracy ")[1].split()[0]) > 0.8
