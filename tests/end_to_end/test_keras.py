@@ -56,6 +56,11 @@ def test_fit_ends_as_a_loop_of_pytorch(results: Any, strategy: str) -> None:
     assert np.allclose(one[strategy]["weights"], one["torch"][strategy], rtol=0, atol=1e-6)
 
 
+def test_a_loop_without_fit_ends_as_one_process_with_all_batches(results: Any) -> None:
+    for each in results:
+        assert np.allclose(each["own loop"], each["plain"], rtol=0, atol=1e-6)
+
+
 def test_strategies_that_are_not_synchronous_learn(results: Any) -> None:
     for part in ("local_sgd(period=3)", "servers"):
         one, other = (each[part] for each in results)

@@ -118,6 +118,41 @@ def in_torch(strategy):
     return np.concatenate([each.detach().numpy().T.ravel() for each in net.parameters()])
 
 
+def own_loop():
+    """The weights after a loop without fit, with the optimizers of the backend's own library."""
+    model = model_of()
+    batches = [SAMPLES[RANK::WORKERS][at : at + BATCH] for at in range(0, len(SAMPLES) // WORKERS, BATCH)] * EPOCHS
+    if BACKEND == "torch":
+        import torch
+
+        trained = [each for each in model.parameters() if each.requires_grad]
+        inner = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
+        optimizer = flockstep.distribute(model, inner, "all_reduce")
+        for x in map(torch.tensor, batches):
+            optimizer.zero_grad()
+            (model(x, training=True) - x[:, :2]).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        return flat(model)
+    import jax
+    import optax
+
+    from flockstep.jax import distribute
+
+    def loss(params, x):
+        outputs, _ = model.stateless_call(params, [], x, training=True)
+        return ((outputs - x[:, :2]) ** 2).mean()
+
+    start = [each.value for each in model.trainable_variables]
+    with distribute(start, optax.sgd(RATE, momentum=MOMENTUM), "all_reduce") as trainer:
+        params = trainer.params
+        for x in batches:
+            params = trainer.step(jax.grad(loss)(params, x))
+    for variable, value in zip(model.trainable_variables, trainer.params, strict=True):
+        variable.assign(value)
+    return flat(model)
+
+
 class Own(keras.Model):
     def call(self, x):
         return x[:, :2]
@@ -151,6 +186,7 @@ results = {
     **{strategy: fitted(strategy) for strategy in STRATEGIES},
     "servers": fitted("ps(consistency=ssp(3))", optimizer=f"sgd(lr={RATE}, momentum={MOMENTUM})"),
     "plain": plain(),
+    "own loop": own_loop(),
     "twice": twice(),
     "normalized": normalized(),
     "torch": {strategy: in_torch(strategy) for strategy in STRATEGIES},

@@ -241,3 +241,42 @@ def test_a_search_needs_a_learning_rate_to_change() -> None:
     outlook = plan(task, load_cluster("edge"), strategies=["all_reduce"], further=False)
     with pytest.raises(ConfigurationError, match=r"a search changes the learning rate, .*inject_hyperparams"):
         Search(outlook, outlook.predictions, TrialStore({}))
+
+
+def network(rngs: Any) -> Any:
+    from flax import nnx
+
+    return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), jnp.tanh, nnx.Linear(6, 3, rngs=rngs))
+
+
+def test_a_module_of_flax_is_a_model() -> None:
+    """Of the module, one gradient is that of nnx.grad, and gradients of two replicas in one call are those of each."""
+    nnx = pytest.importorskip("flax.nnx")
+    made = JaxEngine(job(model=lambda: JaxModel.from_nnx(network)), seed=3)
+    params, indices, batch = made.initial(), np.arange(8), data()
+    out, module = np.empty_like(params), network(nnx.Rngs(jax.random.key(3)))
+    loss = made.gradient(params, indices, out)
+    expected, slopes = nnx.value_and_grad(lambda each: cross_entropy(each(batch.train_x[:8]), batch.train_y[:8]))(
+        module
+    )
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(slopes)])
+    np.testing.assert_allclose(out, flat, rtol=1e-4, atol=1e-6)
+    both = np.empty((2, len(params)), params.dtype)
+    made.gradients(np.stack([params, 2 * params]), np.stack([indices, indices]), both, [0, 1], [0, 0])
+    made.gradient(2 * params, indices, out)
+    np.testing.assert_allclose(both, [flat, out], rtol=1e-4, atol=1e-6)
+
+
+def test_modules_of_flax_with_other_state_are_refused() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    for build, message in (
+        (
+            lambda rngs: nnx.BatchNorm(4, rngs=rngs),
+            "must be an nnx.Param, got mean of type BatchStat: a job keeps no batch",
+        ),
+        (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "must be an nnx.Param, got rngs.*count of type RngCount"),
+        (lambda rngs: network, "got one that returns a value of type function; pass lambda rngs"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            JaxModel.from_nnx(build)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, MissingDependency
 from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.jax_tree import FlatTree, Tree
 from flockstep.frameworks.numpy import accuracy, converted
@@ -38,6 +38,42 @@ class JaxModel:
     init: Callable[[jax.Array], Tree]
     apply: Callable[..., jax.Array]
     random: bool = False
+
+    @classmethod
+    def from_nnx(cls, build: Callable[[Any], Any]) -> JaxModel:
+        """Return the model of a Flax NNX module whose whole state is parameters.
+
+        Args:
+            build: function (rngs: nnx.Rngs) → the module, such as `lambda rngs: nnx.Linear(4, 3, rngs=rngs)`.
+
+        Raises:
+            MissingDependency: Flax is not installed.
+            ConfigurationError: `build` returns no module, or the module has other state, such as batch statistics.
+        """
+        try:
+            from flax import nnx
+        except ModuleNotFoundError as error:
+            raise MissingDependency(f"JaxModel.from_nnx needs {error.name}, part of Flax; pip install flax") from error
+
+        def built(rngs: Any) -> Any:
+            module = build(rngs)
+            if not isinstance(module, nnx.Module):
+                raise ConfigurationError(
+                    f"from_nnx needs a function that returns an nnx.Module, got one that returns a value of type "
+                    f"{type(module).__name__}; pass lambda rngs: the module"
+                )
+            return module
+
+        graph, _, others = nnx.split(nnx.eval_shape(lambda: built(nnx.Rngs(0))), nnx.Param, ...)
+        for path, variable in nnx.to_flat_state(others):
+            raise ConfigurationError(
+                f"every variable of the module must be an nnx.Param, got {'.'.join(map(str, path))} of type "
+                f"{type(variable).__name__}: a job keeps no batch statistics or random streams; leave the layer out, "
+                "or train in a loop with flockstep.jax.distribute"
+            )
+        return cls(
+            lambda key: nnx.state(built(nnx.Rngs(key)), nnx.Param), lambda params, x: nnx.merge(graph, params)(x)
+        )
 
 
 class JaxEngine(Engine):
