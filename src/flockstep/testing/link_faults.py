@@ -57,7 +57,7 @@ class FaultProxy:
         """
         self.fired: Counter[str] = Counter()
         self._target, self._every, self._most, self._fire = target, every, most, fire
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 - places of faults, no secrets
         self._order = self._random.sample(faults, len(faults))
         self._outage = outage
         self._opened = 0
