@@ -40,10 +40,6 @@ Notes = Mapping[str, type[Note]]
 """Type of a strategy's declaration of notes: a mapping from a message tag with its channel, or "reply to " and a tag,
 to the `Note` class of messages with this tag.
 """
-COLLECTIVE_NOTES: dict[str, type[Note]] = {}
-"""Tag without channel → type of the note, for messages of collectives, which run in every channel. The classes of
-collectives add their `notes`.
-"""
 NO_NOTES: Notes = {}
 """Empty declaration of notes, for nodes that run no strategy."""
 
@@ -52,9 +48,7 @@ def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
     """Return the `Note` class of the notes that a message carries; None if no note is declared for the message's
     tag.
     """
-    if reply_to:
-        return notes.get(f"reply to {tag}")
-    return notes.get(tag) or COLLECTIVE_NOTES.get(tag.partition("/")[0])
+    return notes.get(f"reply to {tag}" if reply_to else tag)
 
 
 def server(index: int) -> Address:

@@ -22,7 +22,6 @@ from flockstep.errors import ConfigurationError, Diverged, PeerLost
 from flockstep.messages import (
     ANYTHING,
     LEAVE,
-    SCRIPT,
     Address,
     AnyNote,
     Array,
@@ -431,8 +430,8 @@ class Node:
             array = self.freeze(array)
         if self._channel and not reply_to and "/" not in tag:  # a tag that names its channel is used unchanged
             tag += self._channel
-        kind = note_kind(self.notes, tag, reply_to) if note or self.notes else None
-        if type(note) is not kind and (kind or isinstance(note, Note) or (note and f"/{SCRIPT}" not in tag)):
+        kind = note_kind(self.notes, tag, reply_to) if self.notes else None
+        if type(note) is not kind and (kind or isinstance(note, Note)):
             declared = kind.__name__ if kind else "no Note"
             raise TypeError(
                 f"{tag!r} is declared with {declared} in the strategy's `notes`, but was sent with {note!r}; "

@@ -15,7 +15,7 @@ from flockstep.arrays.schema import slices
 from flockstep.collectives import recursive_doubling
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.collectives.recursive_doubling import GatheredSizes, RecursiveDoubling
+from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Message
@@ -217,9 +217,11 @@ def test_the_checks_above_notice_a_broken_collective(broken):
     assert not equal_bits(*got)
 
 
-@pytest.mark.parametrize("sizes", [(), (2,), (4,), (-1, 5), (2, 3), (2, 1, 1)])
-def test_a_message_that_is_not_of_the_arrays_that_it_announces_is_refused(sizes):
+@pytest.mark.parametrize(
+    "note", [{}, {"2": 2}, {"2": 2, "3": "x"}, {"2": -1, "3": 5}, {"2": 2, "3": 3}, {"2": 2.0, "3": 2}]
+)
+def test_a_message_that_is_not_of_the_arrays_that_it_announces_is_refused(note):
     with pytest.raises(ProtocolError, match="worker 2 sent 4 elements as the arrays of ranks 2, 3"):
-        recursive_doubling._sizes(Message(2, "double", np.zeros(4), GatheredSizes(sizes)), [2, 3])
-    good = Message(2, "double", np.zeros(4), GatheredSizes((1, 3)))
+        recursive_doubling._sizes(Message(2, "double", np.zeros(4), note), [2, 3])
+    good = Message(2, "double", np.zeros(4), {"2": 1, "3": 3, "call": 7})
     assert recursive_doubling._sizes(good, [2, 3]) == {2: 1, 3: 3}

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import flockstep.transports.wire as wire
 from flockstep.arrays.kernels import numpy_dtype
-from flockstep.collectives.recursive_doubling import GATHERED, GatheredSizes
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, Note
 from flockstep.transports.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
@@ -182,15 +181,6 @@ def test_a_note_arrives_as_what_the_strategy_declares(channel: str) -> None:
         got = decode(encode(sent, sender), None, 1, receiver)
         assert type(got.note) is type(note)
         assert got.note == note
-
-
-@pytest.mark.parametrize("channel", ["", "/bucket"])
-def test_the_note_of_a_collective_is_checked_in_every_channel(channel: str) -> None:
-    sender, receiver = identity(1), replace(identity(2), notes=NOTES)
-    sizes, mapping = (Message(1, GATHERED + channel, None, n, number=1) for n in (GatheredSizes((3, 4)), {"1": 3}))
-    with pytest.raises(ProtocolError, match="with a note that is not of type GatheredSizes"):
-        decode(encode(mapping, sender), None, 1, receiver)
-    assert decode(encode(sizes, sender), None, 1, receiver).note == GatheredSizes((3, 4))
 
 
 @pytest.mark.parametrize(

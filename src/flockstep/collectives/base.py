@@ -15,7 +15,6 @@ from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, si
 from flockstep.collectives.group import Group
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
-from flockstep.messages import COLLECTIVE_NOTES, Notes
 
 
 class Collective(Component):
@@ -27,20 +26,15 @@ class Collective(Component):
     """
 
     noun: ClassVar[str] = "collective"
-    notes: ClassVar[Notes] = {}
-    """Message tag, without channel → `Note` class of all messages with this tag. No other collective and no strategy
-    may use the tag with another note.
-    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `divided_sum` from `all_reduce`, or the other way round, if the class overrides only one of them, so
-        that the class does not inherit sums that leave its own sum out; and declare the notes of the class.
+        that the class does not inherit sums that leave its own sum out.
 
         Raises:
             ConfigurationError: the overridden method calls the method that would be derived from the overridden method.
         """
         super().__init_subclass__(**options)
-        COLLECTIVE_NOTES.update(vars(cls).get("notes", {}))
         names = ("all_reduce", "divided_sum", "average", "average_of")
         summed, divided, mean, mean_of = (
             next(place for place, one in enumerate(cls.__mro__) if name in vars(one)) for name in names

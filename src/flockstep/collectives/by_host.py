@@ -5,7 +5,6 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
@@ -15,18 +14,6 @@ from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.group import Group, Subgroup
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ProtocolError
-from flockstep.messages import Note, Notes
-
-PLACE = "by_host.place"
-"""Tag of the signal that an array in the memory that the host shares may be read."""
-
-
-class SumPlace(Note, frozen=True):
-    """Note that says where in the shared memory of a host the arrays of a sum lie, in bytes from the start."""
-
-    given: int
-    total: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -44,8 +31,6 @@ class ByHost(Collective):
     """
 
     flat: Collective = field(default_factory=Ring)
-
-    notes: ClassVar[Notes] = {PLACE: SumPlace}
 
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
         await (self._over_hosts(me, array, divisor) if _shared(me) else self.flat.divided_sum(me, array, divisor))
@@ -75,7 +60,7 @@ class ByHost(Collective):
     ) -> None:
         """Replace `total` with the sum of `given`, divided by `divisor`; both lie in the memory that the host shares.
 
-        Only signals are sent within the host: `PLACE` when `given` may be read and `total` written, and "outside" when
+        Only signals are sent within the host: "inside" when `given` may be read and `total` written, and "outside" when
         a share has been written to the arrays of all workers of the host.
         """
         host = _host(me)
@@ -84,13 +69,13 @@ class ByHost(Collective):
         sources, targets = me.arrays_on_host(given), me.arrays_on_host(total)
         assert sources is not None
         assert targets is not None
-        place = SumPlace(sources.offset, targets.offset, total.nbytes)
-        here.send_all([to for to in others if to in shares], PLACE, None, place)
+        place = {"given": sources.offset, "total": targets.offset, "size": total.nbytes}
+        here.send_all([to for to in others if to in shares], "inside", None, place)
         if lane in shares:
             part = shares[lane]
             view, more = total[part], given[part]
             for source in others:
-                if (await here.receive(PLACE, source)).note != place:
+                if (await here.receive("inside", source)).note != place:
                     raise ProtocolError(
                         f"worker {me.rank} adds up a different array than worker {host[source]}; call the collectives "
                         "in the same order on every worker, with arrays of the same size at the same place"

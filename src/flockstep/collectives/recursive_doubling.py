@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
@@ -13,16 +12,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group
 from flockstep.collectives.powers_of_two import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.errors import ProtocolError
-from flockstep.messages import Message, Note, Notes, node_name
-
-GATHERED = "doubling.gathered"
-"""Tag of the messages that gather arrays."""
-
-
-class GatheredSizes(Note, frozen=True):
-    """Note of a message with the arrays of several ranks, in order of rank: the number of elements of each array."""
-
-    sizes: tuple[int, ...]
+from flockstep.messages import Message, node_name
 
 
 @dataclass(frozen=True)
@@ -32,8 +22,6 @@ class RecursiveDoubling(Collective):
     If n is not a power of two, the last n - 2^floor(log2 n) workers first add their array to a partner's array, and
     receive the result from the partner at the end. Addition commutes, so partners compute the same bits.
     """
-
-    notes: ClassVar[Notes] = {GATHERED: GatheredSizes}
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         power = await fold(me, array)
@@ -76,9 +64,9 @@ async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
     while distance < me.workers:
         partner = me.rank ^ distance
         ranks = sorted(held)
-        sizes = GatheredSizes(tuple(len(held[rank]) for rank in ranks))
-        me.send(partner, GATHERED, namespace(array).concatenate([held[rank] for rank in ranks]), sizes)
-        message = await me.receive(GATHERED, partner)
+        sizes = {str(rank): len(held[rank]) for rank in ranks}
+        me.send(partner, "double", namespace(array).concatenate([held[rank] for rank in ranks]), sizes)
+        message = await me.receive("double", partner)
         me.require_all(partner)
         start = 0
         for rank, size in _sizes(message, [rank ^ distance for rank in ranks]).items():
@@ -92,12 +80,13 @@ def _sizes(message: Message, ranks: Sequence[int]) -> dict[int, int]:
     """Return rank → size of the rank's array in a message that holds the arrays of `ranks`.
 
     Raises:
-        ProtocolError: the sizes are not those of as many arrays, or they do not match the length of the message.
+        ProtocolError: the message does not give the sizes, or they do not match its length.
     """
-    sizes: tuple[int, ...] = message.note.sizes
-    if len(sizes) != len(ranks) or min(sizes) < 0 or sum(sizes) != len(message.payload):
+    found = {rank: message.note.get(str(rank), -1) for rank in ranks}
+    sizes = {rank: size for rank, size in found.items() if isinstance(size, int) and size >= 0}
+    if len(sizes) < len(ranks) or sum(sizes.values()) != len(message.payload):
         raise ProtocolError(
             f"{node_name(message.source)} sent {len(message.payload)} elements as the arrays of ranks "
-            f"{', '.join(map(str, ranks))}, but announced the sizes {', '.join(map(str, sizes))}"
+            f"{', '.join(map(str, ranks))}, but announced the sizes {found}"
         )
-    return dict(zip(ranks, sizes, strict=True))
+    return sizes

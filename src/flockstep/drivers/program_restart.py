@@ -17,7 +17,6 @@ import numpy as np
 
 from flockstep.arrays.namespace import copied, to_host
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.settings import OPTIMIZER, NewSettings
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
 from flockstep.messages import LEAVE, SCRIPT, Address, Message, Note, Notes, server
@@ -60,12 +59,7 @@ class Recall(Note, frozen=True):
     last: bool = False
 
 
-NOTES: Notes = {
-    STOPPED: ProgramStopped,
-    RECALL: Recall,
-    f"reply to {RECALL}": OptimizerStateHeader,
-    OPTIMIZER: NewSettings,
-}
+NOTES: Notes = {STOPPED: ProgramStopped, RECALL: Recall, f"reply to {RECALL}": OptimizerStateHeader}
 
 
 def notes_of(strategy: Strategy) -> Notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import to_text
-from flockstep.messages import Message, Note
+from flockstep.messages import Message
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import Optimizer
 
@@ -12,18 +12,12 @@ OPTIMIZER = "optimizer"
 """Tag of the message with new settings, which a server applies before its program receives the next message."""
 
 
-class NewSettings(Note, frozen=True):
-    """Note with the optimizer that replaces the optimizer of a server."""
-
-    optimizer: str
-
-
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
     """Send new optimizer settings to the servers, and use them for the slice that this worker updates; they apply from
     the next step on.
     """
     me.optimizer = optimizer
-    me.send_all(me.server_addresses, OPTIMIZER, None, NewSettings(to_text(optimizer)))
+    me.send_all(me.server_addresses, OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:
@@ -34,7 +28,7 @@ def taken_over(node: Node, message: Message) -> bool:
     """
     if message.tag != OPTIMIZER or not isinstance(node, Server):
         return False
-    optimizer = Optimizer.parse(message.note.optimizer)
+    optimizer = Optimizer.parse(str(message.note["optimizer"]))
     if _remembered(optimizer, node) != _remembered(node.optimizer, node):
         raise ConfigurationError(
             "the settings of the optimizer may change during training only if its state stays of the same kind, got "
