@@ -48,14 +48,14 @@ RENAMED = {
     "time_to_target": "seconds_to_target",
     "sent_per_worker": "sent_bytes_per_worker",
     "received_per_worker": "received_bytes_per_worker",
-    "sharded_optimizer": "scatter_reduce",
 }
-"""Former name of an option, a component, an argument or a field of the record → current name; also names that other
-libraries use.
+"""Former name of an option, a component, an argument or a field of the record → current name.
 
 Such a name is refused everywhere; the error names the current name.
 """
 
+ELSEWHERE = {"sharded_optimizer": "scatter_reduce"}
+"""Name that other libraries use → flockstep's name."""
 _QUANTITY = re.compile(r"[0-9.]+[a-z]?")
 """Number and first letter of the unit at the beginning of a name, such as 10m."""
 SHOWN = 20
@@ -107,6 +107,8 @@ class UnknownName(ConfigurationError):
         near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
         if (present := RENAMED.get(name)) in names:
             hint = f"it is now called {present!r}"
+        elif (ours := ELSEWHERE.get(name)) in names:
+            hint = f"flockstep calls it {ours!r}"
         elif near:
             hint = f"did you mean {alike[near[0]]!r}?"
         elif command is not None and len(names) > SHOWN:

@@ -651,7 +651,7 @@ class Worker(Peer):
         super().__init__(rank, cluster, params, random)
         self.steps = steps
         self.loss = 0.0
-        """Mean loss of the last gradient's samples; set by the driver of a declared job."""
+        """Mean loss of the last gradient's samples, in a declared job; a script may not give it for every step."""
         self.optimizer = optimizer
         """The job's optimizer, in the form of servers' optimizers, which can step a slice of the parameters."""
         self.train_size = train_size

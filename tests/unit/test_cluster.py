@@ -483,6 +483,18 @@ def test_a_server_shares_the_card_of_its_worker_s_machine() -> None:
     assert beside == pytest.approx(2e6 / 2.5e6 + 1e-3, rel=1e-3)
 
 
+def test_servers_apart_have_cards_of_their_own() -> None:
+    text = HOSTS.format(count=4, workers=1, fair="false")
+    shape = read_cluster(f"servers_apart = true{text}")
+    pushes = arrivals(shape.network(), Cluster(4, 1), [(rank, server(0), 10**6) for rank in range(4)])
+    assert max(pushes) == pytest.approx(4e6 / 2.5e6 + 1e-3, rel=1e-3)
+    assert read_cluster(to_toml(shape)).servers_apart
+    with pytest.raises(
+        ConfigurationError, match="line 1: servers_apart must be false if links differ or a machine has"
+    ):
+        read_cluster("servers_apart = true" + HOSTS.format(count=2, workers=2, fair="false"))
+
+
 def test_a_server_beside_a_worker_is_on_the_workers_machine() -> None:
     network = Tiers((2, 2), (0, 0), (FAST,), (SLOW,))
     near, far = arrivals(network, Cluster(4, 3, (0, 0, 2)), [(1, server(1), 1000), (0, server(2), 1000)])

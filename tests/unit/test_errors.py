@@ -80,7 +80,7 @@ def test_a_long_list_of_known_names_can_be_cut_to_the_kinds():
 def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
     assert str(UnknownName.among("noun", "rule", ["outer", "server_update"])).endswith("now called 'server_update'")
     assert "now" not in str(UnknownName.among("noun", "rule", ["ruler"]))
-    with pytest.raises(UnknownName, match="'sharded_optimizer'; it is now called 'scatter_reduce'"):
+    with pytest.raises(UnknownName, match="'sharded_optimizer'; flockstep calls it 'scatter_reduce'"):
         registry.load("strategy", "sharded_optimizer")
 
 

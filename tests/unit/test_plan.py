@@ -79,6 +79,13 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
     assert (ring.sent_bytes, server.sent_bytes) == pytest.approx((1.5 * TASK.nbytes, TASK.nbytes), rel=1e-3)
 
 
+def test_servers_share_the_cards_of_workers_in_extrapolations_too() -> None:
+    """16 workers are rehearsed, 17 extrapolated. With a card for each of the 16 shards a step would take half as long."""
+    site, sharded = Site(TASK, cluster("10mbit", count=17)), Strategy.parse("ps(consistency=asynchronous, shards=16)")
+    few, many = (predict_step(sharded, site, workers).seconds for workers in (16, 17))
+    assert many == pytest.approx(few, rel=0.05)
+
+
 @pytest.mark.parametrize("text", ["all_reduce", "ps", "dpsgd", "all_reduce(collective=binomial_tree)"])
 def test_many_workers_are_what_all_of_them_would_take(text: str) -> None:
     """The extrapolation to 32 workers is close to a rehearsal of all 32."""

@@ -231,7 +231,7 @@ def test_a_host_that_was_lost_is_told_how_to_come_back(hosts: RemoteHosts, left:
     first.close()
     second.close()
     assert isinstance(refused, Refused)
-    assert "node 1 (there) was part of this run and is not any more; workers of another host can" in refused.reason
+    assert "node 1 (there) was part of this run and is not any more; a run of flockstep train with" in refused.reason
     assert "flockstep resume" in refused.reason
 
 

@@ -66,9 +66,23 @@ def test_a_parameter_of_two_models_is_refused_with_the_cause_at_a_step(strategy,
     pairs = [start(strategy, model) for model in two_with_a_shared_layer()]
     if second:
         step(*pairs[1])
-    cause = r"its parameter 0.weight also belongs to another call .* such as a torch.nn.ModuleList"
+    cause = r"parameter 0.weight was changed .* also belongs to another call .* such as a torch.nn.ModuleList"
     with pytest.raises(ConfigurationError, match=cause):
         step(*pairs[0])
+
+
+def test_a_changed_parameter_that_no_other_call_has_is_told_as_alone():
+    """`sync` takes the shared layer back into the array of the second call, which goes on."""
+    first, second = two_with_a_shared_layer()
+    start("all_reduce", first)
+    _, optimizer = start("all_reduce", second)
+    step(second, optimizer)
+    with torch.no_grad():
+        second[1].weight.clamp_(-0.01, 0.01)
+    with pytest.raises(ConfigurationError, match=r"parameter 1.weight was changed .*register_step_post_hook"):
+        step(second, optimizer)
+    optimizer.sync()
+    step(second, optimizer)
 
 
 def test_one_call_for_two_models_that_share_a_layer_is_plain_torch():
@@ -89,7 +103,7 @@ def test_a_second_call_for_a_module_before_the_first_has_ended_is_named_as_the_c
     step(model, early)
     _, late = start(model=model)
     step(model, late, 1)
-    cause = r"0.weight also belongs to another call .* call finish\(\) before"
+    cause = r"0.weight was changed .* also belongs to another call .* call finish\(\) before .* optimizer.sync\(\)"
     with pytest.raises(ConfigurationError, match=cause):
         step(model, early)
     late.finish()

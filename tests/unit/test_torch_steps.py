@@ -272,6 +272,15 @@ def test_an_optimizer_that_needs_the_closure_it_calls_optional_is_told_how_to_de
         optimizer.step(closure)
 
 
+def test_errors_of_a_hook_stay_as_they_are() -> None:
+    model, missing = network(), None
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    optimizer.register_step_post_hook(lambda *_: missing())  # type: ignore[misc]
+    model(torch.ones(3, 4)).square().mean().backward()
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        optimizer.step()
+
+
 def test_other_errors_of_a_step_stay_as_they_are() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -60,12 +60,14 @@ def outlook(task: JobProfile) -> Outlook:
 
 
 def closed_form(site: Site, text: str, workers: int) -> float:
-    """A gradient, the optimizer, and the messages: a collective's cost, or n models through a server's card."""
+    """A gradient, the optimizer, and the messages: a collective's cost, or n - 1 models through the card of a
+    server's machine.
+    """
     strategy, (latency, bandwidth), nbytes = Strategy.parse(text), site.link, site.task.nbytes
     if isinstance(strategy, AllReduce):
         moving = strategy.collective.cost(workers, nbytes, LinkModel(latency, 1 / bandwidth, HEADER_BYTES))
     else:
-        moving = 2 * latency + (workers + 1) * (nbytes + HEADER_BYTES) / bandwidth
+        moving = 2 * latency + workers * (nbytes + HEADER_BYTES) / bandwidth
     return 0.02 + site.work(strategy, workers).step + moving
 
 

@@ -48,6 +48,10 @@ class ClusterShape:
     """Seconds that a core spends on each byte of payload at either end of a link, while the link carries the byte."""
     step: float = 0.0
     """Seconds of a worker's step that are not spent on the gradient, the optimizer, messages or codecs."""
+    servers_apart: bool = False
+    """Whether each server has a network card of its own, as in runs with `--network`, instead of that of a worker's
+    machine, as in runs over several hosts.
+    """
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -67,6 +71,11 @@ class ClusterShape:
             )
         _check_names(self)
         _check_joined(self)
+        if self.servers_apart and (len(self.tiers) > 1 or any(group.workers > 1 for group in self.groups)):
+            raise WrongValue(
+                "servers_apart must be false if links differ or a machine has several workers, got true; leave it out",
+                "servers_apart",
+            )
         for place, wire in enumerate(self.wires):
             others = {other.reach for other in self.wires if other is not wire}
             if wire.fair and others and (wire.reach != "inside" or others != {"node"}):
@@ -194,7 +203,8 @@ class ClusterShape:
     def network(self, workers: int | None = None) -> Network:
         """Return the simplest network model that describes the links between the workers, for a run in virtual time.
 
-        If there are several machines, servers are on the machines of the workers and use their network cards.
+        If there are several machines, servers are on the machines of the workers and use their network cards, unless
+        `servers_apart` is set.
         """
         machines = self.placed(workers)
         tiers = self.tiers
@@ -204,6 +214,8 @@ class ClusterShape:
         if len(machines) == 1:
             wire = inside[0] or among[0] or next(iter(self.wires), None)
             return Link(math.inf) if wire is None else wire.alone
+        if self.servers_apart and (outer := among[places[0]]) is not None:
+            return outer.alone
         return self._tiers([size for _, size in machines], places, inside, among)
 
     def _tiers(

@@ -237,6 +237,7 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     message = top.quantity("message", lambda text: units.duration(text, "message"), "20us")
     copy = top.quantity("copy", lambda text: units.duration(text, "copy"), "2ns")
     step = top.quantity("step", lambda text: units.duration(text, "step"), "100us")
+    apart = top.take("servers_apart", bool, "true or false") or False
     text = top.take("compute", str, "a compute model as text, such as 'lognormal(0.05, sigma=0.3)'")
     groups = tuple(_group(*one) for one in top.tables("nodes"))
     wires = tuple(map(_wire, top.array("links")))
@@ -254,7 +255,7 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
         raise top.wrong("compute", str(error)) from None
     said = about or ""
     costs = (message or 0.0, copy or 0.0, step or 0.0)
-    return ClusterShape(name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates), *costs)
+    return ClusterShape(name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates), *costs, apart)
 
 
 def _group(name: str, table: _Table) -> MachineGroup:

@@ -24,6 +24,8 @@ def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
             data[key] = f"{getattr(shape, key) * 1e6:.12g}us"
     if shape.job is not None:
         data["job"] = shape.job
+    if shape.servers_apart:
+        data["servers_apart"] = True
     data["nodes"] = {group.name: _group(group) for group in shape.groups}
     rates = dataclasses.asdict(shape.rates)
     written = {name: {key: _scaled(one, "/s") for key, one in table.items()} for name, table in rates.items() if table}

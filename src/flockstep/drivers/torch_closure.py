@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 from flockstep.arrays.namespace import to_host
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
-from flockstep.errors import CompositionError, ConfigurationError, in_short
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, in_short
 from flockstep.nodes import BadGradients, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
@@ -27,6 +30,10 @@ def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+TORCH = str(Path(torch.__file__).parent)
+_ABOUT_CLOSURES = re.compile(r"\bclosure\b|^'NoneType' object is not callable$")
+
+
 @contextmanager
 def explaining_closures(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager in which `optimizer` steps without a closure.
@@ -36,9 +43,15 @@ def explaining_closures(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     try:
         yield
+    except FlockstepError:
+        raise
     except Exception as error:
-        text, named = str(error), "closure" in inspect.signature(optimizer.step).parameters
-        if not named or not ("closure" in text or text == "'NoneType' object is not callable"):
+        own = [inspect.unwrap(vars(one)["step"]).__code__ for one in type(optimizer).__mro__ if "step" in vars(one)]
+        frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+        # hooks run outside of step, and what the optimizer calls is not torch's
+        within = not set(frames).isdisjoint(own)
+        within = within and (frames[-1] in own or frames[-1].co_filename.startswith(TORCH))
+        if not within or not _ABOUT_CLOSURES.search(str(error)):
             raise
         raise ConfigurationError(
             f"{type(optimizer).__name__}.step() failed without a closure ({in_short(error)}), because flockstep passes "

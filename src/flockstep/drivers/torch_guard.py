@@ -229,17 +229,16 @@ class Guard:
         return [self._flat.params[part], *self._flat.narrow_within(part.start, part.stop)]
 
     def _tell_changed(self, name: str) -> NoReturn:
-        """Raise the error about the changed parameter `name`; if another call of `distribute` has parameters of this
-        call, that is the cause.
-        """
+        """Raise the error about the changed parameter `name`, which another call of `distribute` may have too."""
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
-        shared = [entry.name for entry, parameter in named if id(parameter) in self._flat.shared]
-        if shared:
+        if any(entry.name == name and id(parameter) in self._flat.shared for entry, parameter in named):
             raise ConfigurationError(
-                f"the module was changed between two steps, and its parameter {shared[0]} also belongs to another call "
-                "of flockstep.distribute, one of which began before finish() of the other; if two models share the "
+                f"parameter {name} was changed between two steps, and it also belongs to another call of "
+                "flockstep.distribute, one of which began before finish() of the other; if two models share the "
                 "parameter, make one call with one module that holds both models, such as a torch.nn.ModuleList; if "
-                "one phase follows another, call finish() before the next call of distribute"
+                "one phase follows another, call finish() before the next call of distribute; if the other call is not "
+                "used any more, call optimizer.sync() on every rank, so that all ranks continue with the parameters of "
+                "rank 0"
             )
         how = "take a strategy whose workers step, such as all_reduce or local_sgd, and " if self._server_side else ""
         raise ConfigurationError(

@@ -187,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A tensor is copied from its device, which waits until the loss is computed. A loss that is not finite is treated
         as a gradient that is not finite.
         """
-        self.loop.loss = float(loss)
+        self.loop.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def _search(self, closures: ClosureSteps, closure: Callable[[], Any] | None) -> Any:
         """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes."""

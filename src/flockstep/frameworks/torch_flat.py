@@ -104,7 +104,7 @@ class FlatModule:
         self.grads = native(self._slopes)
         self._loose: LooseGradients | None = None
         self.shared: set[int] = set()
-        """Ids of the parameters that another call of `distribute` also has, while both runs go on."""
+        """Ids of the parameters that another call of `distribute` also had when the later of both calls began."""
         self.left = False
         """Whether the last call of `gather_gradients` has left the gradients, which are known to be finite."""
         self._hooks: list[RemovableHandle] = []

@@ -64,7 +64,9 @@ from flockstep.transports.session import LINK_TIMEOUT, new_key
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
 ATTEMPTS = 6
-"""Number of connections that may end before the proof until the agent gives up."""
+"""Number of connections that may end during the handshake until the agent gives up; each further one is opened twice as
+long after the one before.
+"""
 CONNECTING = 5.0
 """Longest time in seconds of one attempt to connect to the coordinator at the start of the run."""
 AGAIN = 1.0
@@ -199,7 +201,7 @@ class HostAgent:
             try:
                 sock = self._meeting.connect(min(CONNECTING, max(RETRY, until - time.monotonic())))
                 channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
-                return self._proved(channel)
+                return self._proved(channel, until)
             except PeerLost as error:
                 attempts += 1
                 if attempts == ATTEMPTS or isinstance(error.__cause__, LinkForged):
@@ -207,7 +209,7 @@ class HostAgent:
                         f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host "
                         "the same secret, and check that a flockstep coordinator listens at this address"
                     ) from None
-                why = str(error)
+                why = f"{attempts} connections ended during the handshake, the last one because: {error}"
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > until:
@@ -216,15 +218,15 @@ class HostAgent:
                     f"start node 0, check the address, the firewall and the route, or {WAIT_LONGER}"
                 )
             reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
-            time.sleep(RETRY)
+            time.sleep(RETRY * 2 ** max(0, attempts - 1))
 
-    def _proved(self, channel: HostChannel) -> HostChannel:
+    def _proved(self, channel: HostChannel, until: float) -> HostChannel:
         """Wait for the end of the handshake.
 
         Raises:
             PeerLost: the connection ended before both ends had proved that they know the secret.
         """
-        until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
+        reminder = Reminder(self._say)
         try:
             while not channel.established:
                 reminder.remind(

@@ -667,8 +667,9 @@ class RemoteHosts(OtherHosts):
             )
         if (known := self._hosts.get(join.node)) is not None and (known.left or known.lost):
             return (
-                f"{said} was part of this run and is not any more; workers of another host can join a run of flockstep "
-                "train with flockstep join, and a run that has ended continues with flockstep resume on every host"
+                f"{said} was part of this run and is not any more; a run of flockstep train with --max-workers takes "
+                "the workers of this host with flockstep join; a run that has ended continues with flockstep resume on "
+                "every host"
             )
         if known is not None:
             return f"{said} has joined already; give every host a different --node-rank"

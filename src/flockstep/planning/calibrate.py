@@ -167,6 +167,7 @@ def _described(
         message,
         copy,
         _besides(events, 2, gradients),
+        servers_apart=group.count > 1,  # in namespaces each server has one of its own
     )
     return Calibration(shape, tuple(notes))
 

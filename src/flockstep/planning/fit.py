@@ -212,8 +212,9 @@ def fit_records(
         "records contain no cores, memory, failures or rates of codecs; gradients are assumed to take as long as in "
         "the run"
     )
+    about, apart = f"as in the record of {first.config.job}", not first.hosts
     shape = ClusterShape(
-        "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", identity(first.config.job)
+        "fitted", groups, wires, law, None, 0.0, about, identity(first.config.job), servers_apart=apart
     )
     return Calibration(shape, tuple(notes))
 

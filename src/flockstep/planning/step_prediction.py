@@ -25,7 +25,8 @@ from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
-from flockstep.simulation.network import Link
+from flockstep.simulation.network import Link, Network
+from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
@@ -206,10 +207,8 @@ def rehearsed(
     slow as the slowest; `ratio` is a factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
-    network = Link(site.link[1], site.link[0]) if even else site.cluster.network(workers)
-    if ratio != 1:
-        moved = faster(site.cluster, 1 / ratio)
-        network = Link(site.link[1] / ratio, site.link[0]) if even else moved.network(workers)
+    cluster = site.cluster if ratio == 1 else faster(site.cluster, 1 / ratio)
+    network = _even(cluster, Link(site.link[1] / ratio, site.link[0]), workers) if even else cluster.network(workers)
     while True:
         work = site.work(strategy, workers, coding)
         found = _known(
@@ -230,6 +229,15 @@ def rehearsed(
         if coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
             return found
         coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
+
+
+def _even(cluster: ClusterShape, link: Link, workers: int) -> Network:
+    """A network in which `link` connects all workers, each on its own machine; servers are where the cluster has
+    them.
+    """
+    if cluster.servers_apart or len(cluster.placed(workers)) == 1:
+        return link
+    return Tiers((1,) * workers, (0,) * workers, (Link(math.inf),), (link,))
 
 
 def rehearsed_split(
