@@ -80,7 +80,7 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
 
 
 def test_servers_share_the_cards_of_workers_in_extrapolations_too() -> None:
-    """16 workers are rehearsed, 17 extrapolated. With a card for each of the 16 shards a step would take half as long."""
+    """16 workers are rehearsed, 17 extrapolated; with a card for each of the 16 shards steps would be half as long."""
     site, sharded = Site(TASK, cluster("10mbit", count=17)), Strategy.parse("ps(consistency=asynchronous, shards=16)")
     few, many = (predict_step(sharded, site, workers).seconds for workers in (16, 17))
     assert many == pytest.approx(few, rel=0.05)
