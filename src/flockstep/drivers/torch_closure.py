@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _ABOUT_CLOSURES = re.compile(r"\bclosure\b|^'NoneType' object is not callable$")
 
 
@@ -48,9 +49,9 @@ def explaining_closures(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     except Exception as error:
         own = [inspect.unwrap(vars(one)["step"]).__code__ for one in type(optimizer).__mro__ if "step" in vars(one)]
         frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-        # hooks run outside of step, and what the optimizer calls is not torch's
+        # an error of a hook has no frame of `step`, and one of a function that `step` calls ends in another file
         within = not set(frames).isdisjoint(own)
-        within = within and (frames[-1] in own or frames[-1].co_filename.startswith(TORCH))
+        within = within and (frames[-1] in own or frames[-1].co_filename.startswith(_TORCH))
         if not within or not _ABOUT_CLOSURES.search(str(error)):
             raise
         raise ConfigurationError(

@@ -209,7 +209,7 @@ class HostAgent:
                         f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host "
                         "the same secret, and check that a flockstep coordinator listens at this address"
                     ) from None
-                why = f"{attempts} connections ended during the handshake, the last one because: {error}"
+                why = f"handshake {attempts} of {ATTEMPTS} failed: {error}"
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > until:

@@ -323,7 +323,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
     """Extrapolate from fewer workers with constant times and equal links, and add the cost of the slowest worker."""
     pace = Pace(strategy, site)
     long = longest_cycle(strategy, MOST) >= LONG
-    for found in (*pace.with_few, *([pace.longer(pace.sizes[-1])] if long else [])):
+    for found in (*pace.small_rehearsals, *([pace.longer(pace.sizes[-1])] if long else [])):
         _require_even_halves(found)
     moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
     return StepPrediction(
@@ -436,10 +436,10 @@ class Pace:
 
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
         """Extrapolate a figure from rehearsals with few workers to `workers` workers."""
-        return grown(self.sizes, list(map(measure, self.with_few)), workers)
+        return grown(self.sizes, list(map(measure, self.small_rehearsals)), workers)
 
     @cached_property
-    def with_few(self) -> list[Rehearsal]:
+    def small_rehearsals(self) -> list[Rehearsal]:
         """The rehearsals from which steps of larger numbers of workers are extrapolated, one for each of `sizes`.
 
         A quick rehearsal whose halves differ too much is replaced by a longer rehearsal.
