@@ -154,13 +154,15 @@ def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: 
 
 
 def test_idle_strangers_do_not_close_the_connection_of_a_host_that_proves_the_secret(hosts: RemoteHosts) -> None:
-    """All of them connect between two turns of the coordinator, after the host's hello."""
+    """All of them connect between two turns of the coordinator, after the host's hello; some are closed before the host
+    has answered.
+    """
     channel = HostChannel(socket.create_connection(("127.0.0.1", port(hosts))), SECRET, True, 5.0)
     channel.flush()
     idle = [socket.create_connection(("127.0.0.1", port(hosts))) for _ in range(2 * STRANGERS)]
+    wait_until(lambda: hosts.pump() or hosts.rejected >= STRANGERS, PATIENCE, "strangers are turned away")  # type: ignore[func-returns-value]
     wait_until(lambda: hosts.pump() or channel.receive() or channel.established, PATIENCE, "the proof")  # type: ignore[func-returns-value]
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
-    wait_until(lambda: hosts.pump() or hosts.rejected >= STRANGERS, PATIENCE, "the strangers are turned away")  # type: ignore[func-returns-value]
     channel.close()
     for sock in idle:
         sock.close()
