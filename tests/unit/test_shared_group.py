@@ -17,7 +17,7 @@ from flockstep.transports.shared_group import SharedGroup, needed, warm_up
 from flockstep.transports.shared_memory import SharedMemory
 
 ROOM = 8 << 20
-SIZES = (1, 2, 3, 7, 1024, 1025, 33_333, 200_003)
+SIZES = (1, 2, 3, 7, 1024, 1025, 33_333, 200_003, 700_003)
 FORK = multiprocessing.get_context("fork")
 
 

@@ -12,9 +12,13 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.transports.shared_memory import SharedMemory
 
+SLOTS = 3
+"""Number of slots that each process has for summing arrays outside of the segment."""
 PAGE = 4096
-SLOT = 1 << 17
-"""Size in bytes of each of the two slots that a process has for summing arrays outside of the segment."""
+SLOT = 1 << 19
+"""Size in bytes of each slot that a process has for summing arrays outside of the segment."""
+SMALL = 1 << 14
+"""Size in bytes of an array outside of the segment up to which every process sums the whole array."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
 RETURNED = 4 << 20
@@ -49,11 +53,11 @@ class SharedGroup:
                 f"a segment of {memory.size} bytes is too small for {workers} workers with {room} bytes each"
             )
         self._memory = memory
-        self._control = needed(workers, 0) - workers * 2 * SLOT
-        self._stride = 2 * SLOT + _rounded(room)
+        self._control = needed(workers, 0) - workers * SLOTS * SLOT
+        self._stride = SLOTS * SLOT + _rounded(room)
         self._counters = memory.array(np.int32, self._control // 4)
         self._turn = 0
-        self._used = 2 * SLOT
+        self._used = SLOTS * SLOT
         self._home = memory.array(np.uint8, 1, self._control + rank * self._stride).ctypes.data
         self._how = shared_signals.manner(workers)
         self._sums = shared_sums
@@ -106,7 +110,7 @@ class SharedGroup:
     def offset(self, array: FlatArray) -> int | None:
         """Return the offset of `array` from the start of the region in bytes; None if `array` is not in the region."""
         offset = int(array.__array_interface__["data"][0]) - self._home
-        return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
+        return offset if offset >= SLOTS * SLOT and offset + array.nbytes <= self._stride else None
 
     def holds(self, array: FlatArray) -> bool:
         """Return whether `array` lies in this process's region."""
@@ -233,16 +237,12 @@ class SharedGroup:
 
     def _through_slots(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
         heap, stride, room = self._heaps[array.dtype.char], self._stride // array.itemsize, SLOT // array.itemsize
-        bounds, by, at, stage = self._limits(len(array), self.workers), array.dtype.type(divisor), 0, 0
-        while at >= 0:
-            then = self._sums.through_slots(
-                heap, stride, room, array, bounds, self._counters, self.rank, self._turn, at, stage, by, self._how
-            )
-            done = len(array) if then == -1 else max(at, then)
-            self._turn += -(-done // room) - -(-at // room)
-            at, stage = then, 1
-            if at != -1:
-                self._pause(at, meanwhile)
+        bounds, by, at = self._limits(len(array), self.workers), array.dtype.type(divisor), 0
+        pieces = 0 if array.nbytes <= SMALL else -(-len(array) // room)
+        given = heap, stride, room, SLOTS, array, pieces, bounds, self._counters, self.rank, self._turn
+        while (at := self._sums.through_slots(*given, at, by, self._how)) != -1:
+            self._pause(at, meanwhile)
+        self._turn += pieces + 1
 
     def _pause(self, answer: int, meanwhile: Callable[[], None]) -> None:
         if answer == MISMATCH:
@@ -284,7 +284,7 @@ def warm_up() -> None:
         for kernel in (in_place, sum_part, share_part):
             kernel(heap, 8, 0, bounds, counters, 0, 0, 0, one, how)
         mean_part(heap, 8, 0, bounds, counters, 0, 0, 0, one, how, heap[:0])
-        through_slots(heap, 8, 1, np.zeros(1, name), bounds, counters, 0, 2, 0, 0, one, how)
+        through_slots(heap, 8, 2, 3, np.zeros(1, name), 0, bounds, counters, 0, 2, 0, one, how)
 
 
 def room_for(model_bytes: int) -> int:
@@ -296,7 +296,7 @@ def room_for(model_bytes: int) -> int:
 
 def needed(workers: int, room: int) -> int:
     """Return the size in bytes of the shared segment that a group of processes needs."""
-    return _rounded(workers * 128) + workers * (2 * SLOT + _rounded(room))
+    return _rounded(workers * 128) + workers * (SLOTS * SLOT + _rounded(room))
 
 
 def _rounded(nbytes: int) -> int:

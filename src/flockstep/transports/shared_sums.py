@@ -241,42 +241,94 @@ def _share_block(heap: Any, stride: int, offset: int, low: int, high: int, me: i
 def through_slots(
     heap: Any,
     stride: int,
-    capacity: int,
+    room: int,
+    slots: int,
     array: Any,
+    pieces: int,
     bounds: Any,
     counters: Any,
     me: int,
     turn: int,
     at: int,
-    stage: int,
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace `array`, which may lie anywhere, with the sum, `capacity` elements at a time, from element `at` on.
+    """Replace `array`, which may lie anywhere, with the sum, in `pieces` of `room` elements, and one turn more.
 
-    Every process writes a piece into its slot, waits for the pieces of the other processes, and sums all of them. Two
-    slots alternate: before a process writes a slot again, the counters show that all processes have read it. Returns
-    `at` of the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1 means that this piece is
-    already in its slot.
+    In a turn, every process sums its share of the piece that was announced in the turn before, writes the sum to its
+    own slot, and copies the next piece to its next slot. Once all processes have done so, it copies the other shares
+    of the sum. A slot is written again three turns later, when all processes have read it. 0 `pieces`: every process
+    sums the whole array, in one turn. `turn` is the counter's value before the call.
+
+    Returns -1 when done, MISMATCH, or the `at` with which to continue after a long wait; `at` is 0 in the first call.
     """
-    n, size = len(bounds) - 1, len(array)
-    while at < size:
-        stop = min(at + capacity, size)
-        turn += 1
-        slot = (turn & 1) * capacity
-        if stage == 0:
-            base = me * stride + slot
-            _copy(heap[base : base + stop - at], array[at:stop])
-            say(counters, me, turn, size, -1, int(divisor) * 16 + heap.itemsize)
-            raise_to(counters, me, turn)
-        if wait_for_all(counters, me, n, turn, how) >= 0:
-            return at
-        if differs(counters, me, n, turn) >= 0:
+    n, size, own = len(bounds) - 1, len(array), me * stride
+    for number in range(max(at - 1, 0), pieces + 1):
+        low, high = max(number - 1, 0) * room, min(number * room, size)  # the piece that was announced before
+        slot, now = (turn + number) % slots * room - low, turn + number + 1
+        if number >= at:
+            start, stop = _share(low, high, me, n)
+            _sum_share(heap, stride, slot, start, stop, bounds, me, divisor, array)
+            if number < max(pieces, 1):
+                following = now % slots * room - high
+                end = min(high + room, size)
+                start, stop = _share(high, end, me, n if pieces > 0 else 0)
+                _copy(heap[own + following + high : own + following + start], array[high:start])
+                _copy(heap[own + following + stop : own + following + end], array[stop:end])
+            say(counters, me, now, size, -1, int(divisor) * 16 + heap.itemsize)
+            raise_to(counters, me, now)
+        if wait_for_all(counters, me, n, now, how) >= 0:
+            return number + 1
+        if differs(counters, me, n, now) >= 0:
             return MISMATCH
-        stage = 0
+        for hop in range(1, n):
+            who = (me + hop) % n
+            start, stop = _share(low, high, who, n)
+            base = who * stride + slot
+            _copy(array[start:stop], heap[base + start : base + stop])
+    if pieces == 0:
         for c in range(n):
-            low, high = max(at, bounds[c]), min(stop, bounds[c + 1])
-            if low < high:
-                _sum(heap, stride, slot - at, low, high, c, n, divisor, array[low:high])
-        at = stop
+            start, stop = bounds[c], bounds[c + 1]
+            _sum(heap, stride, (turn + 1) % slots * room, start, stop, c, n, divisor, array[start:stop])
     return -1
+
+
+@jit
+def _share(low: int, high: int, who: int, n: int) -> tuple[int, int]:
+    """Return the limits of the share of elements low..high-1 that process `who` sums; an empty share if n is 0."""
+    if n == 0:
+        return high, high
+    length = -(-(high - low) // n)
+    return min(low + who * length, high), min(low + who * length + length, high)
+
+
+@jit
+def _sum_share(
+    heap: Any, stride: int, slot: int, start: int, stop: int, bounds: Any, me: int, divisor: Any, array: Any
+) -> None:
+    """Write elements start..stop-1 of the sum to `array` and to the slot of process `me`, whose own elements are those
+    of `array`.
+    """
+    n = len(bounds) - 1
+    for c in range(n):
+        end = min(stop, bounds[c + 1])
+        for low in range(max(start, bounds[c]), end, BLOCK):
+            high = min(low + BLOCK, end)
+            total = heap[me * stride + slot + low : me * stride + slot + high]
+            _both(
+                _of(heap, stride, slot, low, high, c, me, array),
+                _of(heap, stride, slot, low, high, (c + 1) % n, me, array),
+                total,
+            )
+            for hop in range(2, n):
+                _add(total, _of(heap, stride, slot, low, high, (c + hop) % n, me, array))
+            if divisor != 1:
+                for i in range(len(total)):
+                    total[i] /= divisor
+            _copy(array[low:high], total)
+
+
+@jit
+def _of(heap: Any, stride: int, slot: int, low: int, high: int, who: int, me: int, array: Any) -> Any:
+    """Elements low..high-1 of process `who`."""
+    return array[low:high] if who == me else heap[who * stride + slot + low : who * stride + slot + high]
