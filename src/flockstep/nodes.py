@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
-from flockstep.arrays.namespace import empty, is_tensor, to_device_of, to_host
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, Diverged, PeerLost
 from flockstep.messages import (
@@ -40,13 +39,11 @@ from flockstep.programs import (
     GRADIENT,
     Again,
     Effect,
-    HostArrays,
-    HostSum,
     NeedGradient,
     NeedWork,
     Port,
     Rendezvous,
-    SharedSum,
+    SharedArrays,
     Stepper,
     Task,
     suspend,
@@ -293,6 +290,11 @@ class Node:
     def busy(self) -> bool:
         """Whether a background task of the node is running."""
         return bool(self.tasks)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a background task runs, and not the node's own program."""
+        return bool(self._channel)
 
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the tensors in the slice `part` of `params` (None: the whole array), in order. A tensor
@@ -552,83 +554,8 @@ class Peer(Node):
         """Number of workers in the run (n in the literature)."""
         self.rendezvous: Rendezvous | None = None
         """Where workers in separate processes open connections other than messages; set by the driver."""
-        self.shared_sum: SharedSum | None = None
-        """Sums over all workers in shared memory, if all of them share memory with this one; set by the driver."""
-        self.host_sum: HostSum | None = None
-        """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
-
-    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory; return False if the
-        workers cannot sum `array` in shared memory.
-
-        The sum is added in the order of a ring all-reduce. All workers must call this method at the same point;
-        background tasks must not call it, because it waits.
-        """
-        if self.shared_sum is None or self._channel:
-            return False
-        here = to_host(array)
-        summed = self.shared_sum.all_reduce(here, divisor)
-        if summed and here is not array:
-            array[:] = to_device_of(here, array)
-        return summed
-
-    def mean_of_slice(self, array: Array) -> Array | None:
-        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if the workers
-        cannot sum `array` in shared memory.
-
-        All workers must call this method at the same point, and then `exchange_slices`; background tasks must not call
-        it.
-        """
-        if self.shared_sum is None or self._channel or is_tensor(array):
-            return None
-        return self.shared_sum.mean_of_slice(array)
-
-    def exchange_slices(self, own: Array) -> None:
-        """Copy each worker's slice `own` of the parameters to all other workers, after `mean_of_slice`."""
-        assert self.shared_sum is not None
-        self.shared_sum.exchange_slices(own, self.params)
-
-    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
-        """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if the
-        workers cannot sum `array` in shared memory.
-
-        The result is the array that `HostSum.reduce_on_host` returns. All workers of the host must call this method at
-        the same point; background tasks must not call it, because it waits.
-        """
-        if self.host_sum is None or self._channel:
-            return None
-        return self.host_sum.reduce_on_host(to_host(array), shares)
-
-    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
-        """Copy all workers' shares of `summed`, the result of `reduce_on_host`, to `array`."""
-        assert self.host_sum is not None
-        self.host_sum.gather_on_host(summed, shares)
-        if summed is not array:
-            array[:] = to_device_of(summed, array)
-
-    def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's workers, in order of rank, that correspond to `array` in shared memory.
-
-        The result is None if `array` is not in shared memory. Workers must agree by messages when each may read or
-        write the other arrays.
-        """
-        if self.host_sum is None or is_tensor(array):
-            return None
-        return self.host_sum.arrays_on_host(array)
-
-    def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the bytes that workers have exchanged through `arrays_on_host`, in `shares` shares, as sent bytes."""
-        assert self.host_sum is not None
-        self.host_sum.count_on_host(array, shares)
-
-    def empty_on_host(self, size: int) -> Array:
-        """Return an array (size,) like `params`, if possible in memory that the workers of this host share.
-
-        Every call with the same size returns the same shared memory; all workers of the host must make the same calls.
-        """
-        if self.host_sum is None or is_tensor(self.params):
-            return empty(self.params, size)
-        return self.host_sum.empty_on_host(size, self.params.dtype.name)
+        self.shared = SharedArrays()
+        """Arrays in memory that workers of this host share; set by the driver."""
 
 
 class Worker(Peer):

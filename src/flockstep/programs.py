@@ -8,9 +8,10 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from flockstep.arrays.factors import FactoredWeight, Packing
+from flockstep.arrays.namespace import empty
 from flockstep.errors import FlockstepError
 from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
@@ -261,51 +262,68 @@ class HostArrays:
     """The array of each worker of the host, in order of rank."""
 
 
-class HostSum(Protocol):
-    """The interface of sums over the workers of one host in the host's shared memory, in a run with several hosts."""
+class SharedArrays:
+    """Arrays in memory that a worker shares with other workers of its host, and sums of such arrays.
 
-    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
-        """Sum `array` over this host's workers; each of the first `shares` workers receives the sum of one share.
+    This class shares no memory. Drivers set subclasses, which share the memory of all workers of the run, or of this
+    host's. Methods that sum or exchange must be called at the same point by all workers that share the memory; in a
+    background task they sum nothing, because they wait.
+    """
 
-        The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
-        of the sum, which may be `array`; None if the workers cannot sum in shared memory. A call of `gather_on_host`
-        must follow.
+    covers_run: ClassVar[bool] = False
+    """Whether all workers of the run share the memory."""
+
+    def all_reduce(self, array: Array, divisor: int = 1) -> bool:
+        """Replace `array` with the sum over all workers of the run, divided by `divisor`, added in the order of a ring
+        all-reduce; return False if it cannot be summed in shared memory.
         """
-
-    def gather_on_host(self, array: Array, shares: int) -> None:
-        """Exchange the shares of this host's workers in `array`, which `reduce_on_host` returned."""
-
-    def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's workers that correspond to `array` in shared memory; None if `array` is not
-        in shared memory.
-        """
-
-    def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the bytes that workers have exchanged through `arrays_on_host` as sent bytes."""
-
-    def empty_on_host(self, size: int, dtype: str) -> Array:
-        """Return an array of shape (size,), in shared memory if arrays in shared memory can be summed. Calls with equal
-        size and dtype return the same array.
-        """
-
-
-class SharedSum(Protocol):
-    """The interface of sums over the workers of a run whose workers all share the memory of one host."""
+        return False
 
     def mean_of_slice(self, array: Array) -> Array | None:
-        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if the workers
-        cannot sum in shared memory.
+        """Return the mean over all workers of the run of slice `rank` of `array`, added in order of rank; None if it
+        cannot be summed in shared memory.
 
         The slices are `slices(len(array), workers)`. `array` must not change before `exchange_slices`, which must
         follow, and the caller may change the result until then.
         """
+        return None
 
     def exchange_slices(self, own: Array, into: Array) -> None:
         """Copy slice `own` of this worker's parameters to `into` (K,) on all other workers, and their slices to `into`
         on this worker.
         """
+        raise AssertionError("only slices of `mean_of_slice` are exchanged")
 
-    def all_reduce(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` with the sum over all workers, divided by `divisor`, and wait for the sum. Return False if
-        the workers cannot sum in shared memory.
+    def reduce_scatter(self, array: Array, shares: int) -> Array | None:
+        """Sum `array` over this host's workers of a run with several hosts; each of the first `shares` workers receives
+        the sum of one share.
+
+        The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
+        of the sum, which may be `array`; None if it cannot be summed in shared memory. A call of `all_gather` must
+        follow.
         """
+        return None
+
+    def all_gather(self, summed: Array, array: Array, shares: int) -> None:
+        """Write the shares of all workers of this host to `array`; `reduce_scatter` returned `summed`."""
+        raise AssertionError("only shares of `reduce_scatter` are gathered")
+
+    def corresponding(self, array: Array) -> HostArrays | None:
+        """Return the arrays of this host's workers, in order of rank, at the place of `array` in shared memory; None if
+        `array` is not in shared memory, or the run has one host.
+
+        Workers must agree by messages when each may read or write the other arrays.
+        """
+        return None
+
+    def count(self, array: Array, shares: int) -> None:
+        """Count the bytes that workers have exchanged through `corresponding` arrays, in `shares` shares, as sent."""
+        raise AssertionError("only `corresponding` arrays are counted")
+
+    def empty(self, size: int, like: Array) -> Array:
+        """Return an array (size,) of the dtype of `like`, in the memory of this host if the run has several hosts.
+
+        In shared memory, calls with equal size and dtype return the same array; all workers of the host must make the
+        same calls.
+        """
+        return empty(like, size)

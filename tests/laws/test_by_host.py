@@ -16,7 +16,7 @@ from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ProtocolError
 from flockstep.nodes import Hosts, one_host
-from flockstep.programs import HostArrays
+from flockstep.programs import HostArrays, SharedArrays
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.testing.strategies import equal_bits, run_strategy
 from support.collectives import arrays, does, ring_sum, summed
@@ -161,17 +161,14 @@ class Regions:
         regions, (host,) = self, [host for host in self.hosts if me.rank in host]
         start = self.of[me.rank].ctypes.data
 
-        class Memory:
-            def reduce_on_host(self, array: Any, shares: int) -> None:
-                """Background tasks may not wait."""
-
-            def arrays_on_host(self, array: Any) -> HostArrays | None:
+        class Memory(SharedArrays):
+            def corresponding(self, array: Any) -> HostArrays | None:
                 first = (array.ctypes.data - start) // 4
                 if not 0 <= first <= len(regions.of[me.rank]) - len(array):
                     return None
                 return HostArrays(4 * first, [regions.of[rank][first : first + len(array)] for rank in host])
 
-            def count_on_host(self, array: Any, shares: int) -> None:
+            def count(self, array: Any, shares: int) -> None:
                 regions.counted.append((array.nbytes, shares))
 
         return Memory()
@@ -188,7 +185,7 @@ def test_shares_that_workers_of_a_host_read_and_write_have_the_bits_of_messages(
     async def through_memory(me: Any, array: Any) -> Any:
         own = regions.of[me.rank]
         if len(host_of(me.rank)) > 1:  # as in a run, a worker alone on its host shares no memory
-            me.host_sum = regions.seen_by(me)
+            me.shared = regions.seen_by(me)
         own[:size] = array
         if in_place:
             await ByHost().average(me, own[:size])
@@ -225,7 +222,7 @@ def test_workers_of_a_host_that_average_different_places_are_told() -> None:
     regions = Regions(hosts, 200)
 
     async def at_odds(me: Any, array: Any) -> None:
-        me.host_sum = regions.seen_by(me)
+        me.shared = regions.seen_by(me)
         await ByHost().average(me, regions.of[me.rank][me.rank : me.rank + 100])
 
     with pytest.raises(ProtocolError, match="worker 0 adds up a different array than worker 1; call the collectives"):

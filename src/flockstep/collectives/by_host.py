@@ -36,7 +36,7 @@ class ByHost(Collective):
         await (self._over_hosts(me, array, divisor) if _shared(me) else self.flat.divided_sum(me, array, divisor))
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
-        if not _shared(me) or me.arrays_on_host(given) is None or me.arrays_on_host(mean) is None:
+        if not _shared(me) or me.shared.corresponding(given) is None or me.shared.corresponding(mean) is None:
             await super().average_of(me, given, mean)
         else:
             await self._in_place(me, given, mean, _shares(me, mean), me.workers)
@@ -45,15 +45,15 @@ class ByHost(Collective):
         """Replace `array` with the sum divided by `divisor`, in shared memory or with messages within each host."""
         host, shares = _host(me), _shares(me, array)
         lane = host.index(me.rank)
-        if (summed := me.reduce_on_host(array, len(shares))) is None:
-            if me.arrays_on_host(array) is None:
+        if (summed := me.shared.reduce_scatter(array, len(shares))) is None:
+            if me.shared.corresponding(array) is None:
                 await self._with_messages(me, array, shares, divisor)
             else:
                 await self._in_place(me, array, array, shares, divisor)
             return
         if lane in shares:
             await self._between_hosts(me, lane, summed[shares[lane]], divisor)
-        me.gather_on_host(summed, array, len(shares))
+        me.shared.all_gather(summed, array, len(shares))
 
     async def _in_place(
         self, me: Group, given: FlatArray, total: FlatArray, shares: dict[int, slice], divisor: int
@@ -66,7 +66,7 @@ class ByHost(Collective):
         host = _host(me)
         here, lane = Subgroup(me, host), host.index(me.rank)
         others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
-        sources, targets = me.arrays_on_host(given), me.arrays_on_host(total)
+        sources, targets = me.shared.corresponding(given), me.shared.corresponding(total)
         assert sources is not None
         assert targets is not None
         place = {"given": sources.offset, "total": targets.offset, "size": total.nbytes}
@@ -89,7 +89,7 @@ class ByHost(Collective):
         for source in others:
             if source in shares:
                 await here.receive("outside", source)
-        me.count_on_host(total, len(shares))
+        me.shared.count(total, len(shares))
 
     async def _with_messages(self, me: Group, array: FlatArray, shares: dict[int, slice], divisor: int) -> None:
         host = _host(me)

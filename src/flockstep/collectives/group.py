@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.messages import Address, AnyNote, Array, Message
 from flockstep.nodes import Hosts
-from flockstep.programs import HostArrays, Rendezvous, SharedSum
+from flockstep.programs import Rendezvous, SharedArrays
 
 
 class Group(Protocol):
@@ -22,31 +22,8 @@ class Group(Protocol):
     random: np.random.Generator
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""
-    shared_sum: SharedSum | None
-    """The object that sums arrays over all members in shared memory; None if not all members of the group share
-    memory.
-    """
-
-    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` with the sum over all members, divided by `divisor`, in shared memory; return False if the
-        members share no memory.
-        """
-
-    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
-        """Sum `array` over this host's members in shared memory, divided into `shares` shares; return None if the
-        members share no memory.
-        """
-
-    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
-        """Write all members' shares of `summed`, the result of `reduce_on_host`, to `array`."""
-
-    def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's members at the place of `array` in shared memory; None if `array` is not in
-        shared memory.
-        """
-
-    def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the shares that members exchanged through `arrays_on_host` as sent and received bytes."""
+    shared: SharedArrays
+    """Arrays in memory that members on this host share."""
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
@@ -74,36 +51,7 @@ class Group(Protocol):
         """
 
 
-class WithoutSharedMemory:
-    """Base class of group members that share no memory with other members: operations in shared memory return None or
-    False.
-    """
-
-    rendezvous: Rendezvous | None = None
-    shared_sum: SharedSum | None = None
-
-    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Return False: the members of this group share no memory."""
-        return False
-
-    def reduce_on_host(self, array: Array, shares: int) -> Array | None:
-        """Return None: the members of this group share no memory."""
-        return None
-
-    def gather_on_host(self, summed: Array, array: Array, shares: int) -> None:
-        """Raise an error: `reduce_on_host` never returns a sum to gather."""
-        raise AssertionError("the members of this group have no shared memory")
-
-    def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return None: the members of this group share no memory."""
-        return None
-
-    def count_on_host(self, array: Array, shares: int) -> None:
-        """Raise an error: `arrays_on_host` never returns arrays to exchange."""
-        raise AssertionError("the members of this group have no shared memory")
-
-
-class Subgroup(WithoutSharedMemory):
+class Subgroup:
     """Some members of a group, ranked in the order of `members`, one of which is `me`.
 
     Messages between two members arrive in order, so subgroups may share members as long as these use the subgroups in
@@ -117,6 +65,8 @@ class Subgroup(WithoutSharedMemory):
         self.workers = len(members)
         self.hosts = _within(me.hosts, members)
         self.random = me.random
+        self.rendezvous: Rendezvous | None = None
+        self.shared = SharedArrays()
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member of the subgroup."""

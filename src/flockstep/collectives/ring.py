@@ -23,7 +23,7 @@ class Ring(Collective):
     """
 
     async def divided_sum(self, me: Group, array: FlatArray, divisor: int) -> None:
-        if me.shared_sum is not None and me.sum_in_shared_memory(array, divisor):
+        if me.shared.all_reduce(array, divisor):
             return
         n, rank = me.workers, me.rank
         chunks = [array[part] for part in slices(len(array), n)]

@@ -191,7 +191,7 @@ class Loop:
             self._alone(schema, stepper, server_optimizer)
         else:
             self._together(node_spec, schema, stepper, server_optimizer)
-            self._worker.overlaps = overlaps and self.workers > 1 and self._worker.shared_sum is None
+            self._worker.overlaps = overlaps and self.workers > 1 and not self._worker.shared.covers_run
         self._worker.notes = notes_of(strategy)
         self._worker.bad_gradients = self._worker.bad_gradients.replaced(*bad_gradients)
         with self._telling():

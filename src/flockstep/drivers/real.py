@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from flockstep import nodes
-from flockstep.arrays.namespace import is_tensor
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
 from flockstep.drivers.event_sender import EventSender
+from flockstep.drivers.host_memory import HostMemory, RunMemory
 from flockstep.drivers.member import LOSS_TOLD, PAUSE, Member
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.part_group import PartGroup
@@ -29,12 +29,12 @@ from flockstep.drivers.whole_model import with_addresses_of_run
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
-from flockstep.programs import HostArrays, NeedGradient, NeedWork, Rendezvous, Work
+from flockstep.programs import NeedGradient, NeedWork, Rendezvous, SharedArrays, Work
 from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent
 from flockstep.records.flight import encoded
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
+from flockstep.transports.shared_group import SharedGroup, room_for
 
 WAIT_PERIOD = 1.0
 """Seconds that a worker waits for a message before it tells the supervisor which message is missing; also the time
@@ -76,16 +76,11 @@ class NodeConnection(Messenger):
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
-        self._group: SharedGroup | None = None
-        """The workers with which sums in shared memory are computed: all of the run, or those of this host."""
-        self._staging: FlatArray | None = None
-        """Place in shared memory for arrays that a host's workers sum and that lie elsewhere."""
+        self._memory: RunMemory | HostMemory | None = None
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
         address = member.node_spec.address
         self.runner.metrics.address = address
         self.replication = self.runner.replication = replicate(self.runner, node.cluster, address, self.send)
-        self._lasting: dict[tuple[int, str], FlatArray] = {}
-        """Size and dtype → array that `empty_on_host` has allocated."""
         node.bad_gradients, self.runner.quarantine = member.node_spec.bad_gradients, self._quarantine
         if isinstance(node, Worker):
             self._meet(node)
@@ -99,19 +94,14 @@ class NodeConnection(Messenger):
         self._member.tell("quarantine", None, {"address": address, "reason": reason})
 
     def home(self, gradients: FlatArray) -> FlatArray:
-        """Return an array for a worker's gradients: one in shared memory if all workers can sum there, otherwise
+        """Return an array for a worker's gradients: one in shared memory if workers can sum there, otherwise
         `gradients` itself.
         """
-        if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
-            return gradients
-        return self._group.allocate(len(gradients), gradients.dtype.name)
+        return gradients if self._memory is None else self._memory.home(gradients)
 
     def taken_home(self, gradients: FlatArray) -> FlatArray:
         """Return `gradients`, copied out of shared memory if `home` placed them there, because the run ends."""
-        group = self._group
-        return (
-            gradients if group is None or is_tensor(gradients) or not group.holds(gradients) else group.taken(gradients)
-        )
+        return gradients if self._memory is None else self._memory.taken_home(gradients)
 
     def drive(self, runner: Runner) -> None:
         """Deliver messages until the program waits for a gradient, or has ended.
@@ -188,120 +178,6 @@ class NodeConnection(Messenger):
         self.reports.flush()
         self._member.tell(tag, None, note)
 
-    def all_reduce(self, array: FlatArray, divisor: int = 1) -> bool:
-        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory.
-
-        Result and traffic are those of a ring all-reduce, bit for bit. Returns False if shared memory cannot be used.
-
-        Raises:
-            PeerLost: a worker has left or died.
-        """
-        group, metrics = self._group, self.runner.metrics
-        if group is None or not group.can(array):
-            return False
-        group.all_reduce(array, self._listen, divisor)
-        metrics.waited += group.waited
-        metrics.traffic.moved(*group.moved(array))
-        return True
-
-    def mean_of_slice(self, array: FlatArray) -> FlatArray | None:
-        """Return the mean over all workers of slice `rank` of `array`, computed in shared memory; None if shared memory
-        cannot be used.
-
-        Raises:
-            PeerLost: a worker has left or died.
-        """
-        group = self._group
-        if group is None or not group.can(array) or not group.holds(array):
-            return None
-        part = slices(len(array), group.workers)[group.rank]
-        mean = self._slot(array)[: part.stop - part.start]
-        group.mean_of_part(array, mean, self._listen)
-        self.runner.metrics.waited += group.waited
-        return mean
-
-    def exchange_slices(self, own: FlatArray, into: FlatArray) -> None:
-        """Copy this worker's slice `own` to all workers, so that `into` holds the slices of all workers; the traffic is
-        counted as if messages had carried gradients and slices.
-
-        Raises:
-            PeerLost: a worker has left or died.
-        """
-        group, metrics, slot = self._group, self.runner.metrics, self._slot(into)
-        assert group is not None
-        slot[: len(own)] = own
-        group.exchange_parts(slot, into, self._listen)
-        metrics.waited += group.waited
-        nbytes, messages = group.moved_in_shares(into, group.workers)
-        metrics.traffic.moved(nbytes, nbytes, messages)
-
-    def _slot(self, array: FlatArray) -> FlatArray:
-        """Place in shared memory for this worker's slice of the mean of `array`, and then of the parameters."""
-        assert self._group is not None
-        return self.empty_on_host(-(-len(array) // self._group.workers), array.dtype.name)
-
-    def reduce_on_host(self, array: FlatArray, shares: int) -> FlatArray | None:
-        """Return an array in shared memory in which this worker's share is the sum over this host's workers; None if
-        shared memory cannot be used.
-
-        Raises:
-            PeerLost: a worker has left or died.
-        """
-        group, staging = self._group, self._staging
-        assert group is not None
-        assert staging is not None
-        if not group.can(array) or array.nbytes > staging.nbytes:
-            return None
-        here = array if group.holds(array) else staging.view(array.dtype)[: len(array)]
-        if here is not array:
-            here[:] = array
-        group.reduce_scatter(here, shares, self._listen)
-        self.runner.metrics.waited += group.waited
-        return here
-
-    def gather_on_host(self, array: FlatArray, shares: int) -> None:
-        """Copy the shares of all workers of this host into `array`; the traffic is counted as if messages had carried
-        the shares.
-
-        Raises:
-            PeerLost: a worker has left or died.
-        """
-        group, metrics = self._group, self.runner.metrics
-        assert group is not None
-        group.all_gather(array, shares, self._listen)
-        metrics.waited += group.waited
-        nbytes, messages = group.moved_in_shares(array, shares)
-        metrics.traffic.moved(nbytes, nbytes, messages)
-
-    def arrays_on_host(self, array: FlatArray) -> HostArrays | None:
-        """Return the arrays of all workers of this host at the place of `array` in shared memory; None if `array` is
-        not in shared memory.
-        """
-        group = self._group
-        offset = group.offset(array) if group is not None and group.can(array) else None
-        if group is None or offset is None:
-            return None
-        return HostArrays(offset, [group.at(place, array) for place in range(group.workers)])
-
-    def count_on_host(self, array: FlatArray, shares: int) -> None:
-        """Count the bytes that workers of this host exchanged through shared memory, for which only messages without
-        arrays were sent.
-        """
-        assert self._group is not None
-        nbytes, _ = self._group.moved_in_shares(array, shares)
-        self.runner.metrics.traffic.moved(nbytes, nbytes, 0)
-
-    def empty_on_host(self, size: int, dtype: str) -> FlatArray:
-        """Return an array (size,) in shared memory, the same at every call; if its dtype cannot be summed there, a new
-        array in ordinary memory.
-        """
-        assert self._group is not None
-        if dtype not in SUMMED:
-            return np.empty(size, dtype)
-        if (size, dtype) not in self._lasting:
-            self._lasting[size, dtype] = self._group.allocate(size, dtype)
-        return self._lasting[size, dtype]
-
     def send_snapshot(self, tick: float, params: FlatArray | None = None) -> None:
         """Send a snapshot of `params` (default: the node's current parameters) to the supervisor, which evaluates the
         snapshot off the run's clock.
@@ -369,10 +245,9 @@ class NodeConnection(Messenger):
 
     def leave(self, failed: bool) -> None:
         """Close the connections between workers that were opened in addition to the run's own links."""
-        self._group = self._staging = None
-        self._lasting.clear()
+        self._memory = None
         if isinstance(self.node, Worker):
-            self.node.shared_sum = self.node.host_sum = None
+            self.node.shared = SharedArrays()
             if self.node.rendezvous is not None:
                 self.node.rendezvous.close(failed)
 
@@ -383,15 +258,16 @@ class NodeConnection(Messenger):
         worker.rendezvous = Rendezvous(
             run, Path(node_spec.record), worker.rank, worker.workers, self._attend, self._count
         )
-        if self._member.memory is not None and worker.workers > 1:
-            room = room_for(self._member.schema.nbytes)
-            self._group = SharedGroup(self._member.memory, worker.rank, worker.workers, room)
-            worker.shared_sum = self
-        elif self._member.host_memory is not None:
-            host, nbytes = next(host for host in worker.hosts if worker.rank in host), self._member.schema.nbytes
-            self._group = SharedGroup(self._member.host_memory, host.index(worker.rank), len(host), room_for(nbytes))
-            self._staging = self._group.allocate(-(-nbytes // 8), "float64")
-            worker.host_sum = self
+        nbytes, user = self._member.schema.nbytes, (worker, self.runner.metrics, self._listen)
+        if (segment := self._member.memory) is not None and worker.workers > 1:
+            group = SharedGroup(segment, worker.rank, worker.workers, room_for(nbytes))
+            self._memory = RunMemory(group, *user)
+        elif (segment := self._member.host_memory) is not None:
+            host = next(host for host in worker.hosts if worker.rank in host)
+            group = SharedGroup(segment, host.index(worker.rank), len(host), room_for(nbytes))
+            self._memory = HostMemory(group, *user, nbytes)
+        if self._memory is not None:
+            worker.shared = self._memory
 
     def _count(self, sent: int, received: int, messages: int) -> None:
         """Count traffic that another library moved for this node, as computed by a formula."""

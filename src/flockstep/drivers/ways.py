@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flockstep.collectives.group import WithoutSharedMemory
 from flockstep.drivers.part_program import PartRun, resumed
 from flockstep.messages import PART, Address, AnyNote, Array, Mailbox, Message, Wanted, frozen
 from flockstep.nodes import Hosts
+from flockstep.programs import Rendezvous, SharedArrays
 
 
-class Ways(WithoutSharedMemory):
+class Ways:
     """One way as a member of the group of all ways that share its layers; the group sums arrays by messages between the
     ways.
     """
@@ -19,6 +19,8 @@ class Ways(WithoutSharedMemory):
         """Create the member that `run` places in the group of `parts`; messages arrive in `mailbox`."""
         self.rank, self.workers, self.random = parts.index(run.number), len(parts), run.random(run.taken)
         self.hosts: Hosts = (tuple(range(len(parts))),)
+        self.rendezvous: Rendezvous | None = None
+        self.shared = SharedArrays()
         self._parts, self._run, self._mailbox = parts, run, mailbox
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:

@@ -99,7 +99,7 @@ class AllReduce(Strategy):
                 gradient = await me.gradient()
                 await self.collective.average(me, gradient)
             else:
-                scratch = me.empty_on_host(len(me.params) + AHEAD) if scratch is None else scratch
+                scratch = me.shared.empty(len(me.params) + AHEAD, me.params) if scratch is None else scratch
                 overlaps = kept.trial.next or not me.step
                 gradient = await (self._overlapped(me, scratch) if overlaps else self._afterwards(me, scratch))
             me.record_round()

@@ -107,7 +107,7 @@ class ScatterReduce(Strategy):
         own = me.params[parts[me.rank]]
         while me.training:
             gradient = await me.gradient()
-            summed = me.mean_of_slice(gradient) if self.sums else None
+            summed = me.shared.mean_of_slice(gradient) if self.sums else None
             mean = await self._combined(me, gradient, parts) if summed is None else summed
             state: SliceState = me.state
             assert me.optimizer is not None
@@ -120,7 +120,7 @@ class ScatterReduce(Strategy):
                 for rank in me.peers:
                     me.params[parts[rank]] = (await me.receive("slice", rank)).payload
             else:
-                me.exchange_slices(own)
+                me.shared.exchange_slices(own, me.params)
             me.record_round()
 
     async def _combined(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> FlatArray:
