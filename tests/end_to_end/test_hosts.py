@@ -345,8 +345,8 @@ def test_what_a_separate_coordinator_ends_with(tmp_path: Path) -> None:
         assert "or add --separate-coordinator" in refused.err
         for words, said in (
             (["simulate", "softmax"], "write launch or train"),
-            (["train", "softmax", "-s", "bsp", "--nodes", "2"], "as for one host, without --nodes"),
-            (["train", "softmax", "-s", "bsp", "--ssh", "ssh -v"], "as for one host, without --ssh"),
+            (["train", "softmax", "-s", "bsp", "--nodes", "2"], "--nodes is an option about hosts"),
+            (["train", "softmax", "-s", "bsp", "--ssh", "ssh -v"], "--ssh is an option about hosts"),
         ):
             refused = Ended.of(hosts[0].start("coordinate", "--nodes", "2", "--port", str(PORT), *words))
             assert refused.code == 2
