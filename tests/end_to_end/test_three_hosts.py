@@ -17,9 +17,10 @@ from support.jobs import undisturbed
 from support.processes import PATIENCE, RealRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
-DIFFER = {"dpsgd": 0.0, "all_reduce": 1e-4, "local_sgd": 2e-3}
+DIFFER = {"dpsgd": 0.0, "all_reduce": 1e-4, "local_sgd": 7e-3}
 """Largest difference of parameters beside one host: with sums by host only their rounding differs. At the end of a
-whole run that was 1.3e-5 for all_reduce and 8.5e-4 for local_sgd, as between ring and binomial_tree in virtual time.
+whole run that was 1.3e-5 for all_reduce, and 8.5e-4 and 4.2e-3 for local_sgd on two processors (1.5e-3 between ring and
+binomial_tree in virtual time). A period of 9 in place of 8 makes 1.3e-2.
 """
 LEAST = {"easgd": 0.935}
 """Accuracy on the digits that a run must reach, if not 0.95. In virtual time easgd ends at 0.956 to 0.961, whether
