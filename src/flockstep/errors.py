@@ -80,6 +80,17 @@ class ConfigurationError(FlockstepError, ValueError):
     exit_code = 2
 
 
+def require(holds: bool, name: str, rule: str, value: object, way_out: str) -> None:
+    """Check a setting or a hyper-parameter.
+
+    Raises:
+        ConfigurationError: `holds` is false, as for every comparison with NaN; the message contains the value, the
+        rule and a valid alternative.
+    """
+    if not holds:
+        raise ConfigurationError(f"{name} must be {rule}, got {value}; {way_out}")
+
+
 class UnknownName(ConfigurationError):
     """Error: no component or setting has the given name."""
 

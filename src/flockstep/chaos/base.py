@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import Component
 from flockstep.messages import Address, node_name, server
 from flockstep.records.summary import Summary
@@ -173,8 +173,7 @@ def require_worker(worker: int, step: int, setting: Setting) -> None:
     """Raise `ConfigurationError` unless the run has the worker, and the worker takes the step `step`."""
     if not 0 <= worker < setting.workers:
         raise ConfigurationError(f"worker {worker} does not exist in a run of {setting.workers}; name another rank")
-    if not 0 < step < setting.steps:
-        raise ConfigurationError(f"step must be > 0 and < {setting.steps}, got {step}; choose another step")
+    require(0 < step < setting.steps, "step", f"> 0 and < {setting.steps}", step, "choose another step")
 
 
 def middle(random: np.random.Generator, steps: int) -> int:

@@ -17,7 +17,7 @@ from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype
 from flockstep.codecs.parts import Parts
 from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import ProtocolError, require
 
 CAP = 1.5
 """Maximum ratio of the value sent for each element to the mean magnitude of the elements that the value replaces.
@@ -46,8 +46,7 @@ class AdaComp(Streamed):
     bin: int = 50
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bin <= 1 << 16:
-            raise ConfigurationError(f"bin of adacomp must be 1 to 65536 elements, got {self.bin}; 50 is usual")
+        require(1 <= self.bin <= 1 << 16, "bin of adacomp", "1 to 65536 elements", self.bin, "50 is usual")
 
     contraction = True
     """The codec is a contraction with delta of at least 1/(2d²) for d elements."""

@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype, not_finite
 from flockstep.codecs.tiling import Tiling, restored, tilings, transformed
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import ProtocolError, require
 from flockstep.expression import searched
 
 
@@ -34,8 +34,7 @@ class Dct(Codec):
 
     def __post_init__(self) -> None:
         for name, usual in (("k", 32), ("chunk", 64)):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
+            require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name), f"{usual} is usual")
 
     contraction = True
     """The codec is a contraction with delta = k / (elements of a chunk): the transform preserves norms (Parseval)."""

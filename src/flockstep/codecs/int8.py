@@ -10,7 +10,7 @@ import numpy as np
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.levels import Levels
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 
 LEVELS = 127
 
@@ -27,8 +27,7 @@ class Int8(Levels):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ConfigurationError(f"block of int8 must be >= 1 element, got {self.block}; 256 to 4096 is usual")
+        require(self.block >= 1, "block of int8", ">= 1 element", self.block, "256 to 4096 is usual")
 
     @property
     def unbiased(self) -> bool:

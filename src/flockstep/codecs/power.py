@@ -14,7 +14,7 @@ from flockstep.arrays.namespace import cast, first_not_finite, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import ProtocolError, require
 from flockstep.expression import searched
 
 
@@ -31,8 +31,7 @@ class PowerSgdCodec(Codec):
     rank: int = field(default=2, metadata=searched(1, 8))
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
+        require(self.rank >= 1, "rank", ">= 1", self.rank, "the paper uses 1 to 4")
 
     contraction = True
     """The codec is a contraction with delta = rank / min(n, m), in expectation over Ω."""

@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.levels import Levels
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 
 
@@ -27,10 +27,9 @@ class Qsgd(Levels):
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
-            raise ConfigurationError(
-                f"levels of qsgd must be 1 to 127, got {self.levels}; for more levels use half or bfloat16"
-            )
+        require(
+            1 <= self.levels <= 127, "levels of qsgd", "1 to 127", self.levels, "for more levels use half or bfloat16"
+        )
         if self.bucket < 8 or self.bucket % 8:
             raise ConfigurationError(f"bucket of qsgd must be a multiple of 8, got {self.bucket}; 512 is usual")
 

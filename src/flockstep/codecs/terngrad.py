@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec, Shape
 from flockstep.codecs.levels import Levels
 from flockstep.codecs.parts import Parts
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 
 WHOLE = 1 << 62
 """Block size that is larger than every tensor, so that each tensor is one block."""
@@ -34,8 +34,7 @@ class TernGrad(Levels):
     clip: float = 2.5
 
     def __post_init__(self) -> None:
-        if not self.clip >= 1:
-            raise ConfigurationError(f"clip of terngrad must be >= 1 standard deviation, got {self.clip}; 2.5 is usual")
+        require(self.clip >= 1, "clip of terngrad", ">= 1 standard deviation", self.clip, "2.5 is usual")
 
     @property
     def unbiased(self) -> bool:

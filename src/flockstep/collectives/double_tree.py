@@ -8,7 +8,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class DoubleTree(Collective):
     chunks: int = 8
 
     def __post_init__(self) -> None:
-        if self.chunks < 1:
-            raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 8 is usual")
+        require(self.chunks >= 1, "chunks", ">= 1", self.chunks, "8 is usual")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         places = trees(me.workers, me.rank)

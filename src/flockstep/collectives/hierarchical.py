@@ -9,7 +9,7 @@ from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group, Subgroup
 from flockstep.collectives.ring import Ring
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN
 
 INNER = Ring()
@@ -31,10 +31,7 @@ class HierarchicalCollective(Collective):
     outer: Collective = field(default_factory=Ring)
 
     def __post_init__(self) -> None:
-        if self.group < 1:
-            raise ConfigurationError(
-                f"group must be >= 1 workers, got {self.group}; use the number of workers on one host"
-            )
+        require(self.group >= 1, "group", ">= 1 workers", self.group, "use the number of workers on one host")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         r, full = self._grid(me.workers)

@@ -23,7 +23,7 @@ from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import Membership, add_membership, membership_here, memberships_here
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.node_spec import claim_spec, enter_run, require_own_process
-from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.errors import ConfigurationError, FlockstepError, require
 from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
 
@@ -143,10 +143,7 @@ class ScriptMembership(Membership):
 
 def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
-    if not 1 <= max_bytes < 1 << 62:
-        raise ConfigurationError(
-            f"max_bytes must be >= 1, got {max_bytes}; leave it out for the default of {MAX_BYTES}"
-        )
+    require(1 <= max_bytes < 1 << 62, "max_bytes", ">= 1", max_bytes, f"leave it out for the default of {MAX_BYTES}")
     node_spec, membership = enter_run(timeout), membership_here()
     if node_spec is None:
         require_own_process("join")

@@ -15,7 +15,7 @@ from flockstep.codecs.base import Codec
 from flockstep.communicator.calls import Calls
 from flockstep.communicator.encoded import What, at_hand, codec_of
 from flockstep.communicator.window import Window
-from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut, require
 from flockstep.messages import Array
 from flockstep.transports.shared_group import SUMMED, SharedGroup, needed
 from flockstep.transports.shared_memory import SharedMemory
@@ -101,10 +101,7 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
     Raises:
         ConfigurationError: an array of that shape and dtype cannot be shared.
     """
-    if dtype not in SUMMED:
-        raise ConfigurationError(
-            f"the dtype of a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it"
-        )
+    require(dtype in SUMMED, "the dtype of a shared array", f"one of {', '.join(SUMMED)}", dtype, "convert it")
     if min(shape, default=0) < 0:
         raise ConfigurationError(
             f"the axes of a shared array must be >= 0, got shape {tuple(shape)}; use 0 for an empty array"

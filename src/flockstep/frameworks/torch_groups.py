@@ -12,8 +12,8 @@ import numpy as np
 
 from flockstep.arrays.namespace import as_tensor, copied, to_host
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
-from flockstep.optimizers.base import Optimizer, OptimizerState, require
+from flockstep.errors import ConfigurationError, require
+from flockstep.optimizers.base import Optimizer, OptimizerState
 
 if TYPE_CHECKING:
     import torch

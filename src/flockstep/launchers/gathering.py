@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import Child
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.host_agent import HostAgent, on_host
@@ -61,8 +61,7 @@ class Gathering:
 
     def __post_init__(self) -> None:
         least = 1 if self.separate or self.grows else 2
-        if self.nodes < least:
-            raise ConfigurationError(f"--nodes must be >= {least}, got {self.nodes}; leave it out for one host")
+        require(self.nodes >= least, "--nodes", f">= {least}", self.nodes, "leave it out for one host")
         if not 0 <= self.node < self.nodes:
             raise ConfigurationError(
                 f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the host of "
@@ -155,8 +154,7 @@ class Coordinating(Gathering):
         return True
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ConfigurationError(f"--nodes must be >= 1, got {self.nodes}; it counts the hosts with workers")
+        require(self.nodes >= 1, "--nodes", ">= 1", self.nodes, "it counts the hosts with workers")
 
     def ranks(self, workers: int) -> range:
         """Return an empty range, because this host has no workers."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from flockstep.errors import ConfigurationError, RunError
+from flockstep.errors import ConfigurationError, RunError, require
 from flockstep.records import owner
 from flockstep.records.folder import RunFolder
 from flockstep.records.full_disk import replace
@@ -116,8 +116,7 @@ def ask(record: RunFolder, workers: int) -> str:
         RunError: the run ended before the workers took part.
     """
     config = record.read_config()
-    if workers < 1:
-        raise ConfigurationError(f"the number of workers that join must be >= 1, got {workers}; use -n 1")
+    require(workers >= 1, "the number of workers that join", ">= 1", workers, "use -n 1")
     if config.max_workers is None:
         raise ConfigurationError(
             f"workers can join only a run with --max-workers, and {record.path} holds a run of "

@@ -9,7 +9,7 @@ from functools import partial
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.gathering import HEARTBEAT, settings_of
@@ -37,8 +37,7 @@ def join_run(meeting: Meeting, workers: int, job: str | None = None, imports: Se
         RunError: the workers could not build the job, or the run failed.
     """
     refuse_program()
-    if workers < 1:
-        raise ConfigurationError(f"the number of workers that join must be >= 1, got {workers}; use -n 1")
+    require(workers >= 1, "the number of workers that join", ">= 1", workers, "use -n 1")
     host = _JoiningHost(job, tuple(imports))
     join = Join(PROTOCOL, __version__, 0, 0, workers, (), socket.gethostname(), {}, joining=workers)
     starts = host.start_worker, start_server

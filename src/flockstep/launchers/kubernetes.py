@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.meeting import SECRET
 
 PORT = 29400
@@ -80,12 +80,9 @@ class Pods:
             raise ConfigurationError(
                 f"--image must name a container image, got {self.image!r}; write REGISTRY/NAME:TAG"
             )
-        if self.nodes < 2:
-            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; a run on one pod needs no manifest")
-        if not 0 < self.port < 1 << 16:
-            raise ConfigurationError(f"--port must be >= 1 and <= 65535, got {self.port}; {PORT} is the default")
-        if self.gpus < 0:
-            raise ConfigurationError(f"--gpus must be >= 0, got {self.gpus}; 0 requests none")
+        require(self.nodes >= 2, "--nodes", ">= 2", self.nodes, "a run on one pod needs no manifest")
+        require(0 < self.port < 1 << 16, "--port", ">= 1 and <= 65535", self.port, f"{PORT} is the default")
+        require(self.gpus >= 0, "--gpus", ">= 0", self.gpus, "0 requests none")
         for option, name in (("--name", self.name), ("--claim", self.claim), ("--secret", self.secret)):
             longest = LONGEST_NAME - len(f"-{self.nodes - 1}") if option == "--name" else LONGEST_NAME
             if name is not None and not (_NAME.fullmatch(name) and len(name) <= longest):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.transports.host_channel import HostChannel
 
 SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
@@ -141,8 +141,7 @@ def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: s
             f"--coordinator must be a host and a port, got {coordinator!r}; write it like 10.0.0.1:29400, "
             "node0.example:29400 or [fd00::1]:29400"
         )
-    if not timeout > 0:
-        raise ConfigurationError(f"--timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
+    require(timeout > 0, "--timeout", "> 0 s", f"{timeout:g}", f"{TIMEOUT:g} is the default")
     return Meeting(host, int(port), secret, timeout, own)
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require, require_visible
+from flockstep.errors import require
+from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require_visible
 
 
 @dataclass(frozen=True)

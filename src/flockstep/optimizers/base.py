@@ -143,18 +143,6 @@ def blocks(size: int) -> Iterator[slice]:
         yield slice(start, min(start + BLOCK, size))
 
 
-def require(holds: bool, name: str, rule: str, value: float, way_out: str) -> None:
-    """Raise an error with the value, the rule and a valid alternative if the condition `holds` of a hyper-parameter is
-    false.
-
-    Raises:
-        ConfigurationError: `holds` is false, as for every comparison with NaN; the message contains the value, the
-        rule and a valid alternative.
-    """
-    if not holds:
-        raise ConfigurationError(f"{name} must be {rule}, got {value}; {way_out}")
-
-
 def require_visible(eps: float, params: FlatArray) -> None:
     """Check that `eps` does not round to zero in the parameters' dtype, where 0 / 0 could follow.
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.expression import SHOWN
-from flockstep.optimizers.base import Optimizer, OptimizerState, norm, require
+from flockstep.optimizers.base import Optimizer, OptimizerState, norm
 from flockstep.optimizers.sgd import SGD
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.optimizers.adam import AdaptiveMoments
-from flockstep.optimizers.base import OptimizerState, layers_of, norm, require
+from flockstep.optimizers.base import OptimizerState, layers_of, norm
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm, require
+from flockstep.errors import require
+from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm
 
 
 @dataclass(frozen=True)

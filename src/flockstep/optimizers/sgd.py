@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
-from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require
+from flockstep.errors import ConfigurationError, require
+from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks
 
 
 @dataclass(frozen=True)

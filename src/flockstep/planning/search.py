@@ -16,7 +16,7 @@ from flockstep.planning.step_prediction import StepPrediction
 from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial, TrialContext, trial
 from flockstep.strategies.base import Strategy
-from flockstep.workloads.base import require
+from flockstep.workloads.base import require_module
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -135,7 +135,7 @@ class Search:
             raise ConfigurationError(
                 f"trials must be >= 1 and a budget > 0 s, got {self.trials} and {self.budget}; 8 trials are usual"
             )
-        require("optuna", "search", "a search for hyper-parameters")
+        require_module("optuna", "search", "a search for hyper-parameters")
         self._context = self.context or TrialContext(self.outlook.site)
         lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
         if math.isnan(lr):

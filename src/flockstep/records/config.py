@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 import tomli_w
 
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import ConfigurationError, UnknownName, require
 from flockstep.nodes import BadGradientAction, BadGradients
 
 Kind = Literal["train", "simulate", "launch"]
@@ -192,12 +192,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ConfigurationError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}; choose one")
-        if self.workers < 1:
-            raise ConfigurationError(f"workers must be >= 1, got {self.workers}; use 1 for plain training")
-        if self.seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number >= 0")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigurationError(f"threads must be >= 1, got {self.threads}; 1 is usual")
+        require(self.workers >= 1, "workers", ">= 1", self.workers, "use 1 for plain training")
+        require(self.seed >= 0, "seed", ">= 0", self.seed, "use any whole number >= 0")
+        require(self.threads is None or self.threads >= 1, "threads", ">= 1", self.threads, "1 is usual")
         if self.heartbeat is not None and not 1 <= self.heartbeat <= LONGEST_HEARTBEAT:
             raise ConfigurationError(
                 f"heartbeat must be >= 1 s and <= {LONGEST_HEARTBEAT} s, got {self.heartbeat:g}; 5 is usual"
@@ -216,13 +213,11 @@ class RunConfig:
 
         if self.park is not None and not 0 < self.park < math.inf:
             raise ConfigurationError(f"park must be > 0 s and finite, got {self.park:g}; leave it out for no waiting")
-        if self.keep is not None and self.keep < 1:
-            raise ConfigurationError(f"keep must be >= 1, got {self.keep}; 2 is usual")
+        require(self.keep is None or self.keep >= 1, "keep", ">= 1", self.keep, "2 is usual")
         if self.checkpoint_every is not None:
             CheckpointInterval.parse(self.checkpoint_every)
         for name, bound in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
-            if bound is not None and bound < 1:
-                raise ConfigurationError(f"{name} must be >= 1, got {bound}; use for example {self.workers}")
+            require(bound is None or bound >= 1, name, ">= 1", bound, f"use for example {self.workers}")
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:

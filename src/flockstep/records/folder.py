@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName
+from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName, require
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.checkpoints import CHECKPOINTS
@@ -80,8 +80,7 @@ class EventWriter:
     """
 
     def __init__(self, path: Path | str, flush_every: int = 8):
-        if flush_every < 1:
-            raise ConfigurationError(f"flush_every must be >= 1, got {flush_every}; use 1 to write every event at once")
+        require(flush_every >= 1, "flush_every", ">= 1", flush_every, "use 1 to write every event at once")
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._held = 0

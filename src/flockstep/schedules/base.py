@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import Component
 
 ROUNDING = 1e-9
@@ -79,5 +79,4 @@ def check_epochs(who: str, epochs: float) -> None:
     Raises:
         ConfigurationError: `epochs` is negative or not finite.
     """
-    if not 0 <= epochs < float("inf"):
-        raise ConfigurationError(f"warmup of {who} must be >= 0 epochs and finite, got {epochs}; use 0 for none")
+    require(0 <= epochs < float("inf"), f"warmup of {who}", ">= 0 epochs and finite", epochs, "use 0 for none")

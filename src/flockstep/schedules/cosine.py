@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.schedules.base import Extent, Schedule, check_positive
 
 
@@ -20,8 +20,7 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         check_positive("cosine", scale=self.scale)
-        if not 0 <= self.floor <= 1:
-            raise ConfigurationError(f"floor of cosine must be in [0, 1], got {self.floor}; use 0 to end at 0")
+        require(0 <= self.floor <= 1, "floor of cosine", "in [0, 1]", self.floor, "use 0 to end at 0")
 
     def factor(self, epoch: float, run: Extent) -> float:
         """Return the factor by which the learning rate is multiplied; after the planned run, scale × floor."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from flockstep.arrays.exact_sum import ExactSum, on_grid
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -45,10 +45,9 @@ class Broadcast(Strategy):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < float("inf"):
-            raise ConfigurationError(
-                f"scale must be > 0 and finite, got {self.scale}; 1 adds up the updates of the workers"
-            )
+        require(
+            0 < self.scale < float("inf"), "scale", "> 0 and finite", self.scale, "1 adds up the updates of the workers"
+        )
 
     # Complete, with unbounded delay; workers may die.
     traits = Traits(delivery="unbounded delay", survives=True, results=("rank0", "mean", "best"))

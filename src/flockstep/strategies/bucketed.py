@@ -9,7 +9,7 @@ from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SIZED
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -39,10 +39,9 @@ class Bucketed(Strategy):
             if not 0 < getattr(self, name) < math.inf:
                 got = getattr(self, name)
                 raise ConfigurationError(f"{name} must be > 0 megabytes and finite, got {got}; 25 and 1 are usual")
-        if self.accumulate < 1:
-            raise ConfigurationError(
-                f"accumulate must be >= 1 batches, got {self.accumulate}; use 1 for a step after each batch"
-            )
+        require(
+            self.accumulate >= 1, "accumulate", ">= 1 batches", self.accumulate, "use 1 for a step after each batch"
+        )
 
     # Synchronous where every step exchanges: a dead worker stops all workers.
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")

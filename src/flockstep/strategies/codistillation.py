@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -34,16 +34,12 @@ class Codistillation(Strategy):
     burn_in: int = 0
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 steps, got {self.period}; 50 is usual")
+        require(self.period >= 1, "period", ">= 1 steps", self.period, "50 is usual")
         if not 0 <= self.weight < math.inf:
             raise ConfigurationError(
                 f"weight must be >= 0 and finite, got {self.weight}; at 1 the term has the weight of the loss"
             )
-        if self.burn_in < 0:
-            raise ConfigurationError(
-                f"burn_in must be >= 0 steps, got {self.burn_in}; use 0 to learn from the first copies"
-            )
+        require(self.burn_in >= 0, "burn_in", ">= 0 steps", self.burn_in, "use 0 to learn from the first copies")
 
     # Updates reach other workers through predictions only; workers may die.
     traits = Traits(

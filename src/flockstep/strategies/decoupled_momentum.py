@@ -13,7 +13,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.dct import Dct
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import ELEMENTS, searched
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
@@ -46,8 +46,7 @@ class DecoupledMomentum(Strategy):
     collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ConfigurationError(f"beta must be in [0, 1], got {self.beta}; 0.999 is usual")
+        require(0 <= self.beta <= 1, "beta", "in [0, 1]", self.beta, "0.999 is usual")
         Dct(self.k, self.chunk)
 
     # Synchronous: a dead worker stops all workers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Traits
@@ -44,12 +44,10 @@ class AdaptiveElasticAveraging(ElasticAveraging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.factor < float("inf"):
-            raise ConfigurationError(
-                f"factor must be >= 1, got {self.factor}; 1.2 is usual, and 1 keeps alpha constant"
-            )
-        if not 0 <= self.improvement < 1:
-            raise ConfigurationError(f"improvement must be in [0, 1), got {self.improvement}; use 0.05 for 5 %")
+        require(
+            1 <= self.factor < float("inf"), "factor", ">= 1", self.factor, "1.2 is usual, and 1 keeps alpha constant"
+        )
+        require(0 <= self.improvement < 1, "improvement", "in [0, 1)", self.improvement, "use 0.05 for 5 %")
         if not 0 <= self.smallest <= self.alpha:
             raise ConfigurationError(
                 f"smallest must be in [0, alpha] = [0, {self.alpha}], got {self.smallest}; lower smallest or raise "

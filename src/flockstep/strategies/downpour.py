@@ -9,7 +9,7 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, require
 from flockstep.expression import SHOWN, searched
 from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
@@ -131,8 +131,7 @@ class Downpour(Strategy):
                 "before they compute gradients; use downpour(1, 1, overlap=False), or another server_update"
             )
         for name in ("n_push", "n_fetch", "shards"):
-            if (got := getattr(self, name)) < 1:
-                raise ConfigurationError(f"{name} of downpour must be >= 1, got {got}; 1 is usual")
+            require((got := getattr(self, name)) >= 1, f"{name} of downpour", ">= 1", got, "1 is usual")
 
     @property
     def traits(self) -> Traits:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.optimizers.sgd import SGD
@@ -37,10 +37,7 @@ class ElasticMomentum(ElasticAveraging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(
-                f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, and the paper uses 0.99"
-            )
+        require(0 <= self.momentum < 1, "momentum", "in [0, 1)", self.momentum, "0.9 is usual, and the paper uses 0.99")
 
     # The traits of easgd; needs to know the job's optimizer.
     traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)

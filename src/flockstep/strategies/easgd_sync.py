@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
@@ -40,10 +40,7 @@ class SynchronousElasticAveraging(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if self.period < 1:
-            raise ConfigurationError(
-                f"period must be >= 1 local steps, got {self.period}; use 1 to exchange at every step"
-            )
+        require(self.period >= 1, "period", ">= 1 local steps", self.period, "use 1 to exchange at every step")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigurationError(
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / workers, that is beta = 0.9"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
@@ -40,13 +40,10 @@ class ElasticAveraging(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 10 is usual")
-        if self.order not in ("survey", "paper"):
-            raise ConfigurationError(f"order must be survey or paper, got {self.order}; leave it out for survey")
+        require(self.period >= 1, "period", ">= 1 local steps", self.period, "10 is usual")
+        require(self.order in ("survey", "paper"), "order", "survey or paper", self.order, "leave it out for survey")
         most = 0.5 if self.order == "survey" else 1
-        if not 0 <= self.alpha <= most:
-            raise ConfigurationError(f"alpha must be in [0, {most}], got {self.alpha}; 0.9 / workers is usual")
+        require(0 <= self.alpha <= most, "alpha", f"in [0, {most}]", self.alpha, "0.9 / workers is usual")
         if self.beta is not None and not 0 <= self.beta <= self.alpha:
             raise ConfigurationError(
                 f"beta must be in [0, alpha] = [0, {self.alpha}], got {self.beta}; leave it out for alpha"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SHOWN, searched
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
@@ -78,8 +78,7 @@ class EpochServer(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if not 0 < self.share <= 1:
-            raise ConfigurationError(f"share must be in (0, 1], got {self.share}; Project Adam uses 0.75")
+        require(0 < self.share <= 1, "share", "in (0, 1]", self.share, "Project Adam uses 0.75")
         if self.length < 1:
             raise ConfigurationError(
                 f"length must be >= 1 steps, got {self.length}; use the number of steps in one pass over a "

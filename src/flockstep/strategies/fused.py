@@ -12,7 +12,7 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import ProtocolError, require
 from flockstep.expression import SIZED
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
@@ -51,8 +51,7 @@ class Fused(Strategy):
     collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
-        if not self.fusion > 0:
-            raise ConfigurationError(f"fusion must be > 0 megabytes, got {self.fusion}; 64 is usual")
+        require(self.fusion > 0, "fusion", "> 0 megabytes", self.fusion, "64 is usual")
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")

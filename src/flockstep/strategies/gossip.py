@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
@@ -100,8 +100,7 @@ class Gossip(Strategy):
     acknowledged: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.p <= 1:
-            raise ConfigurationError(f"p must be a probability in [0, 1], got {self.p}; 0.1 is usual")
+        require(0 <= self.p <= 1, "p", "a probability in [0, 1]", self.p, "0.1 is usual")
 
     # Random and one-way; workers may die.
     traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))

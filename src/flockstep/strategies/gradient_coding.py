@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.errors import ConfigurationError, PeerLost, require
 from flockstep.expression import WORKERS, searched
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
@@ -58,8 +58,7 @@ class GradientCoding(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if self.s < 0:
-            raise ConfigurationError(f"s must be >= 0 stragglers, got {self.s}; use 0 for no redundancy")
+        require(self.s >= 0, "s", ">= 0 stragglers", self.s, "use 0 for no redundancy")
 
     @property
     def traits(self) -> Traits:
@@ -86,8 +85,7 @@ class GradientCoding(Strategy):
         Raises:
             ConfigurationError: s is too large, or the number of workers is not a multiple of s + 1.
         """
-        if self.s >= workers and workers > 1:
-            raise ConfigurationError(f"s must be below {workers}, the number of workers, got {self.s}; use s=1")
+        require(self.s < workers or workers <= 1, "s", f"below {workers}, the number of workers", self.s, "use s=1")
         if self.scheme == "fractional" and workers > 1 and workers % (self.s + 1):
             raise ConfigurationError(
                 f"fractional coding needs a multiple of s + 1 = {self.s + 1} workers, got {workers}; use scheme=cyclic"

@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.errors import ConfigurationError, PeerLost, require
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
@@ -72,10 +72,7 @@ class GradientPush(Strategy):
     tau: int = field(default=0, metadata=searched(0, 4, log=False))
 
     def __post_init__(self) -> None:
-        if self.tau < 0:
-            raise ConfigurationError(
-                f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap the messages with one gradient"
-            )
+        require(self.tau >= 0, "tau", ">= 0 steps", self.tau, "use 1 to overlap the messages with one gradient")
 
     # Updates spread along the graph's edges; a dead worker's mass is lost, and the others continue.
     traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))

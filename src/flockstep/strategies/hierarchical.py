@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
+from flockstep.errors import CompositionError, ProtocolError, require
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.messages import LEAVE, MASTER, Address, Message, Note, Notes, node_name, server
 from flockstep.nodes import Server, Worker
@@ -245,8 +245,7 @@ class Hierarchical(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if self.group < 1:
-            raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; 4 is usual")
+        require(self.group >= 1, "group", ">= 1 workers", self.group, "4 is usual")
         if self.leaf == "asynchronous" and self.root == "synchronous":
             raise CompositionError(
                 "a synchronous root waits for one sum from every leaf, but with leaf=asynchronous leaves send sums "

@@ -11,7 +11,7 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import cast, first_not_finite, namespace
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
-from flockstep.errors import ConfigurationError, Diverged, ProtocolError
+from flockstep.errors import Diverged, ProtocolError, require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -39,10 +39,9 @@ class MajorityVote(Strategy):
     momentum: float = field(default=0.0, metadata=searched(0.0, 0.95, whole=False, log=False))
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(
-                f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, and 0 turns momentum off"
-            )
+        require(
+            0 <= self.momentum < 1, "momentum", "in [0, 1)", self.momentum, "0.9 is usual, and 0 turns momentum off"
+        )
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), approximation="lost")

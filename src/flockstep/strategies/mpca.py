@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
@@ -68,8 +68,7 @@ class PenalizedAveraging(Strategy):
             raise ConfigurationError(
                 f"rho must be >= 0 and finite, got {self.rho}; 0.5 is usual, and 0 turns the penalty off"
             )
-        if not 0 <= self.gamma <= 1:
-            raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; use 0 for no extrapolation")
+        require(0 <= self.gamma <= 1, "gamma", "in [0, 1]", self.gamma, "use 0 for no extrapolation")
 
     # The penalty draws replicas together; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))

@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -45,12 +45,9 @@ class OverlapLocalSGD(Strategy):
     collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 10 is usual")
-        if not 0 <= self.alpha <= 1:
-            raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.6 is usual")
-        if not 0 <= self.beta < 1:
-            raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; use 0 for no momentum; 0.7 is usual")
+        require(self.period >= 1, "period", ">= 1 local steps", self.period, "10 is usual")
+        require(0 <= self.alpha <= 1, "alpha", "in [0, 1]", self.alpha, "0.6 is usual")
+        require(0 <= self.beta < 1, "beta", "in [0, 1)", self.beta, "use 0 for no momentum; 0.7 is usual")
 
     # Replicas move part of the way to an old average; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))

@@ -9,7 +9,7 @@ from flockstep.arrays.exact_sum import ExactSum, on_grid
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import cast, copied, zeros
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.messages import Notes
 from flockstep.nodes import Worker
@@ -49,14 +49,10 @@ class PartialBroadcast(Strategy):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigurationError(
-                f"share must be in (0, 1], got {self.share}; use 1 to send every update to all workers"
-            )
-        if not 0 < self.scale < float("inf"):
-            raise ConfigurationError(
-                f"scale must be > 0 and finite, got {self.scale}; 1 adds up the updates of the workers"
-            )
+        require(0 < self.share <= 1, "share", "in (0, 1]", self.share, "use 1 to send every update to all workers")
+        require(
+            0 < self.scale < float("inf"), "scale", "> 0 and finite", self.scale, "1 adds up the updates of the workers"
+        )
 
     @property
     def traits(self) -> Traits:

@@ -12,7 +12,7 @@ from flockstep.codecs.low_rank import LowRank
 from flockstep.codecs.power import PowerSgdCodec
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, require
 from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
@@ -54,8 +54,7 @@ class PowerSgd(Strategy):
     collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
+        require(self.rank >= 1, "rank", ">= 1", self.rank, "the paper uses 1 to 4")
         if self.feedback not in (Residual(), NoFeedback()):
             raise CompositionError(
                 "feedback of powersgd must be residual or none, because powersgd computes the error between two "

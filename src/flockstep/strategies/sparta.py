@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -36,12 +36,8 @@ class Sparta(Strategy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
-            raise ConfigurationError(
-                f"p of sparta must be in (0, 1], got {self.p}; 0.005 is usual, and 1 averages all elements"
-            )
-        if self.seed < 0:
-            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; 0 is usual")
+        require(0 < self.p <= 1, "p of sparta", "in (0, 1]", self.p, "0.005 is usual, and 1 averages all elements")
+        require(self.seed >= 0, "seed of sparta", ">= 0", self.seed, "0 is usual")
 
     @property
     def traits(self) -> Traits:

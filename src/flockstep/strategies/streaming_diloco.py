@@ -13,7 +13,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
@@ -68,17 +68,13 @@ class StreamingDiloco(Strategy):
 
     def __post_init__(self) -> None:
         for name in ("period", "fragments"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; 100 and 4 are usual")
+            require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name), "100 and 4 are usual")
         if not 0 <= self.overlap < self.period:
             raise ConfigurationError(
                 f"overlap must be >= 0 steps and below the period {self.period}, got {self.overlap}; use 0 to wait "
                 "for the means"
             )
-        if not 0 <= self.alpha <= 1:
-            raise ConfigurationError(
-                f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, and 0 uses the mean alone"
-            )
+        require(0 <= self.alpha <= 1, "alpha", "in [0, 1]", self.alpha, "0.5 is usual, and 0 uses the mean alone")
         if self.outer_optimizer.resets:
             raise CompositionError(
                 f"{self.outer_optimizer} resets the workers' optimizers when the whole model is averaged, but this "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
@@ -32,8 +32,7 @@ class TreeElasticAveraging(Strategy):
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if self.branching < 1:
-            raise ConfigurationError(f"branching must be >= 1, got {self.branching}; use 2 for a binary tree")
+        require(self.branching >= 1, "branching", ">= 1", self.branching, "use 2 for a binary tree")
         for name in ("up", "down", "upper"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(

@@ -8,7 +8,7 @@ from itertools import combinations
 import networkx as nx
 import numpy as np
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.topologies.base import Topology, require_workers
 
 
@@ -23,8 +23,7 @@ class HierarchicalGraph(Topology):
     groups: int = 2
 
     def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ConfigurationError(f"groups must be >= 1, got {self.groups}; use 1 for a complete graph")
+        require(self.groups >= 1, "groups", ">= 1", self.groups, "use 1 for a complete graph")
 
     def graph(self, n: int) -> nx.Graph:
         """Return the graph with the edges inside groups and the edges among the groups' first members.

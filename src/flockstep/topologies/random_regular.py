@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.topologies.base import Topology, require_workers
 
 DRAWS = 100
@@ -23,10 +23,8 @@ class RandomRegularGraph(Topology):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.d < 1:
-            raise ConfigurationError(f"d must be >= 1, got {self.d}; use 3 for a graph that mixes well")
-        if self.seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any integer >= 0")
+        require(self.d >= 1, "d", ">= 1", self.d, "use 3 for a graph that mixes well")
+        require(self.seed >= 0, "seed", ">= 0", self.seed, "use any integer >= 0")
 
     def graph(self, n: int) -> nx.Graph:
         """Return the first of at most 100 random graphs that is connected.

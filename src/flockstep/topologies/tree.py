@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.topologies.base import Topology, require_workers
 
 
@@ -20,8 +20,7 @@ class TreeGraph(Topology):
     branching: int = 2
 
     def __post_init__(self) -> None:
-        if self.branching < 1:
-            raise ConfigurationError(f"branching must be >= 1, got {self.branching}; use 2 for a binary tree")
+        require(self.branching >= 1, "branching", ">= 1", self.branching, "use 2 for a binary tree")
 
     def graph(self, n: int) -> nx.Graph:
         """Return the graph with an edge between every worker and each of its children."""

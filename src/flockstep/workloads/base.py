@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from flockstep.errors import ConfigurationError, MissingDependency
+from flockstep.errors import MissingDependency, require
 from flockstep.expression import Component
 from flockstep.frameworks.base import Job
 
@@ -32,7 +32,7 @@ class Workload(Component):
         """
 
 
-def require(module: str, extra: str, purpose: str) -> None:
+def require_module(module: str, extra: str, purpose: str) -> None:
     """Check that `module` can be imported.
 
     Raises:
@@ -51,8 +51,7 @@ def require_at_least(least: float, /, **values: float) -> None:
         ConfigurationError: a value is below `least`; the message names the first such value.
     """
     for name, value in values.items():
-        if not value >= least:
-            raise ConfigurationError(f"{name} must be >= {least}, got {value}; use {least} or more")
+        require(value >= least, name, f">= {least}", value, f"use {least} or more")
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:

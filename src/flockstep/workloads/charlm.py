@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.adam import AdamW
 from flockstep.optimizers.base import Optimizer
-from flockstep.workloads.base import Workload, require, require_at_least
+from flockstep.workloads.base import Workload, require_at_least, require_module
 
 SYMBOLS = 96
 """Number of symbols of the language model: the printable ASCII characters and the line feed. Other characters are
@@ -68,7 +68,7 @@ class CharLM(Workload):
             MissingDependency: torch is not installed.
             ConfigurationError: the text cannot be read, is too short, or has a hash other than `sha256`.
         """
-        require("torch", "torch", "the workload charlm")
+        require_module("torch", "torch", "the workload charlm")
         from flockstep.workloads import models
 
         codes = self._codes()

@@ -13,7 +13,7 @@ from flockstep.errors import MissingDependency
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require, require_at_least
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module
 
 TRAIN = 1437
 """Number of training samples. The other samples, of 1,797 in total, are the test set."""
@@ -46,7 +46,7 @@ class Digits(Workload):
         Raises:
             MissingDependency: torch or scikit-learn is not installed.
         """
-        require("torch", "torch", "the workload digits")
+        require_module("torch", "torch", "the workload digits")
         table = table_file()
         from flockstep.workloads import models
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require, require_at_least
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,7 +64,7 @@ class Mnist1D(Workload):
         Raises:
             MissingDependency: torch is not installed.
         """
-        require("torch", "torch", "the workload mnist1d")
+        require_module("torch", "torch", "the workload mnist1d")
         from flockstep.workloads import models
 
         return Job(

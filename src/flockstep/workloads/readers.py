@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.errors import ConfigurationError
-from flockstep.workloads.base import require
+from flockstep.workloads.base import require_module
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
@@ -80,7 +80,7 @@ class ImageFolder:
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        require("PIL", "readers", "reading images")
+        require_module("PIL", "readers", "reading images")
         if not self._files:
             raise ConfigurationError(
                 f"{self.folder} holds no images, got none of {', '.join(SUFFIXES)} in a subfolder; put the images of "
@@ -162,7 +162,7 @@ def hugging_face(folder: Path | str, x: str, y: str) -> columns:
         ConfigurationError: the folder holds no data set, or several, or the data set lacks a column.
         MissingDependency: `datasets` is not installed.
     """
-    require("datasets", "readers", "reading Hugging Face data sets")
+    require_module("datasets", "readers", "reading Hugging Face data sets")
     import datasets
 
     try:
@@ -191,7 +191,7 @@ def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArr
             different lengths.
         MissingDependency: pyarrow is not installed.
     """
-    require("pyarrow", "readers", "reading Parquet")
+    require_module("pyarrow", "readers", "reading Parquet")
     import pyarrow.parquet
 
     names = [x] if isinstance(x, str) else list(x)

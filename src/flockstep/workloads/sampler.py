@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.frameworks.base import Indices
 
 _STREAM = 0x5A3B
@@ -52,10 +52,8 @@ class Sampler:
         """
         if len(indices) == 0:
             raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 sample, got 0; use fewer workers")
-        if batch < 1:
-            raise ConfigurationError(f"batch must be >= 1, got {batch}; use 1 for single samples")
-        if seed < 0 or rank < 0:
-            raise ConfigurationError(f"seed and rank must be >= 0, got {seed} and {rank}; use for example 0")
+        require(batch >= 1, "batch", ">= 1", batch, "use 1 for single samples")
+        require(seed >= 0 and rank >= 0, "seed and rank", ">= 0", f"{seed} and {rank}", "use for example 0")
         self._indices = np.asarray(indices, dtype=np.int64)
         self._batch, self._seed, self._rank = batch, seed, rank
         self._repeats = max(1, BLOCK // len(self._indices))
@@ -124,10 +122,8 @@ def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
     Raises:
         ConfigurationError: epochs is not positive, or train_size, workers or batch is below 1.
     """
-    if not 0 < epochs < math.inf:
-        raise ConfigurationError(f"epochs must be > 0 and finite, got {epochs}; use for example 10")
+    require(0 < epochs < math.inf, "epochs", "> 0 and finite", epochs, "use for example 10")
     for name, value in (("train_size", train_size), ("workers", workers), ("batch", batch)):
-        if value < 1:
-            raise ConfigurationError(f"{name} must be >= 1, got {value}; use for example 1")
+        require(value >= 1, name, ">= 1", value, "use for example 1")
     # A product such as 0.1 × 30 that exceeds an integer by rounding alone must not cost a step.
     return max(1, math.ceil(epochs * train_size / (workers * batch) - 1e-9))

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, require
 from flockstep.expression import Component
 from flockstep.frameworks.base import Indices
 from flockstep.workloads.base import generator
@@ -117,8 +117,7 @@ class Dirichlet(Split):
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 1e-3 <= self.alpha <= 1e6:
-            raise ConfigurationError(f"alpha must be in [0.001, 1000000], got {self.alpha}; use iid for equal shards")
+        require(1e-3 <= self.alpha <= 1e6, "alpha", "in [0.001, 1000000]", self.alpha, "use iid for equal shards")
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
         labels = _need_labels("dirichlet", labels)
@@ -150,8 +149,7 @@ def _without_empty(shards: list[Indices]) -> list[Indices]:
 
 
 def _check(labels: Labels | None, size: int, workers: int) -> None:
-    if workers < 1:
-        raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a single process")
+    require(workers >= 1, "workers", ">= 1", workers, "use 1 for a single process")
     if workers > size:
         raise ConfigurationError(f"{size} samples are too few for {workers} workers; use at most {size} workers")
     if labels is not None and labels.shape != (size,):

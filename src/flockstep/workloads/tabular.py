@@ -10,7 +10,7 @@ import numpy.typing as npt
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require, require_at_least
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module
 
 GAIN = 1.5
 """Factor on the inputs of the teacher network's tanh units, with which the inputs exceed the units' linear range. The
@@ -51,7 +51,7 @@ class Tabular(Workload):
         Raises:
             MissingDependency: torch is not installed.
         """
-        require("torch", "torch", "the workload tabular")
+        require_module("torch", "torch", "the workload tabular")
         from flockstep.workloads import models
 
         return Job(

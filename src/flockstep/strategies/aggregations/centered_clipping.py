@@ -10,9 +10,8 @@ import numpy as np
 
 from flockstep.arrays.namespace import zeros
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
-from flockstep.optimizers.base import require
 from flockstep.strategies.aggregations.base import Combined
 from flockstep.strategies.aggregations.combination import (
     Combination,
@@ -41,8 +40,7 @@ class CenteredClipping(Combination):
 
     def __post_init__(self) -> None:
         require(0 < self.tau < math.inf, "tau of centered_clipping", "> 0 and finite", self.tau, "use for example 10")
-        if self.iterations < 1:
-            raise ConfigurationError(f"iterations must be >= 1, got {self.iterations}; use 1")
+        require(self.iterations >= 1, "iterations", ">= 1", self.iterations, "use 1")
 
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
         center = zeros(vectors[0], len(vectors[0])) if previous is None else previous

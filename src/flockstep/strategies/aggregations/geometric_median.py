@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.errors import ConfigurationError
-from flockstep.optimizers.base import require
+from flockstep.errors import require
 from flockstep.strategies.aggregations.combination import Combination, Gram, Weights, distances_from
 
 
@@ -26,8 +25,7 @@ class GeometricMedian(Combination):
 
     def __post_init__(self) -> None:
         require(0 < self.nu < np.inf, "nu of geometric_median", "> 0 and finite", self.nu, "use 1e-6")
-        if self.iterations < 1:
-            raise ConfigurationError(f"iterations must be >= 1, got {self.iterations}; use for example 100")
+        require(self.iterations >= 1, "iterations", ">= 1", self.iterations, "use for example 100")
 
     def coefficients(self, gram: Gram) -> Weights:
         weights = np.full(len(gram), 1 / len(gram))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SHOWN
 from flockstep.strategies.aggregations.combination import Combination, Gram, Weights, squared_distances
 
@@ -23,8 +23,7 @@ class Krum(Combination):
     f: int = field(default=1, metadata=SHOWN)
 
     def __post_init__(self) -> None:
-        if self.f < 0:
-            raise ConfigurationError(f"f must be >= 0 attackers, got {self.f}; use 0 for none")
+        require(self.f >= 0, "f", ">= 0 attackers", self.f, "use 0 for none")
 
     def check(self, n: int) -> None:
         """Check that n >= 2f + 3, so that Krum withstands f attackers among `n` workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.strategies.aggregations.combination import Gram, Weights
 from flockstep.strategies.aggregations.krum import Krum, chosen
 
@@ -22,8 +22,7 @@ class MultiKrum(Krum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.m is not None and self.m < 1:
-            raise ConfigurationError(f"m must be >= 1 vectors, got {self.m}; 1 is krum")
+        require(self.m is None or self.m >= 1, "m", ">= 1 vectors", self.m, "1 is krum")
 
     def check(self, n: int) -> None:
         """Check that n >= 2f + 3 and m <= n - f - 2, so that Multi-Krum withstands f attackers among `n` workers."""

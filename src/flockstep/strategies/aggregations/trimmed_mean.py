@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SHOWN
 from flockstep.strategies.aggregations.base import Aggregation, Combined
 from flockstep.strategies.aggregations.mean import mean_of
@@ -26,8 +26,7 @@ class TrimmedMean(Aggregation):
     coordinatewise = True
 
     def __post_init__(self) -> None:
-        if self.b < 0:
-            raise ConfigurationError(f"b of trimmed_mean must be >= 0 workers, got {self.b}; 0 is the mean")
+        require(self.b >= 0, "b of trimmed_mean", ">= 0 workers", self.b, "0 is the mean")
 
     def check(self, n: int) -> None:
         """Check that 2b < n, so that trimming leaves at least one of `n` values."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push
 from flockstep.strategies.traits import Delivery
@@ -28,8 +28,7 @@ class BoundedDelay(ClockRule):
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        if self.tau < 0:
-            raise ConfigurationError(f"tau must be >= 0 tasks, got {self.tau}; use asynchronous for no bound")
+        require(self.tau >= 0, "tau", ">= 0 tasks", self.tau, "use asynchronous for no bound")
 
     @property
     def delivery(self) -> Delivery:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.errors import ConfigurationError, PeerLost, require
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.access import CancelStale
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
@@ -80,8 +80,7 @@ class BackupWorkers(FirstOf):
     b: int = field(default=1, metadata=SHOWN | searched(0, WORKERS, log=False))
 
     def __post_init__(self) -> None:
-        if self.b < 0:
-            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; use 0 to wait for all workers")
+        require(self.b >= 0, "b", ">= 0 backup workers", self.b, "use 0 to wait for all workers")
 
     @property
     def gathers(self) -> int:
@@ -142,8 +141,7 @@ class KBatchSync(FirstOf):
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def check(self, workers: int) -> None:
-        if self.k < 1:
-            raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; use 1 for a step after each batch")
+        require(self.k >= 1, "k", ">= 1 batches", self.k, "use 1 for a step after each batch")
 
     def needed(self, workers: int) -> int:
         return self.k

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
@@ -22,8 +22,7 @@ class KAsync(Consistency):
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; use 1 for asynchronous steps")
+        require(self.k >= 1, "k", ">= 1 gradients", self.k, "use 1 for asynchronous steps")
 
     delivery = "unbounded delay"
     one_each = True
@@ -35,10 +34,9 @@ class KAsync(Consistency):
     survives = True
 
     def check(self, workers: int) -> None:
-        if self.k > workers:
-            raise ConfigurationError(
-                f"k must be <= {workers}, the number of workers, got {self.k}; use bsp to wait for all gradients"
-            )
+        require(
+            self.k <= workers, "k", f"<= {workers}, the number of workers", self.k, "use bsp to wait for all gradients"
+        )
 
     def full_step(self, workers: int) -> int:
         return self.k

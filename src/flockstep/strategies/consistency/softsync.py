@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
@@ -24,19 +24,15 @@ class SoftSync(Consistency):
     n: int = field(default=1, metadata=SHOWN | searched(1, WORKERS))
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ConfigurationError(
-                f"n must be >= 1, got {self.n}; use 1 to collect one gradient per worker before each step"
-            )
+        require(self.n >= 1, "n", ">= 1", self.n, "use 1 to collect one gradient per worker before each step")
 
     delivery = "unbounded delay"
     survives = True
 
     def check(self, workers: int) -> None:
-        if self.n > workers:
-            raise ConfigurationError(
-                f"n must be <= {workers}, the number of workers, got {self.n}; use asynchronous for n = workers"
-            )
+        require(
+            self.n <= workers, "n", f"<= {workers}, the number of workers", self.n, "use asynchronous for n = workers"
+        )
 
     def full_step(self, workers: int) -> int:
         """Number of gradients that make a step, c = floor(workers / n)."""

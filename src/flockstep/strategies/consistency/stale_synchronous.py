@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.access import Access, CachedCopies, EagerCopies
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
@@ -37,8 +37,7 @@ class StaleSynchronous(ClockRule):
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        if self.s < 0:
-            raise ConfigurationError(f"staleness bound must be >= 0, got {self.s}; use asynchronous for no bound")
+        require(self.s >= 0, "staleness bound", ">= 0", self.s, "use asynchronous for no bound")
 
     @property
     def delivery(self) -> Delivery:

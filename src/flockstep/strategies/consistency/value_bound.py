@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
@@ -26,8 +26,7 @@ class ValueBound(Consistency):
     decreasing: bool = False
 
     def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp to allow no difference at all")
+        require(self.delta > 0, "delta", "> 0", self.delta, "use bsp to allow no difference at all")
 
     delivery = "bounded delay"
     survives = True

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.expression import SHOWN
-from flockstep.optimizers.base import require
 from flockstep.strategies.filters.base import Filter, Mask
 
 

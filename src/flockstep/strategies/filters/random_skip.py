@@ -8,8 +8,8 @@ import numpy as np
 
 from flockstep.arrays.namespace import to_device_of
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.expression import SHOWN
-from flockstep.optimizers.base import require
 from flockstep.strategies.filters.base import Filter, Mask
 
 

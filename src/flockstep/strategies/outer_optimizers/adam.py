@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.expression import searched
-from flockstep.optimizers.base import OptimizerState, require, require_visible
+from flockstep.optimizers.base import OptimizerState, require_visible
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 
@@ -39,8 +39,7 @@ class Bmuf(OuterOptimizer):
             raise ConfigurationError(
                 f"momentum of bmuf must be in [0, 1), got {self.momentum}; leave it out for 1 - 1 / workers"
             )
-        if not 0 < self.zeta < float("inf"):
-            raise ConfigurationError(f"zeta of bmuf must be > 0 and finite, got {self.zeta}; 1 is usual")
+        require(0 < self.zeta < float("inf"), "zeta of bmuf", "> 0 and finite", self.zeta, "1 is usual")
 
     @property
     def resets(self) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import require
 from flockstep.nodes import Server
-from flockstep.optimizers.base import require, require_visible
+from flockstep.optimizers.base import require_visible
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.optimizers.base import require
+from flockstep.errors import require
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.server_updates.heavy_ball import HeavyBall
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.errors import require
 from flockstep.expression import searched
-from flockstep.optimizers.base import require
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.server_updates.heavy_ball import HeavyBall
 

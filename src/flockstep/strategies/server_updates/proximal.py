@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.arrays.namespace import namespace
+from flockstep.errors import require
 from flockstep.expression import SHOWN
 from flockstep.nodes import Server
-from flockstep.optimizers.base import require
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push

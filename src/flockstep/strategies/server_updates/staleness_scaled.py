@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.nodes import Server
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
@@ -48,8 +48,7 @@ class StalenessScaled(ServerUpdate):
             raise ConfigurationError(
                 f"known is a mean staleness and needs by=mean, got by={self.by}; use by=mean, or leave out known"
             )
-        if not 0 <= self.known < math.inf:
-            raise ConfigurationError(f"known must be a mean staleness >= 0, got {self.known}; for n-softsync use n")
+        require(0 <= self.known < math.inf, "known", "a mean staleness >= 0", self.known, "for n-softsync use n")
 
     def start(self, me: Server) -> Seen:
         return Seen()

@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays.namespace import to_device_of
 from flockstep.collectives.base import Collective
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
@@ -54,10 +54,8 @@ class Adaptive(SynchronizationSchedule):
 
     def __post_init__(self) -> None:
         for name in ("first", "block"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be >= 1 steps, got {getattr(self, name)}; 16 and 100 are usual")
-        if not 0 < self.decay < 1:
-            raise ConfigurationError(f"decay must be in (0, 1), got {self.decay}; 0.5 is usual")
+            require(getattr(self, name) >= 1, name, ">= 1 steps", getattr(self, name), "16 and 100 are usual")
+        require(0 < self.decay < 1, "decay", "in (0, 1)", self.decay, "0.5 is usual")
 
     @property
     def every_step(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
@@ -18,10 +18,7 @@ class Fixed(SynchronizationSchedule):
     period: int = field(default=10, metadata=searched(1, 128))
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigurationError(
-                f"period must be >= 1 local steps, got {self.period}; use 1 to average after every step"
-            )
+        require(self.period >= 1, "period", ">= 1 local steps", self.period, "use 1 to average after every step")
 
     @property
     def every_step(self) -> bool:

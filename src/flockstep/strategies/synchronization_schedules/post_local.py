@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
@@ -36,8 +36,7 @@ class PostLocal(SynchronizationSchedule):
             raise ConfigurationError(
                 f"start_at must be >= 0 steps, got {self.start_at}; leave it out for the learning rate's first decay"
             )
-        if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 16 is usual")
+        require(self.period >= 1, "period", ">= 1 local steps", self.period, "16 is usual")
 
     @property
     def every_step(self) -> bool:
