@@ -126,13 +126,8 @@ def baseline_run(setting: Setting, place: Path) -> BaselineRun:
 
 def long_enough(setting: Setting, place: Path) -> Setting:
     """Return the setting with enough steps that training lasts about `LONG` seconds."""
-    with ChaosRun(dataclasses.replace(setting, steps=PILOT), place) as run:
-        run.begin()
-        summary = run.summary
-        if run.codes != [0] or summary is None:
-            raise RunError(f"{setting.strategy} fails without a disruption: {run.err.strip()[-500:]}")
-    shutil.rmtree(place)
-    steps = min(MOST_STEPS, max(PILOT, int(PILOT * LONG / max(summary.seconds, 1e-3))))
+    pilot = baseline_run(dataclasses.replace(setting, steps=PILOT), place)
+    steps = min(MOST_STEPS, max(PILOT, int(PILOT * LONG / max(pilot.training, 1e-3))))
     return dataclasses.replace(setting, steps=steps)
 
 
