@@ -15,7 +15,7 @@ from flockstep.codecs.qsgd import Qsgd
 from flockstep.codecs.random_subset import RandomK
 from flockstep.feedback.momentum import Momentum
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import bound_codec, encode, random_of
+from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 pytest.importorskip("numba")
@@ -52,7 +52,7 @@ def test_under_feedback_only_tensors_that_need_it_are_damped():
     assert bound.contraction
     assert bound.exact_parts(500) == [slice(400, 500)]
     x = normal(500)
-    data, error = encode(bound, Residual(), x, None, np.random.default_rng(0))
+    data, error = Residual().encode(bound, x, None, np.random.default_rng(0))
     assert np.array_equal(bound.decode(data, 500, "float32")[400:], x[400:])
     assert not error[400:].any()
 
@@ -69,7 +69,7 @@ def test_what_arrives_as_it_is_beside_a_damped_codec_has_plain_momentum():
     u = np.zeros(100, np.float32)
     for step in range(5):
         x = normal(500, step)
-        data, memory = encode(bound, Momentum(0.5), x, memory, np.random.default_rng(step))
+        data, memory = Momentum(0.5).encode(bound, x, memory, np.random.default_rng(step))
         u = np.float32(0.5) * u + x[400:]
         assert np.array_equal(bound.decode(data, 500, "float32")[400:], u)
 

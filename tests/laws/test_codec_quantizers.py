@@ -17,7 +17,7 @@ from flockstep.codecs.sign import Sign
 from flockstep.codecs.terngrad import TernGrad
 from flockstep.errors import ConfigurationError
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import bound_codec, encode
+from flockstep.feedback.sender import bound_codec
 from flockstep.testing.codecs import check_codec
 from support.codecs import normal, rng, trip, uniforms
 from support.matrix import few
@@ -247,7 +247,7 @@ def test_only_a_small_variance_makes_qsgd_a_contraction_and_damping_does_otherwi
     for step in range(60):
         x = normal(512, step)
         one = bound_codec(Qsgd(1), Residual(), ((512,),), step)
-        _, error = encode(one, Residual(), x, error, rng(step))
+        _, error = Residual().encode(one, x, error, rng(step))
     assert np.linalg.norm(error) < 60 * np.linalg.norm(normal(512))
 
 

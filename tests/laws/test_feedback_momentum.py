@@ -17,7 +17,7 @@ from flockstep.codecs.top import TopK
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.momentum import Momentum
-from flockstep.feedback.sender import check_composition, encode
+from flockstep.feedback.sender import check_composition
 
 pytest.importorskip("numba")
 SIZE, STEPS = 500, 30
@@ -32,7 +32,7 @@ def run(codec, feedback, size=SIZE):
     """What arrives in every step, and the memory after it."""
     memory, arrived = None, []
     for gradient in gradients(size):
-        data, memory = encode(codec, feedback, gradient, memory, np.random.default_rng(1))
+        data, memory = feedback.encode(codec, gradient, memory, np.random.default_rng(1))
         arrived.append((codec.decode(data, size, "float32"), memory.u.copy(), memory.v.copy()))
     return arrived
 
@@ -154,7 +154,7 @@ def test_gradients_are_clipped_to_their_senders_share():
     long, short = np.full(16, 10.0, np.float32), np.full(16, 0.01, np.float32)
     for gradient, norm in ((long, 0.5), (short, 0.04)):
         before = gradient.copy()
-        data, _ = encode(Identity(), feedback, gradient, None, np.random.default_rng(0))
+        data, _ = feedback.encode(Identity(), gradient, None, np.random.default_rng(0))
         assert np.linalg.norm(data.view(np.float32)) == pytest.approx(norm, rel=1e-6)
         assert np.array_equal(gradient, before)
     assert Momentum().bind_workers(4) == Momentum()

@@ -20,7 +20,7 @@ from flockstep.communicator.encoded import Packet, at_hand, checked, codec_of, u
 from flockstep.communicator.rank import Rank
 from flockstep.errors import ConfigurationError
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import check_composition, encode, random_of
+from flockstep.feedback.sender import check_composition, random_of
 from flockstep.messages import Array, Message
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Collectives(Calls):
         step, key = self._count(f"all_reduce {name}"), f"{name} {_described(array)} {codec} {feedback}"
         fit = at_hand(codec, array, step, feedback)
         random, flat = random_of(fit, self._random(), step), array.reshape(-1)
-        data, memory = encode(fit, feedback.bind_workers(self.workers), flat, self._memories.get(key), random)
+        data, memory = feedback.bind_workers(self.workers).encode(fit, flat, self._memories.get(key), random)
         self._memories[key] = memory
         return fit, np.asarray(data)
 

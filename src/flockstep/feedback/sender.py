@@ -5,12 +5,10 @@ must know.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
-from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.base import Codec, Shape
 from flockstep.codecs.damped import damped
 from flockstep.errors import CompositionError
 from flockstep.feedback.base import Feedback
@@ -47,10 +45,3 @@ def random_of(codec: Codec, own: np.random.Generator, step: int) -> np.random.Ge
     given step.
     """
     return np.random.default_rng((0x5EED, step)) if codec.shares_seed else own
-
-
-def encode(
-    codec: Codec, feedback: Feedback, array: FlatArray, memory: Any, random: np.random.Generator
-) -> tuple[Bytes, Any]:
-    """Encode `array` with a codec and its feedback; return the bytes to send, and the sender's new memory."""
-    return feedback.encode(codec, array, memory, random)

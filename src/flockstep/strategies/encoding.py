@@ -10,7 +10,7 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import bound_codec, encode, random_of
+from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.messages import Message
 from flockstep.nodes import Node
 
@@ -44,7 +44,7 @@ def encoded(
     """
     chosen = codec_for(me, codec, feedback, part)
     random = random_of(chosen, me.random, me.run_step)
-    return encode(chosen, feedback.bind_workers(me.cluster.workers), array, memory, random)
+    return feedback.bind_workers(me.cluster.workers).encode(chosen, array, memory, random)
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:

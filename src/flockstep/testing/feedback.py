@@ -13,7 +13,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import bound_codec, check_composition, encode
+from flockstep.feedback.sender import bound_codec, check_composition
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors
 
 STEPS = 5
@@ -85,9 +85,9 @@ def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...
     for step in range(STEPS):
         one = bound_codec(codec, feedback, shapes, step)
         saved = copy.deepcopy(memory)
-        data, memory = encode(one, feedback, flat, memory, np.random.default_rng(step))
+        data, memory = feedback.encode(one, flat, memory, np.random.default_rng(step))
         assert same_bits(flat, before), f"{what}: changes the array"
-        again, copied = encode(one, feedback, flat, saved, np.random.default_rng(step))
+        again, copied = feedback.encode(one, flat, saved, np.random.default_rng(step))
         assert np.array_equal(data, again), (
             f"{what}: a copy of the feedback memory leads to different bytes at step {step}"
         )
@@ -122,7 +122,7 @@ def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> Non
     for step in range(steps):
         one = bound_codec(codec, feedback, ((256,),), step)
         array = random.normal(size=256).astype(np.float32)
-        data, memory = encode(one, feedback, array, memory, random)
+        data, memory = feedback.encode(one, array, memory, random)
         sent += one.decode(data, 256, "float32")
         wanted += array
     off = float(np.abs(sent + exact(memory) - wanted).max())
