@@ -4,6 +4,7 @@ and receiver use the codec in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flockstep.arrays.kernels import name_of
@@ -12,7 +13,7 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.messages import Message
-from flockstep.nodes import Node
+from flockstep.nodes import Node, Worker
 
 
 def codecs_of(part: Any) -> list[Codec]:
@@ -45,6 +46,22 @@ def encoded(
     chosen = codec_for(me, codec, feedback, part)
     random = random_of(chosen, me.random, me.run_step)
     return feedback.bind_workers(me.cluster.workers).encode(chosen, array, memory, random)
+
+
+def send_slices(
+    me: Worker, codec: Codec, feedback: Feedback, gradient: FlatArray, parts: Sequence[slice], memories: list[Any]
+) -> Bytes:
+    """Encode the slice `parts[r]` of a gradient for each rank r, and update the slice's feedback memory in `memories`;
+    send every other worker its slice, and return this worker's slice.
+    """
+    ready = []
+    for rank, part in enumerate(parts):
+        data, memories[rank] = encoded(me, codec, feedback, gradient[part], memories[rank], part)
+        ready.append(data)
+    for hop in range(1, me.workers):  # each worker begins with a different receiver
+        rank = (me.rank + hop) % me.workers
+        me.send(rank, "gradient", ready[rank])
+    return ready[me.rank]
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:

@@ -21,7 +21,7 @@ from flockstep.optimizers.clipped import Clipped
 from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
-from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.encoding import codec_for, send_slices
 from flockstep.strategies.resizing import FormerWorker, Resizing, take_slice
 
 
@@ -125,8 +125,9 @@ class ScatterReduce(Strategy):
 
     async def _combined(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> FlatArray:
         """Return this worker's slice of the combined gradient, exchanged by messages."""
+        state: SliceState = me.state
         own = parts[me.rank]
-        sent = self._scatter(me, gradient, parts)
+        sent = send_slices(me, self.codec, self.feedback, gradient, parts, state.errors)
         pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
         codec = codec_for(me, self.codec, self.feedback, own)
         decoded = [codec.decode(piece, own.stop - own.start, name_of(gradient)) for piece in pieces]
@@ -139,18 +140,6 @@ class ScatterReduce(Strategy):
         for rank in me.peers:
             squares[rank] = (await me.receive("norm", rank)).note.value
         return math.sqrt(sum(squares[rank] for rank in sorted(squares)))
-
-    def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
-        """Send every other worker its slice of the gradient; return the own slice, encoded like the others."""
-        state: SliceState = me.state
-        ready = []
-        for rank, part in enumerate(parts):
-            data, state.errors[rank] = encoded(me, self.codec, self.feedback, gradient[part], state.errors[rank], part)
-            ready.append(data)
-        for hop in range(1, me.workers):  # each worker begins with a different receiver
-            rank = (me.rank + hop) % me.workers
-            me.send(rank, "gradient", ready[rank])
-        return ready[me.rank]
 
     async def _piece(self, me: Worker, rank: int) -> Bytes:
         return (await me.receive("gradient", rank)).payload

@@ -7,8 +7,8 @@ from typing import Any
 
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import namespace
-from flockstep.arrays.schema import FlatArray, slices
-from flockstep.codecs.base import Bytes, Codec
+from flockstep.arrays.schema import slices
+from flockstep.codecs.base import Codec
 from flockstep.codecs.half import Half
 from flockstep.errors import CompositionError
 from flockstep.feedback.base import Feedback
@@ -18,7 +18,7 @@ from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
-from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.encoding import codec_for, encoded, send_slices
 from flockstep.strategies.resizing import Resizing
 
 
@@ -71,7 +71,7 @@ class TwoWay(Strategy):
         while me.training:
             gradient = await me.gradient()
             state: Dropped = me.state
-            sent = self._scatter(me, gradient, parts)
+            sent = send_slices(me, self.codec, self.feedback, gradient, parts, state.gradients)
             codec = codec_for(me, self.codec, self.feedback, own)
             size, dtype = own.stop - own.start, name_of(gradient)
             pieces = [
@@ -87,16 +87,3 @@ class TwoWay(Strategy):
                 total[part] = codec.decode(piece, part.stop - part.start, dtype)
             me.record_round()
             me.optimizer_step(total)
-
-    def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
-        """Send every other worker its slice of the gradient; return the own slice, encoded like the others."""
-        state: Dropped = me.state
-        ready = []
-        for rank, part in enumerate(parts):
-            memory = state.gradients[rank]
-            data, state.gradients[rank] = encoded(me, self.codec, self.feedback, gradient[part], memory, part)
-            ready.append(data)
-        for hop in range(1, me.workers):  # each worker begins with a different receiver
-            rank = (me.rank + hop) % me.workers
-            me.send(rank, "gradient", ready[rank])
-        return ready[me.rank]
