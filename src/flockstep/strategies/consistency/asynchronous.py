@@ -16,7 +16,6 @@ class Asynchronous(ClockRule):
     """
 
     delivery = "unbounded delay"
-    survives = True
     alone = True
     bound = math.inf
 

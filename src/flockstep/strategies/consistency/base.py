@@ -160,6 +160,18 @@ class ClockRule(Consistency):
         the number of its pushes.
         """
 
+    @property
+    def delivery(self) -> Delivery:
+        """The delivery guarantee of the gradients: `synchronous` if the bound is 0, otherwise `bounded delay`."""
+        return "bounded delay" if self.bound else "synchronous"
+
+    @property
+    def survives(self) -> bool:
+        """Whether the other workers continue after a worker's death: True if the bound is above 0, because a dead
+        worker's clock no longer counts.
+        """
+        return self.bound > 0
+
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         last = view.slowest + self.bound
         return [read for read in (reads if view.moved else reads[-1:]) if read.clock <= last]

@@ -9,7 +9,6 @@ from typing import Literal
 from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push
-from flockstep.strategies.traits import Delivery
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,6 @@ class BoundedDelay(ClockRule):
 
     def __post_init__(self) -> None:
         require(self.tau >= 0, "tau", ">= 0 tasks", self.tau, "use asynchronous for no bound")
-
-    @property
-    def delivery(self) -> Delivery:
-        """The delivery guarantee of the gradients: `synchronous` if tau = 0, otherwise `bounded delay`."""
-        return "bounded delay" if self.tau else "synchronous"
-
-    @property
-    def survives(self) -> bool:
-        """Whether the other workers continue after a worker's death: True if tau > 0, because a dead worker's clock no
-        longer counts.
-        """
-        return self.tau > 0
 
     @property
     def alone(self) -> bool:

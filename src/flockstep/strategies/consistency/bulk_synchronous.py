@@ -13,8 +13,6 @@ class BulkSynchronous(ClockRule):
     continues.
     """
 
-    delivery = "synchronous"
-    survives = False
     one_each = True
     bound = 0
 

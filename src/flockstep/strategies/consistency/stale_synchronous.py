@@ -12,7 +12,6 @@ from flockstep.errors import require
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.access import Access, CachedCopies, EagerCopies
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
-from flockstep.strategies.traits import Delivery
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,6 @@ class StaleSynchronous(ClockRule):
 
     def __post_init__(self) -> None:
         require(self.s >= 0, "staleness bound", ">= 0", self.s, "use asynchronous for no bound")
-
-    @property
-    def delivery(self) -> Delivery:
-        """The delivery guarantee of the gradients: `synchronous` if s = 0, otherwise `bounded delay`."""
-        return "bounded delay" if self.s else "synchronous"
-
-    @property
-    def survives(self) -> bool:
-        """Whether the other workers continue after a worker's death: True if s > 0, because a dead worker's clock no
-        longer counts.
-        """
-        return self.s > 0
 
     def most_stale(self, workers: int) -> int:
         """Largest staleness of a gradient, in updates. Between a worker's read at clock c and the application of the
