@@ -56,10 +56,7 @@ class LocalSGD(Strategy):
     weighting: Literal["equal", "samples"] = "equal"
 
     def __post_init__(self) -> None:
-        if isinstance(self.period, int) and self.period < 1:
-            raise ConfigurationError(
-                f"period must be >= 1 local steps, got {self.period}; use 1 to average after every step"
-            )
+        _ = self.schedule  # refuses a number below 1
         if self.weighting not in ("equal", "samples"):
             raise ConfigurationError(
                 f"weighting must be equal or samples, got {self.weighting}; leave it out for equal"
