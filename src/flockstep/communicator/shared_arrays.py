@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, get_ident
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -144,31 +144,11 @@ class SharedWindow(Window):
             else:
                 np.add(part, given if scale == 1 else given * given.dtype.type(scale), out=part)
 
-    def get(
-        self,
-        rank: int,
-        offset: int = 0,
-        size: int | None = None,
-        codec: str | Codec | None = None,
-        timeout: float | None = None,
-    ) -> Array:
+    def _read(self, rank: int, offset: int, count: int, codec: str | Codec | None, timeout: float | None) -> Array:
         self._calls.require_open()
-        count = len(self._flat) - offset if size is None else size
-        self._check(rank, offset, count)
         with self._alone(rank):
             array: Array = self._shared.group.at(rank, self._flat)[offset : offset + count].copy()
-        if codec is not None:
-            array = self._through(codec, array)
-        return array.reshape(self.array.shape) if count == len(self._flat) else array
-
-    @contextmanager
-    def local(self) -> Iterator[Array]:
-        with self._alone(self._calls.rank):
-            self._holder = get_ident()
-            try:
-                yield self.array
-            finally:
-                self._holder = 0
+        return array if codec is None else self._through(codec, array)
 
     @contextmanager
     def _alone(self, rank: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ communication).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, get_ident
 from typing import Any
 
@@ -108,6 +108,11 @@ class Window:
         """
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
+        array = self._read(rank, offset, count, codec, timeout)
+        return array.reshape(self.array.shape) if count == len(self._flat) else array
+
+    def _read(self, rank: int, offset: int, count: int, codec: str | Codec | None, timeout: float | None) -> Array:
+        """Return a copy of `count` elements of the window of `rank`, as a flat array."""
         note = WindowOperation(codec=str(codec_of(codec) or ""), what="get", offset=offset, size=count)
         message = self._calls.asked(rank, self.tag, None, note, timeout, f"window {self.name!r} of worker {rank}")
         array = unpacked(message, self._calls.max_bytes)
@@ -116,7 +121,7 @@ class Window:
                 f"{node_name(rank)} answered with {array.dtype} of shape {array.shape}, but {count} elements of "
                 f"{self._flat.dtype} of window {self.name!r} were requested"
             )
-        return array.reshape(self.array.shape) if count == len(self._flat) else array
+        return array
 
     def fence(self, timeout: float | None = None) -> None:
         """Wait until every rank has called `fence`; all puts and additions made before are then done on every rank.
@@ -141,12 +146,16 @@ class Window:
 
         The communicator waits as long as the block runs: keep the block short, and do not call the communicator in it.
         """
-        with self._lock:
+        with self._alone(self._calls.rank):
             self._holder = get_ident()
             try:
                 yield self.array
             finally:
                 self._holder = 0
+
+    def _alone(self, rank: int) -> AbstractContextManager[object]:
+        """Return the context manager that keeps other threads and ranks out of the array of `rank`."""
+        return self._lock
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for a fence, then free the name of the window; the array does not change."""
