@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.namespace import copied
+from flockstep.collectives.exchange import children, parent
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -43,20 +44,20 @@ class TreeServer(Strategy):
         return me.optimizer.init(me.params) if me.rank == 0 else None
 
     async def worker(self, me: Worker) -> None:
-        parent, children = family(me.rank, me.workers)
+        above, below = family(me.rank, me.workers)
         while me.training:
             total = copied(await me.gradient())
-            for child in children:
+            for child in below:
                 total += (await me.receive("gradient", child)).payload
-            if parent is None:
+            if above is None:
                 assert me.optimizer is not None
                 assert isinstance(me.state, OptimizerState)
                 total /= me.workers
                 me.optimizer.step(me.params, total, me.state, me.lr)
             else:
-                me.send(parent, "gradient", total)
-                me.params[:] = (await me.receive("parameters", parent)).payload
-            me.send_all(reversed(children), "parameters", me.params)  # the largest subtree first
+                me.send(above, "gradient", total)
+                me.params[:] = (await me.receive("parameters", above)).payload
+            me.send_all(reversed(below), "parameters", me.params)  # the largest subtree first
             me.record_round()
 
 
@@ -64,12 +65,7 @@ def family(rank: int, n: int) -> tuple[int | None, list[int]]:
     """Return a worker's parent (None for the root) and children, nearest first, in the binomial tree on workers 0 to
     n-1.
     """
-    children, distance = [], 1
-    while distance < n and not rank & distance:
-        if rank + distance < n:
-            children.append(rank + distance)
-        distance *= 2
-    return (rank - (rank & -rank) if rank else None), children
+    return (parent(rank, n) if rank else None), children(rank, n)
 
 
 def depth(rank: int) -> int:
