@@ -21,6 +21,7 @@ from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.scratch import house_fork_server
+from flockstep.launchers.script_forker import ForkedScript
 
 PRELOAD = "flockstep.launchers.entry"
 """Module that the fork server imports once, so that each forked node starts within milliseconds."""
@@ -81,26 +82,8 @@ class Forked:
         self._process.kill()
 
 
-class ScriptProcess(Protocol):
-    """A process whose output goes to pipes, such as `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        """Process id of the script."""
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Pipe of the standard output."""
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Pipe of the standard error."""
-
-    def poll(self) -> int | None:
-        """Return the exit code of the process: None while the process runs; -n if signal n ended the process."""
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process."""
+ScriptProcess = subprocess.Popen[bytes] | ForkedScript
+"""A process whose output goes to pipes."""
 
 
 def begun(command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None) -> ScriptProcess:
