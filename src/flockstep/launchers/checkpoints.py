@@ -94,7 +94,7 @@ class Checkpointer:
         """The snapshots that are not evaluated; a thread computes the hashes of their files."""
         self._seconds: dict[Address, float] = {}
         self._written: dict[Address, Shard | str | None] = {}
-        self._step = self._base_step()
+        self._step = 0 if resumed is None else min(resumed.manifest.steps.values(), default=0)
         self._since = time.monotonic()
 
     @property
@@ -222,9 +222,6 @@ class Checkpointer:
             place = shutil.copyfile(self.resumed.folder / item.path, folder / item.path)
             found.append(msgspec.structs.replace(item, path=str(place)))
         return found
-
-    def _base_step(self) -> int:
-        return 0 if self.newest is None else min(self.newest.steps.values(), default=0)
 
     def _begin(self) -> None:
         self._since, self.why_not = time.monotonic(), ""

@@ -138,7 +138,7 @@ def _make_bridge(bridge: Path) -> None:
     machine.
     """
     require()
-    label = _label(os.getpid())
+    label = f"fs{os.getpid()}"
     sweep(_links())
     if _of(os.getpid(), _links()):
         raise ConfigurationError(
@@ -255,10 +255,6 @@ def _address_here() -> str | None:
         return None
     found = _HOST.search(_run(["ip", "-4", "-o", "addr"]))
     return None if found is None else found[1]
-
-
-def _label(supervisor: int) -> str:
-    return f"fs{supervisor}"
 
 
 def _claim(directory: Path) -> int:

@@ -113,10 +113,9 @@ class StreamingDiloco(Strategy):
 
     def worker_state(self, me: Worker) -> list[Fragment]:
         """Return the fragments of the model, each with the initial parameters."""
-        return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
-
-    def _fragment(self, params: FlatArray, part: slice, workers: int) -> Fragment:
-        return Fragment(part, copied(params), self.outer_optimizer.start(params, workers), copied(params))
+        start, parts = self.outer_optimizer.start, slices(len(me.params), self.fragments)
+        fragments = ((part, me.params[part]) for part in parts)
+        return [Fragment(part, copied(own), start(own, me.workers), copied(own)) for part, own in fragments]
 
     def offset(self, index: int) -> int:
         """Return the offset t_p, in steps, of the fragment p = `index`."""
