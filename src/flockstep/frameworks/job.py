@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import shlex
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,9 @@ from typing import Any
 from flockstep.arrays.memory import release
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.grid import GridModel
 from flockstep.frameworks.numpy import Model, NumpyEngine
-from flockstep.frameworks.shards import ShardedModel, ShardedPartsModel
-from flockstep.frameworks.stages import PipelineModel, SplitModel
-from flockstep.frameworks.ways import TensorModel
+from flockstep.frameworks.shards import ShardedPartsModel
+from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
@@ -31,6 +30,18 @@ from flockstep.partitions.tensor import Product, TensorParallel
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
+_SPLITTERS: dict[type[Partition], tuple[str, str, str, str]] = {
+    Pipeline: ("torch_stages", "split_torch", "stage_torch", "with_obstacle"),
+    TensorParallel: ("torch_ways", "split_layers", "ways_without_values", "with_obstacle_of_ways"),
+    Product: ("torch_ways", "split_layers", "ways_without_values", "with_obstacle_of_ways"),
+    Sharded: ("torch_shards", "shard_torch", "shards_without_values", "with_obstacle_of_units"),
+    SpatialGrid: ("torch_grid", "split_grid", "rectangles_without_values", "with_obstacle_of_rectangles"),
+}
+"""Kind of partition → the module that splits models so, and three of its functions: one that splits a job's model, one
+for a process that holds a single part, and one that finds out why such a process must build the whole model.
+"""
+WHOLE, PART, OBSTACLE = range(3)
+"""Places of these functions in `_SPLITTERS`."""
 
 
 def make_engine(job: Job, seed: int) -> Engine:
@@ -77,22 +88,8 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_sharded_parts import shard_parts
 
         return shard_parts(job, inner, partition)
-    if facts is not None and isinstance(partition, Pipeline):
-        from flockstep.frameworks.torch_stages import stage_torch
-
-        return stage_torch(job, seed, partition, facts)
-    if facts is not None and isinstance(partition, Sharded):
-        from flockstep.frameworks.torch_shards import shards_without_values
-
-        return shards_without_values(job, seed, partition, facts)
-    if facts is not None and isinstance(partition, TensorParallel | Product):
-        from flockstep.frameworks.torch_ways import ways_without_values
-
-        return ways_without_values(job, seed, partition, facts)
-    if facts is not None and isinstance(partition, SpatialGrid):
-        from flockstep.frameworks.torch_grid import rectangles_without_values
-
-        return rectangles_without_values(job, seed, partition, facts)
+    if facts is not None:
+        return _splitter_of(partition, PART)(job, seed, partition, facts)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -103,25 +100,7 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
     kept = weakref.ref(model)
     del model  # freed before the split builds a model with its own seed
     release(collect=kept() is not None)
-    if isinstance(partition, Pipeline):
-        from flockstep.frameworks.torch_stages import split_torch
-
-        return split_torch(job, seed, partition)
-    if isinstance(partition, TensorParallel | Product):
-        from flockstep.frameworks.torch_ways import split_layers
-
-        return split_layers(job, seed, partition)
-    if isinstance(partition, Sharded):
-        from flockstep.frameworks.torch_shards import shard_torch
-
-        return shard_torch(job, seed, partition)
-    if isinstance(partition, SpatialGrid):
-        from flockstep.frameworks.torch_grid import split_grid
-
-        return split_grid(job, seed, partition)
-    raise CompositionError(
-        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded, grid or partition=none"
-    )
+    return _splitter_of(partition, WHOLE)(job, seed, partition)
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
@@ -131,23 +110,20 @@ def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
     if isinstance(split, ShardedPartsModel):
         inner = without_whole(job, seed, split.inner)
         return replace(split, inner=inner, facts=inner.facts)
-    if isinstance(split, GridModel):
-        from flockstep.frameworks.torch_grid import with_obstacle_of_rectangles
+    return _splitter_of(split.partition, OBSTACLE)(job, seed, split)
 
-        return with_obstacle_of_rectangles(job, seed, split)
-    if isinstance(split, PipelineModel):
-        from flockstep.frameworks.torch_stages import with_obstacle
 
-        return with_obstacle(job, seed, split)
-    if isinstance(split, ShardedModel):
-        from flockstep.frameworks.torch_shards import with_obstacle_of_units
-
-        return with_obstacle_of_units(job, seed, split)
-    if isinstance(split, TensorModel):
-        from flockstep.frameworks.torch_ways import with_obstacle_of_ways
-
-        return with_obstacle_of_ways(job, seed, split)
-    return split
+def _splitter_of(partition: Partition, task: int) -> Callable[..., SplitModel]:
+    """The function for a partition, from a module that imports torch."""
+    for kind, (module, *names) in _SPLITTERS.items():
+        if isinstance(partition, kind):
+            found: Callable[..., SplitModel] = getattr(
+                importlib.import_module(f"flockstep.frameworks.{module}"), names[task]
+            )
+            return found
+    raise CompositionError(
+        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded, grid or partition=none"
+    )
 
 
 def load_job_file(path: str | Path) -> Job:
