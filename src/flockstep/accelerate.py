@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ except ModuleNotFoundError as error:
 from flockstep.drivers import torch_group
 from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values
 from flockstep.drivers.torch_loop import DistributedOptimizer
-from flockstep.drivers.torch_parts import distribute_part
+from flockstep.drivers.torch_parts import Coordinated
 from flockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -44,12 +43,14 @@ def open_group() -> None:
     torch_group.open_group("Accelerate")
 
 
-class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+class FlockstepAccelerator(Coordinated, accelerate.Accelerator):  # type: ignore[misc]
     """An `Accelerator` whose `prepare` lets a strategy of flockstep coordinate the optimizers; Accelerate's own
     `prepare` would wrap the models in DistributedDataParallel.
 
     Call `finish()` after the last step.
     """
+
+    framework = "Accelerate"
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0, **options: Any):
         """Open the process group, and make the `Accelerator`.
@@ -63,14 +64,6 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         open_group()
         super().__init__(**options)
         self.coordinate(strategy, buffers, timeout)
-
-    def coordinate(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
-        """Set the strategy of the optimizers that are prepared from now on. The arguments are those of
-        `flockstep.distribute`.
-        """
-        self.coordination = Strategy.parse(strategy)
-        self._settings = buffers, timeout
-        self.distributed: list[DistributedOptimizer] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as `Accelerator.prepare` does, with models before optimizers, whatever the order of the
@@ -94,10 +87,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Let the strategy coordinate an optimizer whose models have already been prepared."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        made = distribute_part(self._models, optimizer, self.coordination, *self._settings)
-        self.distributed = [*self._live(), made]
-        torch_group.meet("Accelerate")  # refuses strategies that its waits would stop
-        return super().prepare_optimizer(made, device_placement=False)
+        return super().prepare_optimizer(self._distribute(self._models, optimizer), device_placement=False)
 
     def plain(self, optimizer: Any) -> Any:
         """Return the optimizer that the script gave to `prepare`, without the strategy."""
@@ -105,29 +95,9 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
         return optimizer
 
-    def _live(self) -> list[DistributedOptimizer]:
-        """The optimizers whose runs go on."""
-        return [each for each in self.distributed if not each.loop.finished]
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which backward passes only add to the gradients, without an exchange."""
-        with ExitStack() as stack:
-            for each in self._live():
-                stack.enter_context(each.no_sync())
-            yield
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Return a context manager in which the models hold the common model, equal on every rank; every rank must
-        enter the context.
-
-        Use it to evaluate and to save during training. After `finish()` the context manager does nothing.
-        """
-        with ExitStack() as stack:
-            for each in self._live():
-                stack.enter_context(each.consensus())
-            yield
+        return self._accumulating()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the gradient that the optimizer uses. With `max_norm` inf, the gradient does not change, and only its
@@ -197,13 +167,6 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         super().load_state(input_dir, **options)
         self.sync()
-
-    def sync(self) -> None:
-        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank must call this
-        method.
-        """
-        for each in self._live():
-            each.sync()
 
     def finish(self) -> None:
         """End the run; afterwards, every rank's models hold the result."""

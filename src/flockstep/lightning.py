@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,7 @@ from torch import nn  # noqa: E402
 from flockstep.drivers.node_spec import place_of_script  # noqa: E402
 from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values  # noqa: E402
 from flockstep.drivers.torch_group import broadcast_value, meet, open_group, place_on_host  # noqa: E402
-from flockstep.drivers.torch_loop import DistributedOptimizer  # noqa: E402
-from flockstep.drivers.torch_parts import distribute_part  # noqa: E402
+from flockstep.drivers.torch_parts import Coordinated  # noqa: E402
 from flockstep.strategies.base import Strategy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -92,18 +90,12 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
         return place_of_script()[0] // place_on_host()[1]
 
 
-class _Ranks:
+class _Ranks(Coordinated):
     """What both strategies share: the ranks, their device, their exchanges, and the distributed optimizers."""
 
+    framework = "Lightning"
     root: str
     parallel_devices: list[torch.device] | None
-
-    def _begin(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
-        self.coordination = Strategy.parse(strategy)
-        self._buffers: Policy = buffers
-        self._timeout = timeout
-        self.distributed: list[DistributedOptimizer] = []
-        """The optimizers of flockstep, one for each of the script's."""
 
     @property
     def root_device(self) -> torch.device:
@@ -154,37 +146,11 @@ class _Ranks:
         gathered: torch.Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 
-    def _distribute(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
-        made = distribute_part(modules, optimizer, self.coordination, self._buffers, self._timeout)
-        self.distributed = [*self._live(), made]
-        meet("Lightning")  # refuses strategies that Lightning's waits would stop
-        return made
-
-    def _live(self) -> list[DistributedOptimizer]:
-        """The optimizers whose runs go on."""
-        return [each for each in self.distributed if not each.loop.finished]
-
-    @contextmanager
-    def _consensus(self) -> Iterator[None]:
-        """Context manager in which the modules hold the common model, equal on every rank."""
-        with ExitStack() as stack:
-            for each in self._live():
-                stack.enter_context(each.consensus())
-            yield
-
-    @contextmanager
-    def _accumulating(self, enabled: bool = True) -> Iterator[None]:
-        """Context manager in which backward passes only add to the gradients."""
-        with ExitStack() as stack:
-            for each in self._live() if enabled else []:
-                stack.enter_context(each.no_sync())
-            yield
-
     def _common_state(self, module: nn.Module) -> dict[str, Any]:
         """State of the common model; every rank calls this."""
         if not self._live():
             return module.state_dict()
-        with self._consensus():
+        with self.consensus():
             state = module.state_dict()
             return {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()}
 
@@ -194,11 +160,6 @@ class _Ranks:
             return {}
         state: dict[str, Any] = optimizer.state_dict()
         return state
-
-    def _send_loaded(self) -> None:
-        """Let all ranks and servers continue from what every rank has loaded."""
-        for each in self._live():
-            each.sync()
 
     def _require_unscaled(self, precision: Any) -> None:
         """Raise `CompositionError` if a norm would be taken of gradients that a scaler has enlarged."""
@@ -227,7 +188,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
             ConfigurationError: the strategy is none.
         """
         super().__init__(cluster_environment=FlockstepEnvironment())
-        self._begin(strategy, buffers, timeout)
+        self.coordinate(strategy, buffers, timeout)
         self._validating = ExitStack()
 
     def setup_environment(self) -> None:
@@ -288,11 +249,11 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizer states of a checkpoint, then copy rank 0's states to all ranks."""
         super().load_optimizer_state_dict(checkpoint)
-        self._send_loaded()
+        self.sync()
 
     def on_validation_start(self) -> None:
         """Set the module to the common model of all ranks for the validation, and for checkpoints at its end."""
-        self._validating.enter_context(self._consensus())
+        self._validating.enter_context(self.consensus())
 
     def on_validation_end(self) -> None:
         """Put this rank's replica back into the module."""
@@ -314,7 +275,7 @@ class _Accumulation(_fabric.strategy._BackwardSyncControl):  # type: ignore[misc
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Context manager in which backward passes only add to the gradients."""
-        return self._strategy._accumulating(enabled)
+        return self._strategy._accumulating() if enabled else nullcontext()
 
 
 class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore[misc]
@@ -327,7 +288,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
         """Read the strategy; see `FlockstepStrategy`."""
         super().__init__(cluster_environment=FlockstepEnvironment())
-        self._begin(strategy, buffers, timeout)
+        self.coordinate(strategy, buffers, timeout)
         self._modules: list[nn.Module] = []
         self._backward_sync_control = _Accumulation(self)
 
@@ -380,5 +341,5 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
         """Load a checkpoint into modules and optimizers on every rank, then copy the state of rank 0 to all ranks."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, **options)
-        self._send_loaded()
+        self.sync()
         return remainder

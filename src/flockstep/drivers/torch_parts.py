@@ -1,17 +1,70 @@
-"""Finds the part of a module that one of several optimizers trains."""
+"""Distributes each of several optimizers with the part of a module that it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from flockstep.drivers.node_spec import joining_run
 from flockstep.drivers.torch_buffers import Policy
+from flockstep.drivers.torch_group import meet
 from flockstep.drivers.torch_loop import DistributedOptimizer
 from flockstep.errors import ConfigurationError
 from flockstep.strategies.base import Strategy
+
+
+class Coordinated:
+    """What the classes for Lightning and Accelerate share: the optimizers that one strategy coordinates."""
+
+    framework: str
+
+    def coordinate(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
+        """Set the strategy of the optimizers that are prepared from now on. The arguments are those of
+        `flockstep.distribute`.
+        """
+        self.coordination = Strategy.parse(strategy)
+        self._settings = buffers, timeout
+        self.distributed: list[DistributedOptimizer] = []
+        """The optimizers of flockstep, one for each of the script's."""
+
+    def _distribute(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        made = distribute_part(modules, optimizer, self.coordination, *self._settings)
+        self.distributed = [*self._live(), made]
+        meet(self.framework)  # refuses strategies that the framework's waits would stop
+        return made
+
+    def _live(self) -> list[DistributedOptimizer]:
+        """The optimizers whose runs go on."""
+        return [each for each in self.distributed if not each.loop.finished]
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the models hold the common model, equal on every rank; every rank must
+        enter the context.
+
+        Use it to evaluate and to save during training. At the end of the run the context manager does nothing.
+        """
+        return self._together(DistributedOptimizer.consensus)
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        """Context manager in which backward passes only add to the gradients, without an exchange."""
+        return self._together(DistributedOptimizer.no_sync)
+
+    @contextmanager
+    def _together(self, context: Callable[[DistributedOptimizer], AbstractContextManager[None]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in self._live():
+                stack.enter_context(context(each))
+            yield
+
+    def sync(self) -> None:
+        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank must call this
+        method.
+        """
+        for each in self._live():
+            each.sync()
 
 
 def distribute_part(
