@@ -63,8 +63,13 @@ def is_chain(module: nn.Module) -> bool:
 
 def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
     """Return the layers of `shape`, the counted layers of the model, that lie in one layer of the chain."""
-    inside = tuple(start for name in layer.whole for start in (f"{name}.", f"{name} ("))
-    exact = {*layer.whole, *layer.own}
+    return layers_named(shape, layer.whole, layer.own)
+
+
+def layers_named(shape: ModelShape, whole: Sequence[str], own: Sequence[str] = ()) -> list[Layer]:
+    """Return the counted layers that have these names, and those inside of the layers `whole`."""
+    inside = tuple(start for name in whole for start in (f"{name}.", f"{name} ("))
+    exact = {*whole, *own}
     return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.costs.layers import ModelShape
-from flockstep.errors import ConfigurationError, in_short
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
 from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
@@ -37,6 +37,7 @@ from flockstep.frameworks.torch_stages import (
     passes_over,
     trained_within,
     trial_of,
+    with_obstacle_if_different,
 )
 from flockstep.frameworks.torch_ways import (
     Held,
@@ -97,18 +98,8 @@ def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridMo
     """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
     such a reason.
     """
-    try:
-        bare = rectangles_without_values(job, seed, split.grid, split.facts)
-        for part, known in zip(bare.parts, split.parts, strict=True):
-            part.take(known.values())
-        with trial_of(split), trial_of(bare):
-            found = _difference(bare, split)
-    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
-        found = in_short(error)
-    differs = (
-        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
-    )
-    return replace(split, facts=replace(split.facts, obstacle=f"{differs}: {found}" if found else ""))
+    build = partial(rectangles_without_values, job, seed, split.grid, split.facts)
+    return with_obstacle_if_different(split, build, _difference)
 
 
 class Crop(nn.Module):

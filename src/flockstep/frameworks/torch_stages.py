@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
+from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
 from flockstep.frameworks.torch_blocks import all_of_all_samples
@@ -87,7 +87,7 @@ def cut_chain(
     starts = chunks_of(
         chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who, ties=pipeline.delays is None
     )
-    chunks = _cut_at(starts, chain)
+    chunks = cut_at(starts, chain)
     changing, most = tuple(whole.changing_buffers), _check(chunks, samples, whole, who)
     of_batch = all_of_all_samples(chain, changing)
     facts = SplitFacts(tuple(starts), changing, whole.random, most, of_batch=of_batch)
@@ -122,7 +122,7 @@ def stage_torch(
 def _staged(
     whole: TorchEngine | SkeletonEngine, job: Job, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None
 ) -> PipelineModel:
-    chunks = _cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
+    chunks = cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
     return _assembled(whole, chunks, facts, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
@@ -158,12 +158,31 @@ def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
     return ""
 
 
+def with_obstacle_if_different(split: S, build: Callable[[], S], difference: Callable[[S, S], str | None]) -> S:
+    """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
+    one: `build`, which builds them so, fails, or `difference` of what it has built and `split` is not None.
+    """
+    try:
+        bare = build()
+        for part, known in zip(bare.parts, split.parts, strict=True):
+            part.take(known.values())
+        with trial_of(split), trial_of(bare):
+            found = difference(bare, split)
+    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
+        found = in_short(error)
+    differs = (
+        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
+    )
+    return replace(split, facts=replace(split.facts, obstacle=f"{differs}: {found}" if found else ""))
+
+
 def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
     """Return the layers of an `nn.Sequential`, or the units of a module that is traced."""
     return chain_of(module, who) if is_chain(module) else traced_chain(module, who)
 
 
-def _cut_at(starts: Sequence[int], chain: Sequence[ChainLayer]) -> list[Sequence[ChainLayer]]:
+def cut_at(starts: Sequence[int], chain: Sequence[ChainLayer]) -> list[Sequence[ChainLayer]]:
+    """Return the parts of a chain that begin at the layers `starts`."""
     return [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
 
 
@@ -257,13 +276,18 @@ class Chunk:
             for i, layer in reversed(list(enumerate(self.layers)))  # a tensor has its value under its first name
             for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
         }
-        self.others = {
-            layer.named(name): tensor
-            for layer in self.layers
-            for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-            if not tensor.requires_grad
-        }
+        self.others = others_of(self.layers)
         self.call, self.fusible = Substituted(self.module), fusible(self.module)
+
+
+def others_of(layers: Sequence[ChainLayer]) -> Tensors:
+    """Return name in the model → tensor, for every frozen parameter and buffer of the layers."""
+    return {
+        layer.named(name): tensor
+        for layer in layers
+        for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
+        if not tensor.requires_grad
+    }
 
 
 @dataclass(eq=False)
@@ -276,7 +300,35 @@ class ForwardPass:
     errors: torch.Tensor | None = None
 
 
-class TorchPart(ModelPart):
+class TorchHeldPart(HeldPart):
+    """The values and the buffers of a part of a torch module."""
+
+    _engine: PartsEngine
+    _others: Tensors
+    """Name in the model → tensor, for every frozen parameter and buffer of the part."""
+    _buffer_names: Sequence[str]
+    """Names in the model of the part's changing buffers."""
+
+    def values(self) -> npt.NDArray[np.uint8]:
+        return self._engine.as_bytes(self.initial(), self._others)
+
+    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
+        return self._engine.taken(values, self.schema, self._others)
+
+    def buffers(self, replica: int) -> FlatArray:
+        held = self._held_buffers(replica)
+        return joined([held[name] for name in self._buffer_names])
+
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        held = self._held_buffers(replica)
+        fill([held[name] for name in self._buffer_names], values)
+
+    def _held_buffers(self, replica: int) -> Tensors:
+        """Changing buffers of a replica."""
+        return self._engine.buffers_of(replica)
+
+
+class TorchPart(TorchHeldPart, ModelPart):
     """One part of a torch module. Autograd stores the activations of each forward pass."""
 
     def __init__(
@@ -318,7 +370,7 @@ class TorchPart(ModelPart):
         self.borrowed = offset - self.schema.size
         self.shares = [chunk.shares for chunk in chunks]
         self._engine = engine
-        self._chunks, self._buffers, self._whole_backward = chunks, buffers, whole_backward
+        self._chunks, self._buffer_names, self._whole_backward = chunks, buffers, whole_backward
         self._leaves: dict[int, tuple[FlatArray, list[torch.Tensor]]] = {}
         """Chunk → parameters (K + B,) of its last forward pass, and their tensors."""
         self._sums: dict[tuple[int, int], list[WeightGradient]] = {}
@@ -329,12 +381,6 @@ class TorchPart(ModelPart):
         self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
 
-    def values(self) -> npt.NDArray[np.uint8]:
-        return self._engine.as_bytes(self.initial(), self._others)
-
-    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        return self._engine.taken(values, self.schema, self._others)
-
     def place(self, name: str) -> slice:
         """Return the position of a parameter's elements in the array (K + B,) with which the part computes."""
         entry = self._places_of[name]
@@ -343,14 +389,6 @@ class TorchPart(ModelPart):
     @property
     def kept(self) -> int:
         return len(self._kept)
-
-    def buffers(self, replica: int) -> FlatArray:
-        held = self._engine.buffers_of(replica)
-        return joined([held[name] for name in self._buffers])
-
-    def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        held = self._engine.buffers_of(replica)
-        fill([held[name] for name in self._buffers], values)
 
     def initial(self) -> FlatArray:
         whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}

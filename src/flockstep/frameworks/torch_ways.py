@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,13 @@ from torch import fx, nn
 
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
-from flockstep.costs.layers import Layer, ModelShape
-from flockstep.errors import ConfigurationError, in_short
+from flockstep.costs.layers import ModelShape
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
-from flockstep.frameworks.torch_chain import ChainLayer, chunks_of
+from flockstep.frameworks.torch_chain import ChainLayer, chunks_of, layers_named
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
@@ -32,18 +32,20 @@ from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs, numbere
 from flockstep.frameworks.torch_stages import (
     FLOATS,
     PartsEngine,
+    TorchHeldPart,
     buffers_apart,
     buffers_within,
     check_buffers,
     check_loss,
+    cut_at,
     difference,
     engine_of,
-    fill,
-    joined,
     model_chain,
+    others_of,
     passes_over,
     trial_of,
     with_layers_of_batch,
+    with_obstacle_if_different,
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
@@ -79,7 +81,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(layers, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
-    check_buffers(whole, _chains(layers, starts), who)
+    check_buffers(whole, cut_at(starts, layers), who)
     changing = tuple(whole.changing_buffers)
     of_batch = all_of_all_samples(layers, changing)
     facts = SplitFacts(tuple(starts), changing, whole.random, 0, _classifies(whole), of_batch)
@@ -116,22 +118,12 @@ def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorMode
     such a reason.
     """
     assert isinstance(split.split_by, TensorParallel | Product)
-    try:
-        bare = ways_without_values(job, seed, split.split_by, split.facts)
-        for part, known in zip(bare.parts, split.parts, strict=True):
-            part.take(known.values())
-        with trial_of(split), trial_of(bare):
-            found, *_ = _difference(bare, split)
-    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
-        found = in_short(error)
+    build = partial(ways_without_values, job, seed, split.split_by, split.facts)
+    found = with_obstacle_if_different(split, build, lambda bare, known: _difference(bare, known)[0])
     for part in split.parts:
         assert isinstance(part, TorchWay)
         part.forget()
-    differs = (
-        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
-    )
-    why = f"{differs}: {found}" if found else ""
-    return replace(split, facts=replace(split.facts, obstacle=why))
+    return found
 
 
 def _pipeline_of(partition: TensorParallel | Product) -> tuple[Pipeline, TensorParallel]:
@@ -146,10 +138,6 @@ def opened_chain(module: nn.Module, who: str) -> list[ChainLayer]:
     return [opened(one) for one in model_chain(module, who)]
 
 
-def _chains(layers: Sequence[ChainLayer], starts: Sequence[int]) -> list[Sequence[ChainLayer]]:
-    return [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
-
-
 def _assembled(
     whole: TorchEngine | SkeletonEngine,
     partition: TensorParallel | Product,
@@ -161,7 +149,7 @@ def _assembled(
     """Divide the layers among stages and ways; `shape`: work of the layers, None if nobody asks for it."""
     pipeline, tensor = _pipeline_of(partition)
     layers = opened_chain(whole.module, who)
-    chains, uses, last = _chains(layers, facts.starts), uses_of(layers), len(facts.starts) - 1
+    chains, uses, last = cut_at(facts.starts, layers), uses_of(layers), len(facts.starts) - 1
     chunks = [
         WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and facts.cross_entropy).of(chain), last)
         for number, chain in enumerate(chains)
@@ -183,7 +171,7 @@ def _assembled(
             stages[stage],
             every,
             buffers[stage],
-            _others([layer for chain in within[stage] for layer in chain]),
+            others_of([layer for chain in within[stage] for layer in chain]),
             [
                 [BlockShares(0.0, 0.0, 0.0)] * len(chunk.blocks)
                 if shape is None
@@ -198,16 +186,6 @@ def _assembled(
     copied = max(sum(one.size for one in each.copied) for each in every) * itemsize
     words = tuple(word for stage in stages for word in _described(stage, tensor.ways))
     return TensorModel(engine, parts, words, facts, partition, pipeline, tensor, copied)
-
-
-def _others(layers: Sequence[ChainLayer]) -> Tensors:
-    """Name in the model → tensor, for every frozen parameter and buffer of the layers."""
-    return {
-        layer.named(name): tensor
-        for layer in layers
-        for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-        if not tensor.requires_grad
-    }
 
 
 def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], ways: int, who: str) -> None:
@@ -425,7 +403,7 @@ class BlockPass:
         return [self.into] if self.into is not None and self.into.requires_grad else []
 
 
-class TorchWay(ModelWay):
+class TorchWay(TorchHeldPart, ModelWay):
     """One way (worker) of one stage of a torch module. Autograd stores the activations of each forward pass."""
 
     def __init__(
@@ -466,25 +444,11 @@ class TorchWay(ModelWay):
         if chunks[0].blocks[0].divided:
             self.divided_parameters = [self._span(each.divided) for each in self._ways]
         self._kept: dict[Key, BlockPass] = {}
-        self._names, self._buffers = buffers, dict[int, dict[str, torch.Tensor]]()
+        self._buffer_names, self._buffers = buffers, dict[int, dict[str, torch.Tensor]]()
 
     @property
     def kept(self) -> int:
         return len({key[:4] for key in self._kept})
-
-    def values(self) -> npt.NDArray[np.uint8]:
-        return self._engine.as_bytes(self.initial(), self._others)
-
-    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        return self._engine.taken(values, self.schema, self._others)
-
-    def buffers(self, replica: int) -> FlatArray:
-        held = self._held_buffers(replica)
-        return joined([held[name] for name in self._names])
-
-    def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        held = self._held_buffers(replica)
-        fill([held[name] for name in self._names], values)
 
     def forget(self) -> None:
         """Delete the buffers of all replicas."""
@@ -800,7 +764,7 @@ def _shares(
             if block.divided or any(id(each) in mine for each in one.parameters):
                 by_weight[number] += samples * sum(layer.by_weight.work(batch) for layer in layers)
         if block.split is not None:
-            layers, share = _layers_of(shape, block.split.layers), block.split.share(way)
+            layers, share = layers_named(shape, block.split.layers), block.split.share(way)
             forward[number] += share * sum(layer.work_forward(batch) for layer in layers)
             by_input[number + 1] += share * sum(layer.by_input.work(batch) for layer in layers)
             by_weight[number + 1] += share * sum(layer.by_weight.work(batch) for layer in layers)
@@ -809,12 +773,6 @@ def _shares(
         BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, divided[n] / total, holds[n])
         for n in range(len(blocks))
     ]
-
-
-def _layers_of(shape: ModelShape, names: Sequence[str]) -> list[Layer]:
-    """Return the counted layers that have these names or are inside them."""
-    inside = tuple(start for name in names for start in (f"{name}.", f"{name} ("))
-    return [one for one in shape.layers if one.name in names or one.name.startswith(inside)]
 
 
 def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:

@@ -12,33 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.stages import HeldPart, MicroBatch, SplitModel
+from flockstep.frameworks.stages import HeldPart, MicroBatch, PassShares, SplitModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
-class BlockShares:
+class BlockShares(PassShares):
     """The work of the passes over one block on one way (one worker of a stage), as shares of the work of a gradient of
-    the whole model.
+    the whole model. `forward` is without divided layers.
     """
 
-    forward: float
-    """Share of the forward pass, without divided layers."""
-    input_backward: float
-    weight_backward: float
     divided: float = 0.0
     """Share of the forward pass over the way's own samples, of layers that are divided by samples."""
     holds: float = 0.0
     """Number of elements of the outputs of the block's layers on this way, for one sample, which the backward pass
     needs.
     """
-
-    @property
-    def backward(self) -> float:
-        """Share of the backward pass: the gradients of the inputs and of the weights together."""
-        return self.input_backward + self.weight_backward
 
 
 @dataclass(frozen=True)
