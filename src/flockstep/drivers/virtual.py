@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -47,16 +46,6 @@ class Computing(msgspec.Struct, eq=False, gc=False):
     """Fraction of the gradient, counted from the end of the flat array, that the program has requested."""
 
 
-class Snapshots(Protocol):
-    """Collects the parameters of a run's nodes at ticks of progress."""
-
-    def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters to a tick of progress; the parameters are copied if they are stored."""
-
-    def lose(self, address: Address) -> None:
-        """Stop waiting for the parameters of a lost node."""
-
-
 @dataclass(frozen=True, eq=False)
 class Surroundings:
     """Objects that all nodes of a simulation use: clock, network and record. The groups of a split model share most of
@@ -67,7 +56,10 @@ class Surroundings:
     """The model, or the part of the model that these nodes hold."""
     queue: EventQueue[Callable[[], None]]
     fabric: Fabric
-    snapshots: Snapshots
+    snapshot: Callable[[float, Address, FlatArray, float, int, int], None]
+    """Function that adds a node's current parameters to a tick of progress, as `Tracker.add` does."""
+    lose: Callable[[Address], None]
+    """Function that stops waiting for the parameters of a lost node, as `Tracker.lose` does."""
     gradients: ReplicaGradients
     hosts: Hosts
     address: Callable[[Address], Address] = lambda address: address
@@ -104,9 +96,9 @@ class Simulation:
         self._program_events = ProgramEvents(plan.cluster)
         self._report = progress
         if within is None:
-            hosts = network.hosts(plan.cluster.workers)
-            gradients = BatchedGradients(engine, plan)
-            within = Surroundings(engine, EventQueue(), network.start(plan.cluster), self.tracker, gradients, hosts)
+            hosts, fabric = network.hosts(plan.cluster.workers), network.start(plan.cluster)
+            add, lose, gradients = self.tracker.add, self.tracker.lose, BatchedGradients(engine, plan)
+            within = Surroundings(engine, EventQueue(), fabric, add, lose, gradients, hosts)
         self._within = within
         self._queue, self._fabric, self._gradients = within.queue, within.fabric, within.gradients
         self._clock_of_run = partial(getattr, self._queue, "now")
@@ -378,7 +370,7 @@ class Simulation:
                     runner.lose(address)
                     self._look_for_needless(runner)
             return
-        self._within.snapshots.lose(address)
+        self._within.lose(address)
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):
             waits = "; ".join(f"{node_name(runner.node.address)} {_doing(runner)}" for runner in others[:4])
@@ -466,7 +458,7 @@ class Simulation:
         node = runner.node
         array = node.params if params is None else params
         sent = runner.metrics.traffic.sent_bytes
-        self._within.snapshots.add(tick, node.address, array, self.now, node.step, sent)
+        self._within.snapshot(tick, node.address, array, self.now, node.step, sent)
 
     def _ended(self, runner: Runner) -> None:
         if runner.send_snapshot is not None:

@@ -92,10 +92,6 @@ class PartSnapshots:
     _waiting: dict[tuple[float, int], dict[int, tuple[FlatArray, float, int, int]]] = field(default_factory=dict)
     """Tick and replica → part → parameters, second, step and bytes sent."""
 
-    def of(self, part: int) -> GroupSnapshots:
-        """Return the object that collects the snapshots of the group of one part."""
-        return GroupSnapshots(self, part)
-
     def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
         """Add the parameters of a node that belongs to the group of one part."""
         if address < 0:
@@ -111,22 +107,6 @@ class PartSnapshots:
         self.tracker.add(
             tick, address, whole, max(one[1] for one in ordered), ordered[0][2], sum(one[3] for one in ordered)
         )
-
-
-@dataclass(frozen=True, eq=False)
-class GroupSnapshots:
-    """Collects the snapshots of the group of one part."""
-
-    joined: PartSnapshots
-    part: int
-
-    def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters to the snapshot of tick `tick`."""
-        self.joined.add(self.part, tick, address, params, t, step, sent)
-
-    def lose(self, address: Address) -> None:
-        """Stop waiting for the parameters of a lost replica."""
-        self.joined.tracker.lose(address)
 
 
 class SplitSimulation:
@@ -184,7 +164,8 @@ class SplitSimulation:
                 one,
                 self._queue,
                 self._fabric,
-                snapshots.of(part),
+                partial(snapshots.add, part),
+                self.tracker.lose,
                 gradients,
                 place.hosts(hosts),
                 place.outside,
