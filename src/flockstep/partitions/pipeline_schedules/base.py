@@ -85,28 +85,28 @@ class PipelineSchedule(Component):
         None if the input is data, or comes from the stage's own forward pass.
         """
         if work.kind == "forward":
-            if stage > 0:
-                return stage - 1, work.chunk
-            return (stages - 1, work.chunk - 1) if work.chunk > 0 else None
-        if work.kind in ("backward", "input_backward"):
-            if stage < stages - 1:
-                return stage + 1, work.chunk
-            return (0, work.chunk + 1) if work.chunk < self.chunks - 1 else None
-        return None
+            return self._before(work.chunk, stage, stages)
+        return self._behind(work.chunk, stage, stages) if work.kind in ("backward", "input_backward") else None
 
     def target(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
         """Return the stage and the chunk whose pass over the same micro-batch needs the output of the pass `work`; None
         if no pass does.
         """
         if work.kind == "forward":
-            if stage < stages - 1:
-                return stage + 1, work.chunk
-            return (0, work.chunk + 1) if work.chunk < self.chunks - 1 else None
-        if work.kind in ("backward", "input_backward"):
-            if stage > 0:
-                return stage - 1, work.chunk
-            return (stages - 1, work.chunk - 1) if work.chunk > 0 else None
-        return None
+            return self._behind(work.chunk, stage, stages)
+        return self._before(work.chunk, stage, stages) if work.kind in ("backward", "input_backward") else None
+
+    def _before(self, chunk: int, stage: int, stages: int) -> tuple[int, int] | None:
+        """Stage and chunk of the layers before a chunk."""
+        if stage > 0:
+            return stage - 1, chunk
+        return (stages - 1, chunk - 1) if chunk > 0 else None
+
+    def _behind(self, chunk: int, stage: int, stages: int) -> tuple[int, int] | None:
+        """Stage and chunk of the layers behind a chunk."""
+        if stage < stages - 1:
+            return stage + 1, chunk
+        return (0, chunk + 1) if chunk < self.chunks - 1 else None
 
 
 class FlushedSchedule(PipelineSchedule):
@@ -129,9 +129,9 @@ class UnflushedSchedule(PipelineSchedule):
 
     synchronous: ClassVar[bool] = False
 
-    @abstractmethod
     def version(self, step: int, stage: int, stages: int) -> int:
         """Return the number of the version of its weights that a stage uses for the passes of a step."""
+        return max(0, step - self.delay(stage, stages))
 
     def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
         for kind, number in alternating(stages - stage, steps * microbatches):

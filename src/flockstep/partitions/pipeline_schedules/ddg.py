@@ -24,8 +24,5 @@ class DelayedGradients(UnflushedSchedule):
     def check(self, stages: int, microbatches: int) -> None:
         one_microbatch("ddg", microbatches)
 
-    def version(self, step: int, stage: int, stages: int) -> int:
-        return max(0, step - self.delay(stage, stages))
-
     def delay(self, stage: int, stages: int) -> int:
         return stages - 1 - stage

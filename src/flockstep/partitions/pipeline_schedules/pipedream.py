@@ -20,8 +20,5 @@ class PipeDream(UnflushedSchedule):
     def check(self, stages: int, microbatches: int) -> None:
         one_microbatch("pipedream", microbatches)
 
-    def version(self, step: int, stage: int, stages: int) -> int:
-        return max(0, step - self.delay(stage, stages))
-
     def delay(self, stage: int, stages: int) -> int:
         return stages - 1 if self.vertical_sync else stages - 1 - stage

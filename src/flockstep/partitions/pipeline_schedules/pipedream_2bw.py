@@ -23,8 +23,5 @@ class PipeDream2BW(UnflushedSchedule):
                 f"weights, got {microbatches}; use {stages} or more"
             )
 
-    def version(self, step: int, stage: int, stages: int) -> int:
-        return max(0, step - self.delay(stage, stages))
-
     def delay(self, stage: int, stages: int) -> int:
         return 1 if stages > 1 else 0
