@@ -35,7 +35,42 @@ def memory_of(
     return ServerMemory(flat, optimizer, loop, spec)
 
 
-class WorkerMemory:
+class _Memory:
+    """What the kinds of memory do by default: the torch optimizer of each rank holds the whole state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
+        self._optimizer = optimizer
+        self._loop = loop
+
+    def fetch(self) -> None:
+        """Do nothing, because the torch optimizer holds the whole optimizer state."""
+
+    def release(self) -> None:
+        """Do nothing, because the torch optimizer keeps its state."""
+
+    def consolidate(self, to: int) -> None:
+        """Do nothing, because any rank can have the whole optimizer state."""
+
+    def finish(self) -> None:
+        """End the run on this worker, whose state stays where it is."""
+        self._loop.finish()
+
+
+class _MemoryElsewhere(_Memory):
+    """State of the optimizer `spec`, which runs in place of the torch optimizer."""
+
+    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
+        super().__init__(optimizer, loop)
+        self._flat = flat
+        self._fresh = spec.init(flat.params[:1])
+        self._unsent = False
+
+    def _own(self) -> OptimizerState | None:
+        """State of the torch optimizer."""
+        return flat_state(self._flat, self._optimizer, foreign=self._fresh.foreign is not None)
+
+
+class WorkerMemory(_Memory):
     """Optimizer state under strategies whose workers update the parameters: each rank's torch optimizer has its own
     state.
 
@@ -44,8 +79,7 @@ class WorkerMemory:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
-        self._optimizer = optimizer
-        self._loop = loop
+        super().__init__(optimizer, loop)
         self._alike = loop.strategy.traits.alike
         self._loaded = bool(optimizer.state)
         self._taking = False
@@ -67,19 +101,6 @@ class WorkerMemory:
             return False
         self._loaded = True
         return self._alike and self._loop.workers > 1 and not self._loop.finished
-
-    def fetch(self) -> None:
-        """Do nothing, because the torch optimizer holds the whole optimizer state."""
-
-    def release(self) -> None:
-        """Do nothing, because the torch optimizer steps and needs its state."""
-
-    def consolidate(self, to: int) -> None:
-        """Do nothing, because the torch optimizer of each rank holds the whole optimizer state."""
-
-    def finish(self) -> None:
-        """Take part in the end of the run; this worker's state stays in its torch optimizer."""
-        self._loop.finish()
 
     def take_from(self, source: int) -> None:
         """Copy the optimizer state of rank `source` to every rank."""
@@ -115,21 +136,17 @@ class WorkerMemory:
             self._taking = False
 
 
-class ServerMemory:
+class ServerMemory(_MemoryElsewhere):
     """Optimizer state under strategies whose servers run the optimizer `spec` in place of the torch optimizer."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
-        self._flat = flat
-        self._optimizer = optimizer
-        self._loop = loop
-        fresh = spec.init(flat.params[:1])
-        self._foreign = fresh.foreign is not None
-        self._own_memory = loop.strategy.traits.memory == "own"
-        self._remembers = bool(fresh.slots) or self._foreign or loop.strategy.traits.memory != "optimizer"
+        super().__init__(flat, optimizer, loop, spec)
+        memory, fresh = loop.strategy.traits.memory, self._fresh
+        self._own_memory = memory == "own"
+        self._remembers = bool(fresh.slots) or fresh.foreign is not None or memory != "optimizer"
         self._asked = False
         """Whether the script saves or loads states, so that rank 0 must also receive the final one."""
         self._kept = False
-        self._unsent = False
 
     def begin(self) -> None:
         """Start the servers with the state that rank 0's optimizer had before `distribute`, if any."""
@@ -172,12 +189,6 @@ class ServerMemory:
         self._asked = True
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
-    def release(self) -> None:
-        """Do nothing: the torch optimizer keeps the fetched state until the next state is fetched."""
-
-    def consolidate(self, to: int) -> None:
-        """Do nothing, because any rank may fetch the state from the servers."""
-
     def finish(self) -> None:
         """End the run.
 
@@ -188,9 +199,6 @@ class ServerMemory:
         if last is not None:
             set_state(self._flat, self._optimizer, last)
             self._kept = True
-
-    def _own(self) -> OptimizerState | None:
-        return flat_state(self._flat, self._optimizer, self._foreign)
 
     def _require_servers(self) -> None:
         if self._own_memory:
@@ -206,7 +214,7 @@ class ServerMemory:
             )
 
 
-class SliceMemory:
+class SliceMemory(_MemoryElsewhere):
     """Optimizer state under strategies in which worker i of n updates slice i of the parameters, with `spec` in place
     of the torch optimizer.
 
@@ -214,11 +222,7 @@ class SliceMemory:
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
-        self._flat = flat
-        self._optimizer = optimizer
-        self._loop = loop
-        self._foreign = spec.init(flat.params[:1]).foreign is not None
-        self._unsent = False
+        super().__init__(flat, optimizer, loop, spec)
         self._whole: OptimizerState | None = None
         self._at = -1
         """Number of steps after which `_whole` was collected."""
@@ -283,13 +287,6 @@ class SliceMemory:
         """
         if not self._unsent:
             self._optimizer.state.clear()
-
-    def finish(self) -> None:
-        """End the run on this worker."""
-        self._loop.finish()
-
-    def _own(self) -> OptimizerState | None:
-        return flat_state(self._flat, self._optimizer, self._foreign)
 
     def _spread(self, state: OptimizerState | None) -> None:
         """Send rank 0's `state` to the workers of its slices; None: they keep what they have."""
