@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.kernels import name_of, numpy_dtype
 from flockstep.arrays.kernels.jit import jit
 from flockstep.arrays.kernels.numpy_basics import as_floats, from_bytes
 from flockstep.arrays.schema import FlatArray
@@ -37,9 +37,9 @@ def keys_of(array: FlatArray) -> Keys:
     return keys & np.iinfo(kind).max
 
 
-def just_above(like: FlatArray, bound: float) -> float:
+def just_above(like: Any, bound: float) -> float:
     """Return the smallest number greater than `bound`, as a float64 if `like` is float64, otherwise as a float32."""
-    if like.dtype == np.float64:
+    if name_of(like) == "float64":
         return float(np.nextafter(bound, np.inf))
     near = np.float32(bound)
     return float(near if float(near) > bound else np.nextafter(near, np.float32(np.inf)))

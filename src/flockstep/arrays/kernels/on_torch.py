@@ -1,5 +1,8 @@
-"""The kernels for torch tensors on any device: all functions of the modules imported here."""
+"""The kernels for torch tensors on any device: the functions imported here; those for numpy also take tensors."""
 
+from flockstep.arrays.kernels.numpy_selection import ascending as ascending
+from flockstep.arrays.kernels.numpy_selection import gathered as gathered
+from flockstep.arrays.kernels.numpy_selection import just_above as just_above
 from flockstep.arrays.kernels.torch_basics import *
 from flockstep.arrays.kernels.torch_bits import *
 from flockstep.arrays.kernels.torch_blocks import *

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flockstep.arrays.kernels.numpy_bits import packed_bytes
+
 _WORD = 0xFFFFFFFF
 
 
@@ -21,11 +23,6 @@ def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
     Element i depends on i and `seed` alone; the tensor is on the device of `like`.
     """
     return (mixed(torch.arange(size, device=like.device), seed) >> 8).to(torch.float32) * 2.0**-24
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes that `count` codes of `bits` bits each occupy."""
-    return (count * bits + 7) // 8
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from flockstep.arrays.kernels.numpy_selection import halved_sum, round_keys
@@ -22,14 +21,6 @@ def keys_of(array: torch.Tensor) -> torch.Tensor:
     floats = as_floats(array)
     kind = torch.int64 if floats.dtype == torch.float64 else torch.int32
     return floats.view(kind) & torch.iinfo(kind).max
-
-
-def just_above(like: torch.Tensor, bound: float) -> float:
-    """Return the smallest number greater than `bound`, as a float64 if `like` is float64, otherwise as a float32."""
-    if like.dtype == torch.float64:
-        return math.nextafter(bound, math.inf)
-    near = np.float32(bound)
-    return float(near if float(near) > bound else np.nextafter(near, np.float32(np.inf)))
 
 
 def sampled(array: torch.Tensor, offset: int, stride: int) -> torch.Tensor:
@@ -111,11 +102,6 @@ def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([found, first]).sort().values
 
 
-def gathered(array: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor at `indices`."""
-    return array[indices]
-
-
 def scattered(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
     """Return a tensor of shape (size,) that has `values` at `indices` and zeros elsewhere."""
     out = torch.zeros(size, dtype=values.dtype, device=values.device)
@@ -131,13 +117,6 @@ def put(array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None)
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, scale: float) -> None:
     """Add `scale` times `values` to the elements of `out` at `indices`, in which no index occurs twice."""
     out[indices] += values if scale == 1 else values * scale
-
-
-def ascending(indices: torch.Tensor, size: int) -> bool:
-    """Return whether the indices are strictly ascending and below `size`."""
-    if not len(indices):
-        return True
-    return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
 
 
 def all_indices(like: torch.Tensor, size: int) -> torch.Tensor:
