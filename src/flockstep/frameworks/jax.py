@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.errors import ConfigurationError, MissingDependency
+from flockstep.errors import ConfigurationError, MissingDependency, in_short
 from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.jax_tree import FlatTree, Tree
 from flockstep.frameworks.numpy import accuracy, converted
@@ -214,10 +214,8 @@ class JaxEngine(Engine):
         except ConfigurationError:
             raise
         except Exception as error:
-            first = next(iter(str(error).strip().splitlines()), "")
             raise ConfigurationError(
-                f"the job {job.name!r} must work on its first batch, got {type(error).__name__}: {first}; fix its "
-                f"model, loss or data"
+                f"the job {job.name!r} must work on its first batch, got {in_short(error)}; fix its model, loss or data"
             ) from error
 
 

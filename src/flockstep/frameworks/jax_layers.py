@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.jax import JaxModel
 from flockstep.frameworks.jax_tree import FlatTree
 
@@ -78,9 +78,8 @@ def shape_of(model: JaxModel, samples: Any, name: str) -> ModelShape:
     try:
         traced = jax.make_jaxpr(apply)(params, x)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise ConfigurationError(
-            f"{name} failed on the sample batch: {type(error).__name__}: {lines[0]}; fix the model or its data"
+            f"{name} failed on the sample batch: {in_short(error)}; fix the model or its data"
         ) from error
     origins = [*(_Origin(entry.name, trained=True) for entry in schema.entries), _Origin()]
     groups: dict[str, _LayerTensors] = {}

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from flockstep.arrays.memory import release
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency, in_short
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.frameworks.shards import ShardedPartsModel
@@ -269,12 +269,10 @@ def failure(error: BaseException, where: str, file: Path | None, what: str) -> F
         return error
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return MissingDependency.of(error.name, _EXTRAS[error.name], where)
-    lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     place = ""
     if isinstance(error, SyntaxError):
         place = f" at line {error.lineno}"
     elif file is not None:
         inside = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file.resolve()]
         place = f" at line {inside[-1]}" if inside else ""
-    return ConfigurationError(f"{where} failed: {what} raised {said}{place}; fix the file")
+    return ConfigurationError(f"{where} failed: {what} raised {in_short(error)}{place}; fix the file")

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import DistillationTargets, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
@@ -298,7 +298,7 @@ class TorchEngine(FactoringEngine):
                 raise
             except Exception as error:
                 raise ConfigurationError(
-                    f"the job {job.name!r} must work on its first batch, got {_first_line(error)}; fix its model, loss "
+                    f"the job {job.name!r} must work on its first batch, got {in_short(error)}; fix its model, loss "
                     f"or data"
                 ) from error
             self._random = not torch.equal(state, torch.get_rng_state())
@@ -371,7 +371,7 @@ class TorchEngine(FactoringEngine):
             try:
                 self._batch(params, indices, batched)
             except Exception as error:  # noqa: BLE001  whatever a user's model raises is the reason
-                return _first_line(error)
+                return in_short(error)
         for warning in caught:
             if "batching rule" in str(warning.message):
                 return str(warning.message).split(". ")[0]
@@ -388,11 +388,6 @@ def plain_attention() -> contextlib.AbstractContextManager[None]:
     """Return a context in which attention is computed by elementary operations instead of fused kernels."""
     context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:

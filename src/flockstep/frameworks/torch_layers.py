@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass
-from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.errors import ConfigurationError, FlockstepError, in_short
 from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unknown
 
 NOTE = "found by running the module; layers are assumed to run one after the other"
@@ -72,10 +72,8 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
         except FlockstepError:
             raise
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
             raise ConfigurationError(
-                f"{title} failed on the sample batch: {type(error).__name__}: {lines[0]}; pass inputs that the model "
-                "accepts"
+                f"{title} failed on the sample batch: {in_short(error)}; pass inputs that the model accepts"
             ) from error
     itemsize = next((one.element_size() for one in module.parameters()), 4)
     return ModelShape(title, found.finished(), itemsize, NOTE)
