@@ -19,7 +19,7 @@ from flockstep.arrays.namespace import copied, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import LEAVE, SCRIPT, Address, Message, Note, Notes, server
+from flockstep.messages import LEAVE, SCRIPT, Address, Fields, Message, Note, Notes, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
@@ -203,6 +203,16 @@ async def all_here(me: Worker) -> None:
     for rank in range(me.workers):
         if rank != me.rank:
             await me.receive("here", rank)
+
+
+async def notes_of_all(me: Worker, word: str, own: Fields) -> dict[int, Fields]:
+    """Send the note `own` to all other workers; return rank → note for every worker that is not lost."""
+    me.send_all(me.peers, word, None, own)
+    notes = {me.rank: own}
+    for peer in me.peers:
+        with contextlib.suppress(PeerLost):
+            notes[peer] = (await me.receive(word, peer)).note
+    return notes
 
 
 async def meet(me: Worker, word: str) -> int:

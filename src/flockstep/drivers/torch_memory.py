@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import slices
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.drivers.program_restart import common_steps
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.drivers.program_restart import common_steps, notes_of_all
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
 from flockstep.messages import Fields
@@ -115,11 +114,7 @@ class WorkerMemory(_Memory):
             "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
             "loaded": int(self._loaded),
         }
-        me.send_all(me.peers, "memory", None, own)
-        notes = {me.rank: own}
-        for peer in me.peers:
-            with contextlib.suppress(PeerLost):
-                notes[peer] = (await me.receive("memory", peer)).note
+        notes = await notes_of_all(me, "memory", own)
         given = notes[root]
         takers = {r for r, note in notes.items() if self._alike and note["digest"] != given["digest"]}
         takers |= {r for r, note in notes.items() if given["loaded"] and not note["loaded"]}

@@ -4,14 +4,14 @@ ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Any
 
 import torch
 
 from flockstep.drivers.loop import Loop
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.drivers.program_restart import notes_of_all
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_optimizers import base_lr, settings_of
 from flockstep.messages import Fields
 from flockstep.nodes import Worker
@@ -50,11 +50,7 @@ async def compare_settings(me: Worker, optimizer: torch.optim.Optimizer, strateg
         "groups": json.dumps(groups, default=lambda value: type(value).__name__),
         "loaded": int(bool(optimizer.state)),
     }
-    me.send_all(me.peers, "settings", None, own)
-    notes = {me.rank: own}
-    for peer in me.peers:
-        with contextlib.suppress(PeerLost):
-            notes[peer] = (await me.receive("settings", peer)).note
+    notes = await notes_of_all(me, "settings", own)
     root = min(notes)
     for rank in sorted(notes):
         replaced = notes[root]["loaded"] and not notes[rank]["loaded"]
