@@ -427,7 +427,15 @@ class TorchPart(TorchHeldPart, ModelPart):
         if kept.inputs is None:
             return None
         with self._computing(chunk, batch, kept.weights):
-            return native(_slopes(kept, [kept.inputs], errors, retain=True)[0])
+            (slope,) = torch.autograd.grad(
+                kept.outputs,
+                [kept.inputs],
+                kept.errors,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,  # zeros for inputs on which the outputs do not depend
+            )
+            return native(slope)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         kept = self._kept.pop(self._key(chunk, batch))
@@ -909,18 +917,6 @@ def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, wa
 def _rows(outputs: Any, part: slice, count: int) -> Any:
     """The outputs of some of `count` samples."""
     return tree_map_only(torch.Tensor, lambda one: one[part] if one.shape[:1] == (count,) else one, outputs)
-
-
-def _slopes(
-    kept: ForwardPass, wanted: Sequence[torch.Tensor], errors: FlatArray | None, retain: bool = False
-) -> list[torch.Tensor]:
-    """Gradients of a pass's outputs with respect to `wanted`; zeros for what the outputs do not depend on."""
-    if not wanted:
-        return []
-    given = None if errors is None else torch.from_numpy(errors.copy())
-    return list(
-        torch.autograd.grad(kept.outputs, wanted, given, retain_graph=retain, allow_unused=True, materialize_grads=True)
-    )
 
 
 def trained_within(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
