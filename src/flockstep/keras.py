@@ -86,14 +86,12 @@ class _Weights:
 
     def write(self, values: Sequence[Any], into: FlatArray) -> None:
         """Copy a value for each variable into a flat array; None counts as zero."""
-        for entry, value in zip(self.schema.entries, values, strict=True):
-            part = into[entry.offset : entry.offset + entry.size]
-            part[:] = 0 if value is None else np.ravel(_numbers(value))
+        for part, value in zip(self.schema.views(into).values(), values, strict=True):
+            part[...] = 0 if value is None else _numbers(value)
 
     def arrays(self, flat: FlatArray) -> list[Any]:
         """Tensors of the backend with the values of a flat array, copied."""
-        parts = (flat[each.offset : each.offset + each.size].reshape(each.shape) for each in self.schema.entries)
-        return [keras.ops.convert_to_tensor(part.copy()) for part in parts]
+        return [keras.ops.convert_to_tensor(part.copy()) for part in self.schema.views(flat).values()]
 
     def show(self, flat: FlatArray) -> None:
         """Assign the values of a flat array to the variables."""
@@ -338,12 +336,8 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
         """The optimizer's step on JAX, compiled."""
         import jax
 
-        compiled: Callable[[Any, Any, Any], tuple[Any, Any]] = jax.jit(self._pure_step)
+        compiled: Callable[[Any, Any, Any], tuple[Any, Any]] = jax.jit(self.model.optimizer.stateless_apply)
         return compiled
-
-    def _pure_step(self, state: Any, gradients: Any, values: Any) -> tuple[Any, Any]:
-        new, state = self.model.optimizer.stateless_apply(state, gradients, values)
-        return new, state
 
     def _jax_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
         """The training function of the model: gradients, the strategy's step outside of `jax.jit`, metrics."""

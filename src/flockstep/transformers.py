@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import MissingDependency
@@ -51,7 +50,8 @@ class FlockstepMixin:
         """
         self._coordination = Strategy.parse(strategy), buffers, timeout
         super().__init__(*args, **options)
-        if self.args.world_size > 1 and self.args.average_tokens_across_devices and not self._in_step:
+        in_step = self._coordination[0].traits.delivery == "synchronous"
+        if self.args.world_size > 1 and self.args.average_tokens_across_devices and not in_step:
             warnings.warn(
                 "average_tokens_across_devices=True makes all ranks wait for each other in every step if the loss "
                 f"is a mean over tokens, got the strategy {self._coordination[0]}, under which ranks need not wait; "
@@ -59,10 +59,6 @@ class FlockstepMixin:
                 UserWarning,
                 stacklevel=2,
             )
-
-    @property
-    def _in_step(self) -> bool:
-        return self._coordination[0].traits.delivery == "synchronous"
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, which lets the strategy coordinate the optimizers that the accelerator prepares."""
@@ -82,17 +78,13 @@ class FlockstepMixin:
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate the common model of all workers instead of this worker's replica."""
-        with self._common():
+        with self.accelerator.consensus():
             return super().evaluation_loop(*args, **options)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Save the common model; every rank must call this method."""
-        with self._common():
+        with self.accelerator.consensus():
             super().save_model(*args, **options)  # type: ignore[misc]
-
-    def _common(self) -> AbstractContextManager[None]:
-        common: AbstractContextManager[None] = self.accelerator.consensus()
-        return common
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]

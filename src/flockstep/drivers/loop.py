@@ -626,15 +626,6 @@ class Loop:
         differ = len({array.tobytes() for array in self.handed.values()}) > 1
         return differ or bool((before != self._params).any())
 
-    def _tell_unfinished(self) -> None:
-        """Say once in a run that the script has ended with another model than the run's result."""
-        if self._worker.step > 0:
-            self._tell(
-                "the script ended without optimizer.finish(), so the models of its workers are not the result of the "
-                "run, and what the script saved or evaluated outside of consensus() lacks the last exchange; call "
-                "optimizer.finish() after the last step"
-            )
-
     def require_used(self) -> None:
         """Raise `ConfigurationError` if the script has trained with another optimizer than the one of `distribute`."""
         if self.watch is None or self._worker.step > 0:
@@ -648,8 +639,14 @@ class Loop:
                 "…) and call step() of this optimizer, or, if the script only loads a model, call optimizer.sync()"
             ) from error
 
-    def _tell(self, text: str) -> None:
-        """Print a sentence to standard error, on rank 0 of several workers."""
-        if self.workers > 1 and self.rank == 0 and sys.stderr is not None:
+    def _tell_unfinished(self) -> None:
+        """Say once in a run, on rank 0 of several workers, that the script has ended with another model than the run's
+        result.
+        """
+        if self._worker.step > 0 and self.workers > 1 and self.rank == 0 and sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
-                sys.stderr.write(f"flockstep: {text}\n")
+                sys.stderr.write(
+                    "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
+                    "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
+                    "exchange; call optimizer.finish() after the last step\n"
+                )
