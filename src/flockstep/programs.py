@@ -125,13 +125,7 @@ class Task:
 
     def resume(self, message: Message | None) -> None:
         """Run the task until its next wait, or to its end."""
-        self.wanted = self.work = None
-        try:
-            effect = self._program.send(message)
-        except StopIteration as end:
-            self.done, self.result = True, end.value
-            return
-        self._wait_for(effect)
+        self._go_on(self._program.send, message)
 
     def close(self) -> None:
         """End the task at the point that it has reached."""
@@ -141,15 +135,15 @@ class Task:
         """Raise `error` in the task at the point where it waits. If the task does not handle the error, the driver
         receives it.
         """
+        self._go_on(self._program.throw, error)
+
+    def _go_on(self, step: Callable[[Any], Effect], value: Any) -> None:
         self.wanted = self.work = None
         try:
-            effect = self._program.throw(error)
+            effect = step(value)
         except StopIteration as end:
             self.done, self.result = True, end.value
             return
-        self._wait_for(effect)
-
-    def _wait_for(self, effect: Effect) -> None:
         if isinstance(effect, NeedGradient):
             raise TypeError("a background task cannot request a gradient; request gradients in the worker's program")
         if isinstance(effect, NeedWork):
