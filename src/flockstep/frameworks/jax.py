@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError, MissingDependency, in_short
-from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.base import Data, DistillationTargets, Evaluation, Indices, Job
 from flockstep.frameworks.jax_tree import FlatTree, Tree
-from flockstep.frameworks.numpy import accuracy, converted
-from flockstep.frameworks.streams import SampleColumn, labels_of
+from flockstep.frameworks.numpy import ArrayEngine, converted
+from flockstep.frameworks.streams import SampleColumn
 from flockstep.optimizers.base import Optimizer
 
 LARGEST_CHUNK = 64
@@ -76,7 +76,7 @@ class JaxModel:
         )
 
 
-class JaxEngine(Engine):
+class JaxEngine(ArrayEngine):
     """The engine of a job whose model is a `JaxModel`; gradients are computed by `jax.value_and_grad` under `jax.jit`.
 
     The number of replicas in a batched call is rounded up to a power of two, so that few functions are compiled. A
@@ -103,14 +103,8 @@ class JaxEngine(Engine):
         self._start = np.empty(self.schema.size, self.schema.dtype)
         self._tree.write(start, self._start)
         self.optimizer = _optimizer_of(job, self._tree, self._start)
-        self.higher_is_better = job.higher_is_better
-        self._data = converted(job.data(), self.schema.dtype)
-        self._data = Data(**{name: _kept(name, values) for name, values in vars(self._data).items()})
-        self.train_size = len(self._data.train_x)
-        y = self._data.train_y
-        self.classes = y.dtype == np.int64 and y.ndim == 1
-        self.labels = labels_of(y) if self.classes else None
-        self._metric = metric_of(job, self._data, np.int64, accuracy)
+        data = converted(job.data(), self.schema.dtype)
+        self._use(job, Data(**{name: _kept(name, values) for name, values in vars(data).items()}))
         self._one = jax.jit(self._value_and_gradient)
         self._many = jax.jit(jax.vmap(self._value_and_gradient))
         self._outputs = jax.jit(lambda params, x: self._call(self._tree.unflatten(params), x, None))

@@ -181,7 +181,18 @@ class SoftmaxRegression(Model):
         return float(penalty + cross_entropy(outputs, y))
 
 
-class NumpyEngine(Engine):
+class ArrayEngine(Engine):
+    """An engine whose samples are numpy arrays."""
+
+    def _use(self, job: Job, data: Data) -> None:
+        """Set what an engine knows from the job and its converted data."""
+        self.higher_is_better, self._data, self.train_size = job.higher_is_better, data, len(data.train_x)
+        self.classes = data.train_y.dtype == np.int64 and data.train_y.ndim == 1
+        self.labels = labels_of(data.train_y) if self.classes else None
+        self._metric = metric_of(job, data, np.int64, accuracy)
+
+
+class NumpyEngine(ArrayEngine):
     """The engine of a job whose model is a numpy `Model`, which has no random layers and no buffers."""
 
     def __init__(self, job: Job, seed: int, model: Model | None = None):
@@ -207,13 +218,7 @@ class NumpyEngine(Engine):
         self.model = built
         self.schema = Schema.of(built.shapes, built.dtype)
         self.optimizer = Optimizer.parse(job.optimizer)
-        self.higher_is_better = job.higher_is_better
-        self._data = converted(job.data(), built.dtype)
-        self.train_size = len(self._data.train_x)
-        y = self._data.train_y
-        self.classes = y.dtype == np.int64 and y.ndim == 1
-        self.labels = labels_of(y) if self.classes else None
-        self._metric = metric_of(job, self._data, np.int64, accuracy)
+        self._use(job, converted(job.data(), built.dtype))
         self._start = np.empty(self.schema.size, built.dtype)
         values = built.initial(np.random.default_rng(seed))
         for name, view in self.schema.views(self._start).items():
