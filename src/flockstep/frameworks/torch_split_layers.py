@@ -52,9 +52,9 @@ class SplitLayers(ABC):
         span, units = self.spans[way], int(self.spans[-1].stop)
         return int(span.stop - span.start) / units
 
-    @abstractmethod
     def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
         """Return the axis along which the parameter `role` is divided, and the spans of this axis that a way holds."""
+        return 0, [self.spans[way]]
 
     def shape(self, role: str, way: int) -> tuple[int, ...]:
         """Return the shape of the part of the parameter `role` that a way holds."""
@@ -154,9 +154,6 @@ class VocabularyOfInputs(SplitLayers):
     def __init__(self, name: str, module: nn.Embedding, ways: int):
         super().__init__((name,), {"words": module.weight}, module.num_embeddings, ways)
 
-    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
-        return 0, [self.spans[way]]
-
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         least, most, last = int(x.min()), int(x.max()), self.spans[-1].stop - 1
         if least < 0 or most > last:
@@ -178,9 +175,6 @@ class VocabularyOfOutputs(SplitLayers):
     def __init__(self, name: str, module: nn.Linear, ways: int):
         parameters = _present(words=module.weight, bias=module.bias)
         super().__init__((name,), parameters, module.out_features, ways)
-
-    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
-        return 0, [self.spans[way]]
 
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         least, most, last = int(targets.min()), int(targets.max()), self.spans[-1].stop - 1

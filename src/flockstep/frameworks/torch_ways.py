@@ -867,11 +867,8 @@ def _own_gradients(model: TensorModel, slopes: Sequence[FlatArray]) -> FlatArray
 
 def _joined(terms: Sequence[FlatArray | None], alike: bool) -> FlatArray | None:
     """What all ways return together: one of their arrays if these are alike, otherwise their sum, or None."""
-    return terms[0] if alike else _total(terms)
-
-
-def _total(terms: Sequence[FlatArray | None]) -> FlatArray | None:
-    """The sum of the terms of all ways; None if there are none."""
+    if alike:
+        return terms[0]
     total: FlatArray | None = None
     for term in terms:
         if term is not None:
