@@ -24,7 +24,7 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):
         for fault in faults:
             fault.check(cluster)
-        self._faults, self._processes = faults, cluster.processes
+        self._processes = cluster.processes
         self.drops = {(f.source, f.to, f.nth) for f in faults if isinstance(f, Drops)}
         self._slows = [f for f in faults if isinstance(f, Slows)]
         self._deaths = [f for f in faults if isinstance(f, Dies)]
@@ -81,10 +81,6 @@ class FaultInjector:
         link = message.source, to
         self._sent[link] += 1
         return (*link, self._sent[link]) in self.drops
-
-    def wrong_gradients(self, rank: int) -> WrongGradients | None:
-        """The faults that change the gradients of worker `rank`; None if no fault does."""
-        return wrong_gradients(self._faults, rank)
 
     def clock(self, clock: Clock) -> Clock:
         """Return a clock that lengthens the gradients of slow workers; `clock` itself if no worker is slow."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import BatchedGradients, ReplicaGradients
-from flockstep.drivers.fault_injector import FaultInjector
+from flockstep.drivers.fault_injector import FaultInjector, wrong_gradients
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
 from flockstep.drivers.node_state import Saved, facts_of, restart_point, restore
@@ -102,7 +102,7 @@ class Simulation:
         self._within = within
         self._queue, self._fabric, self._gradients = within.queue, within.fabric, within.gradients
         self._clock_of_run = partial(getattr, self._queue, "now")
-        self._fault_injector = FaultInjector(faults, plan.cluster)
+        self._faults, self._fault_injector = faults, FaultInjector(faults, plan.cluster)
         self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
         if within.start is None:
             self._fabric.handle_with(self._clock.handle)
@@ -288,7 +288,7 @@ class Simulation:
             runner.every = plan.evaluate_every
             runner.source = partial(self._within.start or self._start_gradient, runner)
             runner.stepped = self._stepped
-            runner.wrong_gradients = self._fault_injector.wrong_gradients(rank)
+            runner.wrong_gradients = wrong_gradients(self._faults, rank)
         for address in plan.cluster.processes[plan.cluster.workers :]:
             runner = self._runner_of(self._make_server(-1 - plan.cluster.logical(address)), address)
             runner.progress = Progress(plan.cluster, plan.evaluate_every)
