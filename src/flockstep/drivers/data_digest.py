@@ -37,15 +37,12 @@ def _add(digest: Any, value: object) -> None:
     elif isinstance(value, (list, tuple)):
         for one in value:
             _add(digest, one)
-    elif (is_tensor(value) and value.layout is sys.modules["torch"].strided) or _is_plain(value):  # type: ignore[attr-defined]
+    elif (is_tensor(value) and value.layout is sys.modules["torch"].strided) or (  # type: ignore[attr-defined]
+        isinstance(value, np.ndarray) and not value.dtype.hasobject
+    ):
         array = np.ascontiguousarray(to_host(value))
         digest.update(f"{array.shape} {array.dtype}".encode())
         digest.update(array.reshape(-1).view(np.uint8)[:MOST].data)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is a numpy array of numbers or texts."""
-    return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
 def tell_data(digest: str) -> None:
