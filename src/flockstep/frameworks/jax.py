@@ -130,7 +130,8 @@ class JaxEngine(ArrayEngine):
         keys = self._keys(replicas, steps)
         for part in slices(len(params), -(-len(params) // LARGEST_CHUNK)):
             count = part.stop - part.start
-            rows = np.minimum(np.arange(part.start, part.start + _power_of_two(count)), part.stop - 1)
+            whole = 1 << (count - 1).bit_length()  # the smallest power of two that is at least `count`
+            rows = np.minimum(np.arange(part.start, part.start + whole), part.stop - 1)
             chosen = indices[rows]
             x, y = self._data.train_x[chosen], self._data.train_y[chosen]
             values, slopes = self._many(params[rows], x, y, keys[rows])
@@ -234,22 +235,16 @@ def _optimizer_of(job: Job, tree: FlatTree, start: FlatArray) -> Optimizer:
 
 
 def _kept(name: str, values: Any) -> Any:
-    """The values, checked by `_require_kept`; samples that are read when needed are checked batch by batch."""
+    """The values; samples that are read when needed are checked batch by batch.
+
+    Raises:
+        ConfigurationError: JAX, which computes with 32 bits unless told otherwise, would cut integers off.
+    """
     if isinstance(values, SampleColumn):
         return values.mapped(lambda batch: _kept(name, batch))
-    _require_kept(name, values)
-    return values
-
-
-def _require_kept(name: str, values: FlatArray) -> None:
-    """Raise `ConfigurationError` if JAX, which computes with 32 bits unless told otherwise, would cut integers off."""
     if values.dtype == np.int64 and not jax.config.read("jax_enable_x64") and np.abs(values).max() >= 1 << 31:
         raise ConfigurationError(
             f"{name} has integers beyond 32 bits, which JAX would cut off; call "
             'jax.config.update("jax_enable_x64", True), or use smaller numbers'
         )
-
-
-def _power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
+    return values

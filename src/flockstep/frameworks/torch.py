@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,11 @@ class TorchEngine(FactoringEngine):
         self.classes = y.dtype == torch.int64 and y.dim() == 1
         self.labels = y.numpy() if self.classes else None
         self._metric = metric_of(job, self._data, torch.int64, accuracy)
-        self._random = False
+        self.random = False
+        """Whether the model draws random numbers in training."""
         self._buffers: dict[int, Tensors] = {}
-        self._initial_buffers: Tensors = {}
+        self.changing_buffers: Tensors = {}
+        """Name → initial value of every buffer that changes in training. Callers must not change the values."""
         self._present = 0
         self._chunk = LARGEST_CHUNK
         self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -244,32 +246,22 @@ class TorchEngine(FactoringEngine):
         """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model
         and batch, independently of the process and the time of the computation.
         """
-        if not self._random:
+        if not self.random:
             return contextlib.nullcontext()
         return stream_of(self._seed, replica, step, *part)
 
-    @property
-    def random(self) -> bool:
-        """Whether the model draws random numbers in training."""
-        return self._random
-
-    @property
-    def changing_buffers(self) -> Tensors:
-        """Name → initial value of every buffer that changes in training. Callers must not change the values."""
-        return self._initial_buffers
-
     def _bring(self, replica: int) -> None:
         """Swap the changing buffers in the module for the given replica's."""
-        if replica == self._present or not self._initial_buffers:
+        if replica == self._present or not self.changing_buffers:
             return
         self._buffers[self._present] = self._buffers_of(self._present)
-        self._load(self._buffers.pop(replica, self._initial_buffers))
+        self._load(self._buffers.pop(replica, self.changing_buffers))
         self._present = replica
 
     def _buffers_of(self, replica: int) -> Tensors:
         if replica == self._present:
-            return {name: self.module.get_buffer(name).clone() for name in self._initial_buffers}
-        return self._buffers.get(replica, self._initial_buffers)
+            return {name: self.module.get_buffer(name).clone() for name in self.changing_buffers}
+        return self._buffers.get(replica, self.changing_buffers)
 
     def _load(self, buffers: Tensors) -> None:
         with torch.no_grad():
@@ -277,7 +269,7 @@ class TorchEngine(FactoringEngine):
                 self.module.get_buffer(name).copy_(value)
 
     def _mean_buffers(self, replicas: Sequence[int]) -> Tensors:
-        if not self._initial_buffers:
+        if not self.changing_buffers:
             return {}
         every = [self._buffers_of(replica) for replica in replicas]
         return {
@@ -301,9 +293,9 @@ class TorchEngine(FactoringEngine):
                     f"the job {job.name!r} must work on its first batch, got {in_short(error)}; fix its model, loss "
                     f"or data"
                 ) from error
-            self._random = not torch.equal(state, torch.get_rng_state())
-        self._initial_buffers = {n: b for n, b in before.items() if not torch.equal(b, self.module.get_buffer(n))}
-        self._load(self._initial_buffers)
+            self.random = not torch.equal(state, torch.get_rng_state())
+        self.changing_buffers = {n: b for n, b in before.items() if not torch.equal(b, self.module.get_buffer(n))}
+        self._load(self.changing_buffers)
         self._chunk = max(2, min(LARGEST_CHUNK, CHUNK_BYTES // (2 * self.schema.nbytes + sum(saved))))
 
     def _first_loss(self) -> Any:
@@ -348,15 +340,16 @@ class TorchEngine(FactoringEngine):
         reason = self._failure(params, indices, plain, batched)
         if reason:
             # The fused attention kernel has no batching rule on the CPU; choosing takes time, so only where it helps.
-            self._kernels = plain_attention
+            # attention by elementary operations instead of fused kernels
+            self._kernels = partial(sdpa_kernel, SDPBackend.MATH)
             reason = self._failure(params, indices, plain, batched)
         return f"one by one: {reason}" if reason else "batched"
 
     def _hindrance(self) -> str:
         """Return the reason not to try batching; "" if there is none."""
-        if self._initial_buffers:
-            return f"buffer {next(iter(self._initial_buffers))!r} changes during training"
-        if not self._random:
+        if self.changing_buffers:
+            return f"buffer {next(iter(self.changing_buffers))!r} changes during training"
+        if not self.random:
             return ""
         for name, module in self.module.named_modules():
             share = getattr(module, "p", 0)
@@ -382,12 +375,6 @@ class TorchEngine(FactoringEngine):
             "the batched gradient differs from the gradient of one model by "
             f"{distance / size if size else distance:.1g} (relative)"
         )
-
-
-def plain_attention() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention is computed by elementary operations instead of fused kernels."""
-    context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
-    return context
 
 
 def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
