@@ -223,8 +223,8 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
     assert isinstance(model, GridModel)
     layers = [LocalLayer(HEIGHT, WIDTH, 3, 3), LocalLayer(HEIGHT - 2, WIDTH - 2, 3, 3, 2)]
     expected = [layer.fetched(*grid) for layer in layers]
-    terms = [model.grid.parts - 1, *[0] * (model.grid.parts - 1)]
-    found = [[one.fetched_elements(part) for part in range(model.grid.parts)] for one in model.exchanges]
+    terms = [model.partition.parts - 1, *[0] * (model.partition.parts - 1)]
+    found = [[one.fetched_elements(part) for part in range(model.partition.parts)] for one in model.exchanges]
     assert found == [*expected, terms]
     assert model.ties == ()
     events = sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)

@@ -36,7 +36,7 @@ class PartShard(PartProgram):
     ):
         """`inside`: function (batch, send) that returns the program of the whole part."""
         super().__init__(run, model.parts[run.number])
-        self._ways, self._collective = model.split_by.sharded.ways, model.split_by.sharded.collective
+        self._ways, self._collective = model.partition.sharded.ways, model.partition.sharded.collective
         part, self._shard = divmod(run.number, self._ways)
         mine = range(part * self._ways, (part + 1) * self._ways)
         self._group = Ways(mine, run, self.mailbox)

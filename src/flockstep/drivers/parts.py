@@ -58,7 +58,7 @@ def program_of(
         case ShardedModel():
             return ShardedWay(run, model)
         case ShardedPartsModel():
-            ways = model.split_by.sharded.ways
+            ways = model.partition.sharded.ways
             inner, shard = divmod(part, ways)
             as_replica = replica * ways + shard  # of the inner partition, so that shards have their own random numbers
             return PartShard(

@@ -22,7 +22,7 @@ class ShardedWay(PartProgram):
     def __init__(self, run: PartRun, model: ShardedModel):
         self._part = model.parts[run.number]
         super().__init__(run, self._part)
-        self._units, self._ways, self._collective = model.units, model.parts, model.sharded.collective
+        self._units, self._ways, self._collective = model.units, model.parts, model.partition.collective
         self._group = Ways(range(len(self._ways)), run, self.mailbox)
         self._params: FlatArray = self.gradient.copy()
         largest = max(unit.schema.size + unit.borrowed for unit in self._units)

@@ -15,7 +15,6 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.frameworks.stages import PipelineModel
-from flockstep.partitions.base import Partition
 from flockstep.partitions.grid import SpatialGrid
 
 
@@ -166,14 +165,10 @@ class GridModel(PipelineModel):
     is a weight of a convolution, with which all parts compute and which one of them trains.
     """
 
-    grid: SpatialGrid
+    partition: SpatialGrid
     exchanges: Sequence[HaloExchange]
-
-    @property
-    def partition(self) -> Partition:
-        return self.grid
 
     @property
     def note(self) -> str | None:
         undivided = "; ".join(self.facts.undivided)
-        return f"{self.grid} does not divide all layers: {undivided}." if undivided else None
+        return f"{self.partition} does not divide all layers: {undivided}." if undivided else None

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel, Tie
-from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded, ShardedParts
 
 
@@ -83,18 +82,14 @@ class ShardedModel(SplitModel):
     """A job whose parameters are stored in shards on the workers of each replica."""
 
     parts: tuple[ModelShard, ...]
+    partition: Sharded
     units: tuple[ModelPart, ...]
     ties: tuple[Tie, ...]
     """The parameters of one unit with which a later unit also computes."""
-    sharded: Sharded
-
-    @property
-    def partition(self) -> Partition:
-        return self.sharded
 
     @property
     def microbatches(self) -> int:
-        return self.sharded.ways
+        return self.partition.ways
 
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest unit, because some collectives send whole units."""
@@ -109,17 +104,13 @@ class ShardedPartsModel(SplitModel):
     """
 
     parts: tuple[ModelShard, ...]
+    partition: ShardedParts
     inner: SplitModel
     """The model in whole parts."""
-    split_by: ShardedParts
-
-    @property
-    def partition(self) -> Partition:
-        return self.split_by
 
     @property
     def microbatches(self) -> int:
-        return self.inner.microbatches * self.split_by.sharded.ways
+        return self.inner.microbatches * self.partition.sharded.ways
 
     @property
     def note(self) -> str | None:
@@ -129,5 +120,5 @@ class ShardedPartsModel(SplitModel):
         """Return the size in bytes of the largest array that parts send to each other; some collectives send all
         parameters of a part.
         """
-        share = -(-batch // self.split_by.sharded.ways)
+        share = -(-batch // self.partition.sharded.ways)
         return max(self.inner.largest_message(share), *(part.schema.nbytes for part in self.inner.parts))

@@ -173,11 +173,8 @@ class SplitModel(ABC):
     layers: tuple[str, ...]
     """Names of the layers of each part, as one text for each part."""
     facts: SplitFacts
-
-    @property
-    @abstractmethod
-    def partition(self) -> Partition:
-        """The partition by which the model is divided into parts."""
+    partition: Partition
+    """The partition by which the model is divided into parts."""
 
     @property
     @abstractmethod
@@ -217,10 +214,6 @@ class PipelineModel(SplitModel):
     pipeline: Pipeline
     ties: tuple[Tie, ...] = ()
     """The parameters with which more than one part computes."""
-
-    @property
-    def partition(self) -> Partition:
-        return self.pipeline
 
     @property
     def microbatches(self) -> int:

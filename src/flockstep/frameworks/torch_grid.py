@@ -98,7 +98,7 @@ def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridMo
     """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
     such a reason.
     """
-    build = partial(rectangles_without_values, job, seed, split.grid, split.facts)
+    build = partial(rectangles_without_values, job, seed, split.partition, split.facts)
     return with_obstacle_if_different(split, build, _difference)
 
 
@@ -394,7 +394,7 @@ def _assembled(
         replace(facts, sample_bytes=largest, undivided=_undivided(division)),
         Pipeline(1, GPipe()),
         _ties(parts, held, borrowed),
-        grid=grid,
+        partition=grid,
         exchanges=division.exchanges,
     )
 

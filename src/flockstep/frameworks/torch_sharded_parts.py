@@ -37,7 +37,7 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
     ]
     engine, parts = shards_of(inner, held, partition, who)
     words = tuple(f"shard {shard} of {layers}" for layers in inner.layers for shard in range(sharded.ways))
-    return ShardedPartsModel(engine, parts, words, inner.facts, inner, partition)
+    return ShardedPartsModel(engine, parts, words, inner.facts, partition, inner)
 
 
 def _require_own_samples(inner: SplitModel, whole: TorchEngine, partition: ShardedParts, who: str) -> None:

@@ -114,10 +114,10 @@ def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedM
     """Return `split`, with the reason why its units cannot be built without the values of the whole model, if there is
     such a reason.
     """
-    pipeline = Pipeline(len(split.units), GPipe(), split.sharded.ways)
+    pipeline = Pipeline(len(split.units), GPipe(), split.partition.ways)
     engine = split.engine
     assert isinstance(engine, ShardsEngine)
-    units = PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, split.ties)
+    units = PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
     return replace(split, facts=with_obstacle(job, seed, units).facts)
 
 
@@ -133,7 +133,7 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     ]
     engine, parts = shards_of(units, held, sharded, who)
     words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in range(sharded.ways))
-    return ShardedModel(engine, parts, words, units.facts, units.parts, units.ties, sharded)
+    return ShardedModel(engine, parts, words, units.facts, sharded, units.parts, units.ties)
 
 
 def shards_of(

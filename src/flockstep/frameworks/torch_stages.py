@@ -233,7 +233,7 @@ def _assembled(
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in stages]
-    return PipelineModel(engine, parts, tuple(described), facts, pipeline, ties)
+    return PipelineModel(engine, parts, tuple(described), facts, pipeline, pipeline, ties)
 
 
 @dataclass(eq=False)

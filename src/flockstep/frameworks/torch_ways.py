@@ -117,8 +117,8 @@ def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorMode
     """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
     such a reason.
     """
-    assert isinstance(split.split_by, TensorParallel | Product)
-    build = partial(ways_without_values, job, seed, split.split_by, split.facts)
+    assert isinstance(split.partition, TensorParallel | Product)
+    build = partial(ways_without_values, job, seed, split.partition, split.facts)
     found = with_obstacle_if_different(split, build, lambda bare, known: _difference(bare, known)[0])
     for part in split.parts:
         assert isinstance(part, TorchWay)

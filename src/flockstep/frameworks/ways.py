@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.stages import HeldPart, MicroBatch, PassShares, SplitModel
-from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.tensor import TensorParallel
 
@@ -159,17 +158,12 @@ class TensorModel(SplitModel):
     """
 
     parts: tuple[ModelWay, ...]
-    split_by: Partition
     pipeline: Pipeline
     tensor: TensorParallel
     copied_bytes: int
     """Size in bytes of the largest array of parameters that one way sends to the other ways."""
     outputs: Sequence[Sequence[BlockOutputs]] = ()
     """Outputs of each block of each chunk of the model; empty in a process that has not computed the whole model."""
-
-    @property
-    def partition(self) -> Partition:
-        return self.split_by
 
     @property
     def microbatches(self) -> int:

@@ -76,7 +76,7 @@ class PipelineShape(SplitShape):
         parts = tuple(SurrogatePart(engine, self, group) for group in groups_by_tensors(engine, counts))
         facts = SplitFacts(tuple(range(len(self.chunks))), (), False, 0)
         every_sample_known = replace(self.partition, differences=False)
-        return PipelineModel(engine, parts, self.layers, facts, every_sample_known)
+        return PipelineModel(engine, parts, self.layers, facts, every_sample_known, every_sample_known)
 
 
 def pipeline_shape(task: JobProfile, pipeline: Pipeline) -> PipelineShape:

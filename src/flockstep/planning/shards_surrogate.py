@@ -64,7 +64,7 @@ class ShardsShape(SplitShape):
             for own in spans
         )
         facts = SplitFacts(tuple(range(len(units))), (), False, 0)
-        return ShardedModel(engine, parts, self.layers, facts, units, (), self.partition)
+        return ShardedModel(engine, parts, self.layers, facts, self.partition, units, ())
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ShardedPartsShape(SplitShape):
             ModelShard(_one_tensor(engine, span.stop - span.start), engine.train_size, [part], [span])
             for part, span in held
         )
-        return ShardedPartsModel(engine, parts, self.layers, inner.facts, inner, self.partition)
+        return ShardedPartsModel(engine, parts, self.layers, inner.facts, self.partition, inner)
 
 
 class SurrogateUnit(SurrogateHeld, ModelPart):
