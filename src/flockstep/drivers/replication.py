@@ -142,13 +142,9 @@ class Endpoint:
 
     def take(self, message: Message, sent_at: float | None) -> None:
         """Handle a message from another process."""
-        note: Envelope = message.note
-        if self._is_fenced(message.source, note.epoch):
-            return
-        source = self._cluster.logical(message.source)
-        self._note_acknowledged(source, note.acknowledged)
-        if note.inner is not None and not self._is_repeated(source, note.inner.number):
-            self._runner.deliver(self._unpacked(note.inner, message.array), sent_at)
+        inner = self._accepted(message)
+        if inner is not None:
+            self._runner.deliver(self._unpacked(inner, message.array), sent_at)
 
     def loses(self, address: Address) -> bool:
         """Handle the death of a process; return whether another process replaces it, so that the program need not be
@@ -179,6 +175,15 @@ class Endpoint:
         if moved:
             for message in list(self.sent.get(server, ())):
                 self._post_data(server, message)
+
+    def _accepted(self, message: Message) -> Inner | None:
+        """The message of a program in an envelope; None if there is none, or it is fenced or repeated."""
+        note: Envelope = message.note
+        if self._is_fenced(message.source, note.epoch):
+            return None
+        source = self._cluster.logical(message.source)
+        self._note_acknowledged(source, note.acknowledged)
+        return None if note.inner is None or self._is_repeated(source, note.inner.number) else note.inner
 
     def _is_fenced(self, source: Address, epoch: int) -> bool:
         """Refuse a message of a server that no longer leads; follow a head of which this node has not been told."""
@@ -379,15 +384,12 @@ class ReplicatedServer(Endpoint):
         if not self.leads:
             self._waiting.append((message, sent_at))
             return
-        if self._is_fenced(message.source, note.epoch):
-            return
-        source = self._cluster.logical(message.source)
-        self._note_acknowledged(source, note.acknowledged)
-        if note.inner is None or self._is_repeated(source, note.inner.number):
+        inner = self._accepted(message)
+        if inner is None:
             return
         if self._promoted is not None and message.array is not None:
             self._tell_promotion(self._runner.clock() - self._promoted)
-        self._append(note.inner, message.array, sent_at, note.acknowledged)
+        self._append(inner, message.array, sent_at, note.acknowledged)
 
     def _take_entry(self, message: Message, sent_at: float | None) -> None:
         """Handle an entry of the log, as a backup."""
