@@ -17,7 +17,7 @@ from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
-from flockstep.frameworks.stages import MicroBatch, PassShares, Tie
+from flockstep.frameworks.stages import PassShares, Tie
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses_of
 from flockstep.frameworks.torch_chain import ChainLayer, layers_within
@@ -37,6 +37,7 @@ from flockstep.frameworks.torch_stages import (
     passes_over,
     trained_within,
     trial_of,
+    unsplit_trial,
     with_obstacle_if_different,
 )
 from flockstep.frameworks.torch_ways import (
@@ -517,13 +518,7 @@ def _difference(model: GridModel, known: GridModel) -> str | None:
     """How loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those of the
     unsplit model of `known`; None if by rounding only.
     """
-    engine = engine_of(known)
-    whole = engine.whole
-    assert isinstance(whole, TorchEngine)
-    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
-    expected = np.empty_like(engine.initial())
-    loss = engine.gradient(engine.initial(), batch.indices, expected)
-    buffers = whole.buffers(0)
+    whole, batch, loss, expected, buffers = unsplit_trial(known)
     params = known.lent([part.initial() for part in known.parts])
     slopes, parts = [np.zeros_like(one) for one in params], range(len(params))
     given: list[FlatArray | None] = [None for _ in parts]

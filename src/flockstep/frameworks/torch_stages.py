@@ -748,17 +748,24 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
+def unsplit_trial(known: SplitModel) -> tuple[TorchEngine, MicroBatch, float, FlatArray, FlatArray]:
+    """Return the engine of the unsplit model of `known`, its first batch, and the loss, the gradient and the changing
+    buffers that it computes from the batch.
+    """
+    engine, whole = engine_of(known), _built(known)
+    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
+    gradient = np.empty_like(engine.initial())
+    loss = engine.gradient(engine.initial(), batch.indices, gradient)
+    return whole, batch, loss, gradient, whole.buffers(0)
+
+
 def trial_differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
     """
-    engine, trial = engine_of(known), engine_of(split)
-    whole = _built(known)
-    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
-    expected = np.empty_like(engine.initial())
-    with engine.trial():
-        loss = engine.gradient(engine.initial(), batch.indices, expected)
-        buffers = whole.buffers(0)
+    trial = engine_of(split)
+    with engine_of(known).trial():
+        whole, batch, loss, expected, buffers = unsplit_trial(known)
     values = known.lent([part.initial() for part in known.parts])
     slopes = [np.zeros_like(one) for one in values]
     with trial.trial(), whole.displaced():

@@ -44,6 +44,7 @@ from flockstep.frameworks.torch_stages import (
     others_of,
     passes_over,
     trial_of,
+    unsplit_trial,
     with_layers_of_batch,
     with_obstacle_if_different,
 )
@@ -789,13 +790,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
         How they differ, None if by rounding only; the size in bytes of the largest array between parts, for one sample;
         the outputs of each block of each chunk.
     """
-    engine = engine_of(known)
-    whole = engine.whole
-    assert isinstance(whole, TorchEngine)
-    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
-    expected = np.empty_like(engine.initial())
-    loss = engine.gradient(engine.initial(), batch.indices, expected)
-    buffers = whole.buffers(0)
+    whole, batch, loss, expected, buffers = unsplit_trial(known)
     ways, stages = model.tensor.ways, model.pipeline.stages
     params = [part.initial() for part in known.parts]
     found = [np.zeros(part.schema.size + part.borrowed, part.schema.dtype) for part in model.parts]
