@@ -271,8 +271,7 @@ def join(
     ],
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers to add.")] = 1,
     job: Annotated[
-        str | None,
-        typer.Option("--job", help="Path of the job's file on this host (default: the path at the coordinator)."),
+        str | None, typer.Option(help="Path of the job's file on this host (default: the path at the coordinator).")
     ] = None,
     imports: o.Imports = None,
     secret_file: o.SecretFile = None,
@@ -525,8 +524,7 @@ def layers(
         int, typer.Option("--workers", "-n", help="Number of workers over which the data, or one layer, is split.")
     ] = 16,
     everything: Annotated[
-        bool,
-        typer.Option("--all", help="Show every layer (default: a long table omits layers without parameters)."),
+        bool, typer.Option("--all", help="Show every layer (default: a long table omits layers without parameters).")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")] = None,
     as_json: o.Json = False,
@@ -607,7 +605,7 @@ def chaos(
     strategy: Annotated[
         list[str],
         typer.Option(
-            "--strategy", "-s", help=("Strategy to disrupt; repeat the option for several."), autocompletion=o.STRATEGY
+            "--strategy", "-s", help="Strategy to disrupt; repeat the option for several.", autocompletion=o.STRATEGY
         ),
     ],
     workers: o.Workers = 4,

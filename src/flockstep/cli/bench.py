@@ -42,9 +42,9 @@ app = typer.Typer(
 Rounds = Annotated[
     int, typer.Option("--rounds", "-r", help="Number of repetitions; the median of the repetitions is shown.")
 ]
-Sizes = Annotated[str, typer.Option("--sizes", help="Sizes of the array in bytes, such as 4096,1048576.")]
+Sizes = Annotated[str, typer.Option(help="Sizes of the array in bytes, such as 4096,1048576.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write a chart to this HTML file.")]
+Out = Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")]
 
 
 @app.command()
@@ -167,7 +167,7 @@ def prediction(
         typer.Option("--strategy", "-s", help="Measure only this strategy; repeat the option for several."),
     ] = None,
     bandwidths: Annotated[
-        str, typer.Option("--bandwidths", help="Bandwidths of the links, separated by commas.")
+        str, typer.Option(help="Bandwidths of the links, separated by commas.")
     ] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, typer.Option(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[

@@ -24,7 +24,7 @@ def coordinate(
     nodes: Annotated[int, typer.Option(help="Number of hosts that run workers.")],
     port: Annotated[int, typer.Option(help="Port on which the hosts reach the coordinator.")],
     host_address: Annotated[
-        str, typer.Option("--host-address", help="Address to listen on (default: all addresses of this machine).")
+        str, typer.Option(help="Address to listen on (default: all addresses of this machine).")
     ] = "",
     secret_file: o.SecretFile = None,
     timeout: o.MeetTimeout = 600.0,

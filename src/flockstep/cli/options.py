@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from flockstep.launchers.output import Output
     from flockstep.records.config import Kind, RunConfig
 
-TRAINING, PROCESSES, HOSTS, VIRTUAL, OUTPUT = "Training", "Processes", "Several hosts", "Virtual time", "Output"
-"""Headings of the groups of options in `--help`."""
+training_option, process_option, host_option, virtual_option, output_option = (
+    functools.partial(typer.Option, rich_help_panel=heading)
+    for heading in ("Training", "Processes", "Several hosts", "Virtual time", "Output")
+)
+"""Options of each group in `--help`."""
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -67,241 +70,147 @@ Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers
 Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
 ScriptSeed = Annotated[
     int,
-    typer.Option(
-        "--seed", help="Seed of the random choices of strategies and codecs; a script seeds its own model and data."
-    ),
+    typer.Option(help="Seed of the random choices of strategies and codecs; a script seeds its own model and data."),
 ]
 Epochs = Annotated[
     float | None,
-    typer.Option(
-        help="Number of passes of all workers together over the training data (default: the job's).",
-        rich_help_panel=TRAINING,
-    ),
+    training_option(help="Number of passes of all workers together over the training data (default: the job's)."),
 ]
-Steps = Annotated[
-    int | None, typer.Option(help="Number of local steps per worker, instead of --epochs.", rich_help_panel=TRAINING)
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(help="Number of samples per worker and step (default: the job's).", rich_help_panel=TRAINING),
-]
-Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).", rich_help_panel=TRAINING)]
+Steps = Annotated[int | None, training_option(help="Number of local steps per worker, instead of --epochs.")]
+Batch = Annotated[int | None, training_option(help="Number of samples per worker and step (default: the job's).")]
+Lr = Annotated[float | None, training_option(help="Learning rate (default: the job's).")]
 LrGrid = Annotated[
     str | None,
-    typer.Option(
-        "--lr-grid",
-        help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate.",
-        rich_help_panel=TRAINING,
-    ),
+    training_option(help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate."),
 ]
 Seeds = Annotated[
     int,
-    typer.Option(
-        help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians.",
-        rich_help_panel=TRAINING,
+    training_option(
+        help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians."
     ),
 ]
 ScheduleText = Annotated[
     str | None,
-    typer.Option(
-        "--schedule",
+    training_option(
         help="How the learning rate or the batch changes: goyal, cosine, batch_increase, ….",
         autocompletion=completed("schedule"),
-        rich_help_panel=TRAINING,
     ),
 ]
 SplitText = Annotated[
     str,
-    typer.Option(
-        "--split",
-        help="How data is split over workers: iid, by-label, dirichlet(alpha).",
-        autocompletion=completed("split"),
-        rich_help_panel=TRAINING,
+    training_option(
+        help="How data is split over workers: iid, by-label, dirichlet(alpha).", autocompletion=completed("split")
     ),
 ]
 PartitionText = Annotated[
     str | None,
-    typer.Option(
-        "--partition",
+    training_option(
         help="How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
         autocompletion=completed("partition"),
-        rich_help_panel=TRAINING,
     ),
 ]
-Target = Annotated[
-    float | None,
-    typer.Option(help="The metric that time-to-target refers to (default: the job's).", rich_help_panel=TRAINING),
-]
+Target = Annotated[float | None, training_option(help="The metric that time-to-target refers to (default: the job's).")]
 UntilTarget = Annotated[
     bool,
-    typer.Option(
-        "--until-target",
-        help="Stop at the first evaluation that reaches the target (virtual time only).",
-        rich_help_panel=VIRTUAL,
-    ),
+    virtual_option("--until-target", help="Stop at the first evaluation that reaches the target (virtual time only)."),
 ]
 EvaluateEvery = Annotated[
     int | None,
-    typer.Option(
-        help="Number of steps per worker between evaluations (default: 40 evaluations per run).",
-        rich_help_panel=TRAINING,
-    ),
+    training_option(help="Number of steps per worker between evaluations (default: 40 evaluations per run)."),
 ]
-Result = Annotated[
-    str | None,
-    typer.Option(help="Model that the run returns: server, mean, rank0, best, ensemble.", rich_help_panel=TRAINING),
-]
+Result = Annotated[str | None, training_option(help="Model that the run returns: server, mean, rank0, best, ensemble.")]
 TransportText = Annotated[
     str,
-    typer.Option(
-        "--transport",
+    process_option(
         help="How processes exchange messages: shared_memory, ipc, tcp or namespaces(…).",
         autocompletion=completed("transport"),
-        rich_help_panel=PROCESSES,
     ),
 ]
-Heartbeat = Annotated[
-    float, typer.Option(help="Seconds of silence after which a process counts as lost.", rich_help_panel=PROCESSES)
-]
+Heartbeat = Annotated[float, process_option(help="Seconds of silence after which a process counts as lost.")]
 LinkTimeout = Annotated[
     float,
-    typer.Option(
-        help="Seconds for which the connection between two hosts may be interrupted before a process counts as lost.",
-        rich_help_panel=PROCESSES,
+    process_option(
+        help="Seconds for which the connection between two hosts may be interrupted before a process counts as lost."
     ),
 ]
 StepTimeout = Annotated[
     float | None,
-    typer.Option(
-        "--step-timeout",
-        help="Seconds a step, or joining the run, may take before the run ends with an error (default: no limit).",
-        rich_help_panel=PROCESSES,
+    process_option(
+        help="Seconds a step, or joining the run, may take before the run ends with an error (default: no limit)."
     ),
 ]
 OnBadGradient = Annotated[
     str,
-    typer.Option(
-        "--on-bad-gradient",
+    training_option(
         help="What happens to a gradient that is not finite or too large: stop the run, skip the gradient, or "
-        "quarantine the worker.",
-        rich_help_panel=TRAINING,
+        "quarantine the worker."
     ),
 ]
 MaxGradientNorm = Annotated[
     float | None,
-    typer.Option(
-        "--max-gradient-norm",
+    training_option(
         help="Largest norm of a gradient, or of its slice on a shard; a gradient with a larger norm counts as bad "
-        "(default: no limit).",
-        rich_help_panel=TRAINING,
+        "(default: no limit)."
     ),
 ]
-Strikes = Annotated[
-    int,
-    typer.Option(help="Number of bad gradients after which a worker is quarantined.", rich_help_panel=TRAINING),
-]
+Strikes = Annotated[int, training_option(help="Number of bad gradients after which a worker is quarantined.")]
 Nodes = Annotated[
     int | None,
-    typer.Option(
-        "--nodes",
+    host_option(
         help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
-        "this host).",
-        rich_help_panel=HOSTS,
+        "this host)."
     ),
 ]
-NodeRank = Annotated[
-    int | None,
-    typer.Option(
-        "--node-rank", help="Rank of this host; the host with rank 0 coordinates the run.", rich_help_panel=HOSTS
-    ),
-]
+NodeRank = Annotated[int | None, host_option(help="Rank of this host; the host with rank 0 coordinates the run.")]
 CoordinatorAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.",
-        rich_help_panel=HOSTS,
-    ),
+    str | None, host_option(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
 ]
 SeparateCoordinator = Annotated[
     bool,
-    typer.Option(
+    host_option(
         "--separate-coordinator",
         help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.",
-        rich_help_panel=HOSTS,
     ),
 ]
 SecretFile = Annotated[
     Path | None,
-    typer.Option(
-        "--secret-file",
-        help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET).",
-        rich_help_panel=HOSTS,
-    ),
+    host_option(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET)."),
 ]
-MeetTimeout = Annotated[
-    float, typer.Option("--timeout", help="Seconds within which all hosts must have joined.", rich_help_panel=HOSTS)
-]
+MeetTimeout = Annotated[float, host_option(help="Seconds within which all hosts must have joined.")]
 HostAddress = Annotated[
     str,
-    typer.Option(
-        "--host-address",
+    host_option(
         help="Address of this host to which the other hosts connect (default: the address from which this host "
-        "reaches the coordinator).",
-        rich_help_panel=HOSTS,
+        "reaches the coordinator)."
     ),
 ]
 On = Annotated[
     Literal["local", "slurm", "ray"],
-    typer.Option(
-        "--on",
+    host_option(
         help="Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job "
-        "or in the allocation of this shell; ray: on a Ray cluster.",
-        rich_help_panel=HOSTS,
+        "or in the allocation of this shell; ray: on a Ray cluster."
     ),
 ]
 SshHosts = Annotated[
     str | None,
-    typer.Option(
-        "--hosts",
-        help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4.",
-        rich_help_panel=HOSTS,
-    ),
+    host_option(help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."),
 ]
-SshCommand = Annotated[
-    str, typer.Option("--ssh", help="The ssh command with its options (only with --hosts).", rich_help_panel=HOSTS)
-]
+SshCommand = Annotated[str, host_option(help="The ssh command with its options (only with --hosts).")]
 RemotePython = Annotated[
     str | None,
-    typer.Option(
-        "--remote-python",
-        help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine).",
-        rich_help_panel=HOSTS,
+    host_option(
+        help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."
     ),
 ]
 SlurmOptions = Annotated[
     str,
-    typer.Option(
-        "--slurm-options",
-        help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm).",
-        rich_help_panel=HOSTS,
-    ),
+    host_option(help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."),
 ]
 CpusPerWorker = Annotated[
-    float,
-    typer.Option(
-        "--cpus-per-worker",
-        help="Number of cores that each worker reserves (only with --on slurm or ray).",
-        rich_help_panel=HOSTS,
-    ),
+    float, host_option(help="Number of cores that each worker reserves (only with --on slurm or ray).")
 ]
 GpusPerWorker = Annotated[
-    float,
-    typer.Option(
-        "--gpus-per-worker",
-        help="Number of GPUs that each worker reserves (only with --on slurm or ray).",
-        rich_help_panel=HOSTS,
-    ),
+    float, host_option(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
 ]
 
 
@@ -351,147 +260,97 @@ def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-Threads = Annotated[
-    int, typer.Option(help="Number of threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
-]
+Threads = Annotated[int, process_option(help="Number of threads of the numerical libraries in each process.")]
 ScriptThreads = Annotated[
     int | None,
-    typer.Option(
-        "--threads",
-        help="Number of threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1).",
-        rich_help_panel=PROCESSES,
+    process_option(
+        help="Number of threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1)."
     ),
 ]
 Ranks = Annotated[
-    Literal["all", "rank0", "none"],
-    typer.Option("--output", help="Ranks whose output is shown: all, rank0 or none.", rich_help_panel=OUTPUT),
+    Literal["all", "rank0", "none"], output_option(help="Ranks whose output is shown: all, rank0 or none.")
 ]
 Prefix = Annotated[
-    bool,
-    typer.Option(
-        "--prefix", help="Begin each line of the script's output with the rank of its worker.", rich_help_panel=OUTPUT
-    ),
+    bool, output_option("--prefix", help="Begin each line of the script's output with the rank of its worker.")
 ]
 RankOutputFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--rank-output",
-        help="Folder for the output of each rank, in files rank-0.out, rank-0.err, ….",
-        rich_help_panel=OUTPUT,
-    ),
+    Path | None, output_option(help="Folder for the output of each rank, in files rank-0.out, rank-0.err, ….")
 ]
 NetworkText = Annotated[
     str,
-    typer.Option(
-        "--network",
+    virtual_option(
         help="Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
         autocompletion=completed("network"),
-        rich_help_panel=VIRTUAL,
     ),
 ]
 ComputeText = Annotated[
     str,
-    typer.Option(
-        "--compute",
+    virtual_option(
         help="Distribution of the seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), "
         "constant(0.01), …; `flockstep calibrate` measures the distribution of a machine.",
         autocompletion=completed("compute"),
-        rich_help_panel=VIRTUAL,
     ),
 ]
 ClusterText = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        help=(
-            "Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
-            "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML "
-            "file."
-        ),
-        rich_help_panel=VIRTUAL,
+    virtual_option(
+        help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
+        "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML "
+        "file."
     ),
 ]
 Faults = Annotated[
     list[str] | None,
-    typer.Option(
-        "--fault",
-        help="Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable.",
-        rich_help_panel=TRAINING,
+    training_option(
+        "--fault", help="Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable."
     ),
 ]
 Imports = Annotated[
     list[str] | None,
     typer.Option("--import", help="Python file that registers components; repeat the option for several."),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for the record (default: a new folder in runs/).", rich_help_panel=OUTPUT)
-]
+Out = Annotated[Path | None, output_option(help="Folder for the record (default: a new folder in runs/).")]
 CheckpointEvery = Annotated[
     str | None,
-    typer.Option(
-        "--checkpoint-every",
+    output_option(
         metavar="STEPS|TIME",
-        help=(
-            "Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
-            "newest checkpoint."
-        ),
-        rich_help_panel=OUTPUT,
+        help="Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
+        "newest checkpoint.",
     ),
 ]
-Keep = Annotated[
-    int | None, typer.Option("--keep", help="Number of checkpoints to keep (default: 2).", rich_help_panel=OUTPUT)
-]
+Keep = Annotated[int | None, output_option(help="Number of checkpoints to keep (default: 2).")]
 MinWorkers = Annotated[
     int | None,
-    typer.Option(
-        "--min-workers",
+    process_option(
         min=1,
-        help=(
-            "Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
-            "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
-            "after SIGTERM)."
-        ),
-        rich_help_panel=PROCESSES,
+        help="Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
+        "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
+        "after SIGTERM).",
     ),
 ]
 MaxWorkers = Annotated[
     int | None,
-    typer.Option(
-        "--max-workers",
-        min=1,
-        help="Largest number of workers with which the run continues when flockstep join adds workers.",
-        rich_help_panel=PROCESSES,
+    process_option(
+        min=1, help="Largest number of workers with which the run continues when flockstep join adds workers."
     ),
 ]
 Park = Annotated[
     float | None,
-    typer.Option(
-        "--park",
-        help="Seconds for which workers wait for flockstep resume if the process that coordinates them is killed.",
-        rich_help_panel=PROCESSES,
+    process_option(
+        help="Seconds for which workers wait for flockstep resume if the process that coordinates them is killed."
     ),
 ]
 Resumes = Annotated[
     bool,
-    typer.Option(
+    output_option(
         "--resume",
-        help=(
-            "Continue the run of this command in the folder of --out from its newest checkpoint, if the run has begun: "
-            "use this for commands that systemd, Slurm or a shell may restart."
-        ),
-        rich_help_panel=OUTPUT,
+        help="Continue the run of this command in the folder of --out from its newest checkpoint, if the run has "
+        "begun: use this for commands that systemd, Slurm or a shell may restart.",
     ),
 ]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the run in the folder of --out.", rich_help_panel=OUTPUT)
-]
+Overwrite = Annotated[bool, output_option("--overwrite", help="Replace the run in the folder of --out.")]
 Json = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print one JSON document on standard output, and progress on standard error.",
-        rich_help_panel=OUTPUT,
-    ),
+    bool, output_option("--json", help="Print one JSON document on standard output, and progress on standard error.")
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +38,8 @@ Named = Annotated[
 Requirements = Annotated[
     list[str] | None,
     typer.Option(
-        "--require",
         help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
-        "repeat the option for several.",
+        "repeat the option for several."
     ),
 ]
 
@@ -65,79 +65,54 @@ Records = Annotated[
         "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
     ),
 ]
-SPLIT_PANEL = "Split models"
-"""Group in `--help` of the options that apply to models which are split over workers."""
+split_option = functools.partial(typer.Option, rich_help_panel="Split models")
+"""An option that applies to models which are split over workers; they are a group in `--help`."""
 Hybrid = Annotated[
     bool,
-    typer.Option(
-        "--hybrid",
-        help="Also predict models that are split over workers, and choose partition and strategy together.",
-        rich_help_panel=SPLIT_PANEL,
+    split_option(
+        "--hybrid", help="Also predict models that are split over workers, and choose partition and strategy together."
     ),
 ]
 Partitions = Annotated[
     list[str] | None,
-    typer.Option(
-        "--partition",
+    split_option(
         help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
-        "--hybrid: the best partitions that a search finds).",
-        rich_help_panel=SPLIT_PANEL,
+        "--hybrid: the best partitions that a search finds)."
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
+    split_option(
         help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
         show_default="memory stated by the cluster",
-        rich_help_panel=SPLIT_PANEL,
     ),
 ]
-TRIALS_PANEL = "Trials"
-"""Group in `--help` of the options that apply only with --simulate."""
+trial_option = functools.partial(typer.Option, rich_help_panel="Trials")
+"""An option that applies only with --simulate; they are a group in `--help`."""
 Simulate = Annotated[
-    bool,
-    typer.Option(
-        "--simulate",
-        help="Also train with the best strategies in virtual time, with real gradients.",
-        rich_help_panel=TRIALS_PANEL,
-    ),
+    bool, trial_option("--simulate", help="Also train with the best strategies in virtual time, with real gradients.")
 ]
-Trials = Annotated[
-    int | None, typer.Option(help="Number of trials of each strategy (default: 8).", rich_help_panel=TRIALS_PANEL)
-]
+Trials = Annotated[int | None, trial_option(help="Number of trials of each strategy (default: 8).")]
 Budget = Annotated[
     float | None,
-    typer.Option(
-        help="Real seconds that all trials together may take (default: 120; without limit if --trials is given).",
-        rich_help_panel=TRIALS_PANEL,
+    trial_option(
+        help="Real seconds that all trials together may take (default: 120; without limit if --trials is given)."
     ),
 ]
 Top = Annotated[
     int | None,
-    typer.Option(
-        help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy).",
-        rich_help_panel=TRIALS_PANEL,
+    trial_option(
+        help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy)."
     ),
 ]
-Target = Annotated[
-    float | None,
-    typer.Option(help="Metric that a trial must reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
-]
-Seed = Annotated[
-    int | None, typer.Option(help="Seed of trials and of the search (default: 0).", rich_help_panel=TRIALS_PANEL)
-]
-SplitText = Annotated[
-    str | None,
-    typer.Option(
-        "--split", help="How data is split in trials (default: as --require demands).", rich_help_panel=TRIALS_PANEL
-    ),
-]
+Target = Annotated[float | None, trial_option(help="Metric that a trial must reach (default: the job's).")]
+Seed = Annotated[int | None, trial_option(help="Seed of trials and of the search (default: 0).")]
+SplitText = Annotated[str | None, trial_option(help="How data is split in trials (default: as --require demands).")]
 Keep = Annotated[
     Path | None,
-    typer.Option(
+    trial_option(
         help="Folder in which trials are saved; give the same folder again to continue (default: a new folder in "
-        "runs/).",
-        rich_help_panel=TRIALS_PANEL,
+        "runs/)."
     ),
 ]
 FOREMOST, REASONS = 6, 4
@@ -177,10 +152,8 @@ def plan(
     imports: o.Imports = None,
     everything: Annotated[
         bool,
-        typer.Option(
-            "--all",
-            help="Show every strategy, every column and all reasons (default: only the most important ones).",
-            rich_help_panel=o.OUTPUT,
+        o.output_option(
+            "--all", help="Show every strategy, every column and all reasons (default: only the most important ones)."
         ),
     ] = False,
     simulate: Simulate = False,
@@ -191,9 +164,7 @@ def plan(
     seed: Seed = None,
     split: SplitText = None,
     keep: Keep = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write the plan to this HTML file.", rich_help_panel=o.OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, o.output_option(help="Also write the plan to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster without running it, and recommend one."""
