@@ -181,21 +181,14 @@ class _Miscounts(Summing):
         array += 7
 
 
-class Miscounts(Implementation):
-    name = "miscounts"
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Miscounts(place)
+def _lacks(place: BenchProcess) -> BenchWorker:
+    raise AssertionError("it cannot run")
 
 
-class Lacks(Implementation):
-    name, packages, modules = "lacks", ("nowhere",), ("nowhere_to_be_found",)
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        raise AssertionError("it cannot run")
-
-
-IMPLEMENTATIONS = (Miscounts(), Lacks())
+IMPLEMENTATIONS = (
+    Implementation("miscounts", _Miscounts),
+    Implementation("lacks", _lacks, ("nowhere",), ("nowhere_to_be_found",)),
+)
 
 
 def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

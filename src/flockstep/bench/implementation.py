@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -30,25 +31,30 @@ class BenchProcess:
     """Secret of the benchmark, which both ends of a TCP connection must know."""
 
 
-class Implementation(ABC):
+@dataclass(frozen=True)
+class Implementation:
     """One implementation in a benchmark; `worker` is called in each of its processes."""
 
     name: str
+    worker: Callable[[BenchProcess], BenchWorker]
+    """Creates the part of the measurement that runs in a process."""
     packages: tuple[str, ...] = ()
     """Names of the packages that pip must install before the implementation runs."""
     modules: tuple[str, ...] = ()
     """Names of the modules that must be importable before the implementation runs."""
-    by_mpirun = False
+    by_mpirun: bool = False
+    needs_linux: bool = False
+    """Whether the implementation uses shared memory, which only Linux provides."""
 
     @property
     def missing(self) -> str:
-        """Command that installs the missing packages; empty if none is missing."""
+        """Command that installs the missing packages, or the reason why the implementation cannot run on this system;
+        empty if it can run.
+        """
+        if self.needs_linux and sys.platform != "linux":
+            return "needs Linux"
         absent = [module for module in self.modules if importlib.util.find_spec(module) is None]
         return f"pip install {' '.join(self.packages)}" if absent else ""
-
-    @abstractmethod
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        """Create the part of the measurement that runs in this process."""
 
 
 class BenchWorker(ABC):

@@ -5,8 +5,8 @@ transports and over raw sockets, compared with a memory copy.
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -51,9 +51,11 @@ class _Pushing(BenchWorker):
 
 
 class _ByTransport(_Pushing):
-    def __init__(self, transport: Transport, place: BenchProcess):
+    """Sends the array over a transport of the registry, through the messages and the mailbox of a node."""
+
+    def __init__(self, name: str, place: BenchProcess):
         super().__init__(place)
-        self._node = BareNode(transport, str(transport), place)
+        self._node = BareNode(Transport.parse(name), name, place)
         self.address = self._node.bus.address
 
     def connect(self, addresses: Sequence[str]) -> None:
@@ -79,24 +81,9 @@ class _ByTransport(_Pushing):
         self._node.close()
 
 
-class ByTransport(Implementation):
-    """Sends the array over a transport of the registry, through the messages and the mailbox of a node."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    @property
-    def missing(self) -> str:
-        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux and for other
-        transports.
-        """
-        return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _ByTransport(Transport.parse(self.name), place)
-
-
 class _InWindow(_Pushing):
+    """Adds the array directly to the receiver's memory, with the method `accumulate` of a shared array's window."""
+
     def __init__(self, place: BenchProcess):
         super().__init__(place)
         self._group = SharedGroup(SharedMemory.attach(place.segment), place.rank, 2, place.largest + 4096)
@@ -113,21 +100,9 @@ class _InWindow(_Pushing):
         """Do nothing: the sender adds directly to the receiver's memory."""
 
 
-class InWindow(Implementation):
-    """Adds the array directly to the receiver's memory, with the method `accumulate` of a shared array's window."""
-
-    name = "shared window"
-
-    @property
-    def missing(self) -> str:
-        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux."""
-        return "" if sys.platform == "linux" else "needs Linux"
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _InWindow(place)
-
-
 class _BySocket(_Pushing):
+    """Sends the array over a raw socket; the receiver adds it once it has arrived completely."""
+
     def __init__(self, family: socket.AddressFamily, place: BenchProcess):
         super().__init__(place)
         self._socket = socket.socket(family)
@@ -164,17 +139,9 @@ class _BySocket(_Pushing):
         self._socket.close()
 
 
-class BySocket(Implementation):
-    """Sends the array over a raw socket; the receiver adds it once it has arrived completely."""
-
-    def __init__(self, name: str, family: socket.AddressFamily):
-        self.name, self._family = name, family
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _BySocket(self._family, place)
-
-
 class _Copying(BenchWorker):
+    """Copies the array with `numpy.copyto` within one process, as the reference for all transports."""
+
     def __init__(self, place: BenchProcess):
         self._rank = place.rank
         self._from, self._to = np.ones(place.largest // 4, np.float32), np.zeros(place.largest // 4, np.float32)
@@ -186,21 +153,15 @@ class _Copying(BenchWorker):
         return seconds_of(lambda: np.copyto(self._to[:size], self._from[:size]), calls)
 
 
-class Copying(Implementation):
-    """Copies the array with `numpy.copyto` within one process, as the reference for all transports."""
-
-    name = COPY
-
-    def worker(self, place: BenchProcess) -> BenchWorker:
-        return _Copying(place)
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    InWindow(),
-    *map(ByTransport, ("shared_memory", "ipc", "tcp")),
-    BySocket("raw unix socket", socket.AF_UNIX),
-    BySocket("raw tcp socket", socket.AF_INET),
-    Copying(),
+IMPLEMENTATIONS = (
+    Implementation("shared window", _InWindow, needs_linux=True),
+    *(
+        Implementation(name, partial(_ByTransport, name), needs_linux=name == "shared_memory")
+        for name in ("shared_memory", "ipc", "tcp")
+    ),
+    Implementation("raw unix socket", partial(_BySocket, socket.AF_UNIX)),
+    Implementation("raw tcp socket", partial(_BySocket, socket.AF_INET)),
+    Implementation(COPY, _Copying),
 )
 """All implementations that the benchmark can measure."""
 
