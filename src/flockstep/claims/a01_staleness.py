@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
+from flockstep.claims.base import Claim, Say, Verdict, near, same
 from flockstep.claims.update_trace import Updates, timed, trace_of
 from flockstep.launchers.train import train
 from flockstep.messages import Address, Message
@@ -95,7 +95,7 @@ class Staleness(Claim):
                 mean, total, in_flight = self._virtual(n, law)
                 rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
                 what = f"n={n}, {law}: total staleness of all gradients (published: the number of gradients in flight)"
-                rows.append(ClaimRow(what, total, in_flight, total == in_flight))
+                rows.append(same(what, total, in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):
             expected = (REAL_WORKERS - 1) / (REAL_WORKERS // n)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
+from flockstep.claims.base import Claim, Say, Verdict, bounded, near
 from flockstep.claims.update_trace import timed
 
 WORKERS = 8
@@ -40,21 +40,15 @@ class GeometricStaleness(Claim):
         say(f"{len(staleness)} gradients: mean staleness {mean:.4f}, p-value {p_all:.3f}")
         rows = (
             near("mean staleness", WORKERS - 1, mean, 0.01),
-            ClaimRow("p-value of the chi-squared test on the gradients of all workers", "> 0.01", p_all, p_all > 0.01),
-            ClaimRow(
-                "p-value of the chi-squared test on the gradients of one worker, which are independent",
-                "> 0.01",
-                p_one,
-                p_one > 0.01,
+            bounded("p-value of the chi-squared test on the gradients of all workers", "> 0.01", p_all),
+            bounded(
+                "p-value of the chi-squared test on the gradients of one worker, which are independent", "> 0.01", p_one
             ),
         )
         normal = timed("ps(asynchronous)", WORKERS, self.steps // 10, "normal(1, cv=0.5)")[0].staleness
         p_normal = fit(normal[settled])
-        contrast = ClaimRow(
-            "control: p-value with normal gradient times (coefficient of variation 0.5)",
-            "< 1e-6",
-            p_normal,
-            p_normal < 1e-6,
+        contrast = bounded(
+            "control: p-value with normal gradient times (coefficient of variation 0.5)", "< 1e-6", p_normal
         )
         shares = np.bincount(staleness, minlength=3)[:3] / len(staleness)
         return Verdict((*rows, contrast), figures={f"share of staleness {k}": float(s) for k, s in enumerate(shares)})

@@ -9,7 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.nodes import Worker
 from flockstep.simulation.compute import ConstantTime
 from flockstep.strategies.elastic_averaging import ElasticAveraging
@@ -92,12 +92,11 @@ class EasgdStability(Claim):
                 below,
                 below < 1 / FACTOR,
             ),
-            ClaimRow(
+            bounded(
                 "smallest ratio of the final to the initial distance from the optimum, at 1.05 times the largest "
                 "stable alpha",
                 f"> {FACTOR}",
                 above,
-                above > FACTOR,
             ),
         ]
         reason = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.codecs.base import Shape
 from flockstep.codecs.power import PowerSgdCodec
 
@@ -39,10 +39,10 @@ class PowerSgdBytes(Claim):
         rows = []
         for name, shapes in (("ResNet-18", resnet18()), ("LSTM", lstm())):
             total = sum(map(math.prod, shapes))
-            rows.append(ClaimRow(f"parameters, {name}", PARAMETERS[name], total, total == PARAMETERS[name]))
+            rows.append(same(f"parameters, {name}", PARAMETERS[name], total))
             for rank, published, floats in zip(RANKS, PUBLISHED[name], FLOATS[name], strict=True):
                 sent = PowerSgdCodec(rank).bind_shapes(shapes).wire_bytes(total, "float32") / 4
-                rows.append(ClaimRow(f"floats sent, {name}, rank {rank}", floats, sent, sent == floats))
+                rows.append(same(f"floats sent, {name}, rank {rank}", floats, sent))
                 ratio = total / sent
                 say(f"{name}, rank {rank}: {ratio:.2f} times less")
                 near = abs(ratio - published) <= 0.01 * published

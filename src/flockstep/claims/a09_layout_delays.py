@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.claims.figure_14 import simulated, times
 from flockstep.collectives.layouts import LAYOUTS, Times
 
@@ -45,7 +45,7 @@ class LayoutDelays(Claim):
             t = Times.of(4 * parameters)
             for (name, formula), published in zip(LAYOUTS.items(), golden, strict=True):
                 ours = f"{formula(WORKERS, t):.{len(published.partition('.')[2])}f}"
-                rows.append(ClaimRow(f"{network}, {name}: seconds", published, ours, ours == published))
+                rows.append(same(f"{network}, {name}: seconds", published, ours))
         for name, formula in LAYOUTS.items():
             say(name)
             ratio = simulated(name, WORKERS) / formula(WORKERS, times(WORKERS))
@@ -53,12 +53,7 @@ class LayoutDelays(Claim):
         vgg = Times.of(4 * GOLDEN["VGG-A"][0])
         gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
         rows.append(
-            ClaimRow(
-                "VGG-A: seconds per step of the naive server ÷ seconds per step of the ring",
-                "13.4",
-                f"{gain:.1f}",
-                f"{gain:.1f}" == "13.4",
-            )
+            same("VGG-A: seconds per step of the naive server ÷ seconds per step of the ring", "13.4", f"{gain:.1f}")
         )
         note = "a simulated exchange takes longer than its formula because of the 64-byte headers of its messages"
         return Verdict(tuple(rows), note)

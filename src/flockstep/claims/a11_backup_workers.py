@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near, same
 from flockstep.claims.update_trace import harmonic, timed
 from flockstep.simulation.compute import ComputeModel
 
@@ -49,15 +49,13 @@ class BackupWorkersRuntime(Claim):
             mean = float(found[-1] / steps)
             expected = harmonic(n + b) - harmonic(b)
             rows.append(near(f"{n}+{b} workers: seconds per step", expected, mean, 0.01))
-            same = int((found == _order_statistics(n, b, steps)).sum())
-            rows.append(
-                ClaimRow(f"{n}+{b} workers: steps that end with the {n}th fastest worker", steps, same, same == steps)
-            )
+            exact = int((found == _order_statistics(n, b, steps)).sum())
+            rows.append(same(f"{n}+{b} workers: steps that end with the {n}th fastest worker", steps, exact))
             say(f"{n}+{b} workers: {mean:.3f} s per step, {expected:.3f} s expected")
         for few, all_of_them in (((16, 1), (16, 0)), ((16, 2), (16, 0)), ((96, 4), (100, 0))):
             later = int((ends[few] > ends[all_of_them][: len(ends[few])]).sum())
             what = "{}+{} workers: steps that end later than with {}+{} workers".format(*few, *all_of_them)
-            rows.append(ClaimRow(what, 0, later, later == 0))
+            rows.append(same(what, 0, later))
         backed, everyone = ends[96, 4], ends[100, 0]
         saved = float(1 - backed[-1] / len(backed) / (everyone[-1] / len(everyone)))
         rows.append(ClaimRow("96+4 over 100+0: time saved", 0.4, saved, abs(saved - 0.4) <= 0.01))

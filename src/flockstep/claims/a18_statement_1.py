@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.broadcast import Broadcast
@@ -76,12 +76,8 @@ class StatementOne(Claim):
                 say(f"{pattern + 1} of {self.patterns} patterns")
         tenth = len(range(0, self.patterns, 10))
         rows = (
-            ClaimRow(
-                "patterns of delays after which all replicas are equal", self.patterns, equal, equal == self.patterns
-            ),
-            ClaimRow(
-                "patterns of delays with one lost message after which replicas differ", tenth, broken, broken == tenth
-            ),
+            same("patterns of delays after which all replicas are equal", self.patterns, equal),
+            same("patterns of delays with one lost message after which replicas differ", tenth, broken),
             self._sender("largest difference between replicas, momentum at the sender", "sgd(lr=0.1, momentum=0.9)"),
             self._sender("largest difference between replicas, Adam at the sender", "adam(lr=0.02)"),
             self._receiver("largest difference between replicas, plain additions (rounding)", "nothing", "< 1e-6"),

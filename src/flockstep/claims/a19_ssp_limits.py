@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, Say, Verdict, bounded, same
 from flockstep.messages import Message
 from flockstep.testing.strategies import Sent, SimulatedRun, equal_bits, run_strategy, small_job
 
@@ -49,19 +49,16 @@ class SspLimits(Claim):
             "asynchronous runs"
         )
         rows = [
-            ClaimRow("runs with s = 0 that equal runs of bsp", len(cases), none, none == len(cases)),
-            ClaimRow("runs without a bound that equal asynchronous runs", len(cases), endless, endless == len(cases)),
+            same("runs with s = 0 that equal runs of bsp", len(cases), none),
+            same("runs without a bound that equal asynchronous runs", len(cases), endless),
         ]
         for s in BOUNDS:
             gap = max(_gap(self._run(f"ssp({s})", *case)) for case in cases)
-            rows.append(ClaimRow(f"s={s}: largest gap", s, gap, gap == s))
+            rows.append(same(f"s={s}: largest gap", s, gap))
         free = max(_gap(self._run("asynchronous", *case)) for case in cases)
         rows.append(
-            ClaimRow(
-                "largest gap between workers, in steps, in asynchronous runs (for comparison)",
-                f"> {max(BOUNDS)}",
-                free,
-                free > max(BOUNDS),
+            bounded(
+                "largest gap between workers, in steps, in asynchronous runs (for comparison)", f"> {max(BOUNDS)}", free
             )
         )
         say(

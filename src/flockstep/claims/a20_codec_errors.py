@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep import registry
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.codecs.base import Codec
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.natural import Natural
@@ -86,7 +86,7 @@ class CodecErrors(Claim):
                     contracting.append((self._contraction(codec, moments), codec))
             if contracting:
                 ratio, worst = max(contracting, key=lambda each: each[0])
-                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² ÷ declared bound", "<= 1", ratio, ratio <= 1))
+                rows.append(bounded(f"{worst}: ||x - C(x)||² ÷ declared bound", "<= 1", ratio))
             for codec in [codec for codec in lossy if codec.contraction or codec.unbiased][:1]:
                 rows += feedback_rows(codec)
             say(f"{name}: {len(lossy)} settings, {len(contracting)} of them contractions")
@@ -129,15 +129,12 @@ class CodecErrors(Claim):
         short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
-            ClaimRow(
+            bounded(
                 f"control: {codec}, with decoded values one percent too small: |mean - x| in standard errors",
                 f"> {SIGMAS:.0f}",
                 short.off,
-                short.off > SIGMAS,
             ),
-            ClaimRow(
-                "control: qsgd(levels=1) without damping: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1
-            ),
+            bounded("control: qsgd(levels=1) without damping: ||x - C(x)||² / ||x||²", "> 1", bare.error),
         ]
 
 
@@ -162,7 +159,7 @@ def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
     return [
-        ClaimRow(f"{codec}: |mean - x| in standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
+        bounded(f"{codec}: |mean - x| in standard errors", f"<= {SIGMAS:.0f}", moments.off),
         ClaimRow(f"{codec}: variance", f"<= {omega if paper is None else paper:.4g}", moments.error, low <= omega),
         *([] if paper is None else [ClaimRow(f"{codec}: declared variance", paper, omega, math.isclose(paper, omega))]),
     ]
@@ -237,8 +234,8 @@ def feedback_rows(codec: Codec) -> list[ClaimRow]:
         delta = min(delta, 1 - max(_squared(memory), bound(used, wanted)) / _squared(wanted))
     ratio = kept * delta**2 / (4 * (1 - delta) * largest) if 0 < delta < 1 else float(kept > 0 and delta > 0)
     return [
-        ClaimRow(f"{name}, error feedback: |gradients - sent - stored error|", "<= 1e-9", worst, worst <= 1e-9),
-        ClaimRow(f"{name}, error feedback: ||stored error||² ÷ declared bound", "<= 1", ratio, ratio <= 1),
+        bounded(f"{name}, error feedback: |gradients - sent - stored error|", "<= 1e-9", worst),
+        bounded(f"{name}, error feedback: ||stored error||² ÷ declared bound", "<= 1", ratio),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
@@ -84,7 +84,7 @@ class MegatronSums(Claim):
             found = [each / one for each, one in zip(elements, ring, strict=True)]
             apart = _distance(many.params, whole)
             rows += [
-                ClaimRow(f"{ways} ways: all-reduces per layer and step", PASSES, sums, sums == PASSES),
+                same(f"{ways} ways: all-reduces per layer and step", PASSES, sums),
                 ClaimRow(
                     f"{ways} ways: elements sent per layer and step ÷ elements of one all-reduce of the batch's "
                     "activations",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
@@ -153,7 +153,7 @@ class HybridBytes(Claim):
         )
         name, sent = f"{workers} workers, executed:", hybrid.sent_bytes
         return [
-            ClaimRow(f"{name} bytes sent per step with the hybrid", formula, sent, sent == formula),
+            same(f"{name} bytes sent per step with the hybrid", formula, sent),
             ClaimRow(
                 f"{name} bytes sent per step with the hybrid, compared",
                 f"< {data.sent_bytes:g} (data parallelism), < {all_split:g} (all layers split, by the formula)",

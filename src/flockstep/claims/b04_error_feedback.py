@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, trained, with_progress
 from flockstep.claims.spans import SAMPLES
 from flockstep.workloads.sampler import steps_for
@@ -51,7 +51,7 @@ class ErrorFeedback(Claim):
         least = {TOP: 10.0, RANDOM: 40.0}
         dense = self._finals("identity", "none", say)
         floor = dense.median
-        rows = [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(floor, 2), floor <= LEARNS)]
+        rows = [bounded("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", floor, round(floor, 2))]
         for codec, (without, having) in published.items():
             bare, fed = (self._finals(codec, feedback, say) for feedback in ("none", "residual"))
             bound, more = least.get(codec), f"{without}, >= dense + {least.get(codec, 0):.0f}"

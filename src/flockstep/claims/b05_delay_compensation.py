@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import Training, errors_of, median, ranged
 from flockstep.testing.strategies import equal_bits, run_strategy
@@ -56,8 +56,8 @@ class DelayCompensation(Claim):
             lost, found = median(bare), median(kept)
             what = f"{workers} workers, learning rate {lr}"
             rows += [
-                ClaimRow(f"{what}: plain, error in %", f"{plain}, >= {least:g}", ranged(bare), lost >= least),
-                ClaimRow(f"{what}: compensated", f"{compensated}, <= 10", ranged(kept), found <= 10),
+                bounded(f"{what}: plain, error in %", f"{plain}, >= {least:g}", lost, ranged(bare)),
+                bounded(f"{what}: compensated", f"{compensated}, <= 10", found, ranged(kept)),
             ]
         same = all(equal_bits(*(_alone(strategy, seed) for strategy in (PLAIN, COMPENSATED))) for seed in range(3))
         rows.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
 from flockstep.claims.spans import median, ranged
 
@@ -76,26 +76,19 @@ class DataThatDiffer(Claim):
         middle = {name: median(errors) for name, (errors, _) in apart.items()}
         sync, none = median(mixed["sync"]), median(mixed[NONE])
         rows = [
-            ClaimRow(
-                "synchronous, mixed data: test error in %",
-                f"3 to 5, <= {LEARNS:g}",
-                ranged(mixed["sync"]),
-                sync <= LEARNS,
-            ),
+            bounded("synchronous, mixed data: test error in %", f"3 to 5, <= {LEARNS:g}", sync, ranged(mixed["sync"])),
             ClaimRow(
                 "synchronous, sorted data: test error in %",
                 "3.9 to 4.7",
                 ranged(apart["sync"][0]),
                 middle["sync"] - min(sync, LEARNS) < 1.5,
             ),
-            ClaimRow(
-                "no communication, mixed data: test error in %", "3.1 to 5.0, <= 10", ranged(mixed[NONE]), none <= 10
-            ),
-            ClaimRow(
+            bounded("no communication, mixed data: test error in %", "3.1 to 5.0, <= 10", none, ranged(mixed[NONE])),
+            bounded(
                 "no communication, sorted data: test error in %",
                 "72 to 77, >= 60",
+                middle[NONE],
                 ranged(apart[NONE][0]),
-                middle[NONE] >= 60,
             ),
         ]
         rows += [_beside(name, *apart[name]) for name in PILOT]

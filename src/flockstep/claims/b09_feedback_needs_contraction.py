@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, trained, with_progress
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.qsgd import Qsgd
@@ -56,7 +56,7 @@ class FeedbackNeedsContraction(Claim):
         """
         dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
         rows, figures = (
-            [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)],
+            [bounded("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", dense, round(dense, 2))],
             {},
         )
         for levels in LEVELS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,28 @@ def near(what: str, published: float, ours: float, tolerance: float) -> ClaimRow
     `published`.
     """
     return ClaimRow(what, published, ours, abs(ours / published - 1) <= tolerance)
+
+
+def same(what: str, published: float | str, ours: float | str) -> ClaimRow:
+    """Return a row that holds if `ours` equals `published`."""
+    return ClaimRow(what, published, ours, ours == published)
+
+
+def bounded(what: str, published: str, ours: float, shown: float | str | None = None) -> ClaimRow:
+    """Return a row that holds if `ours` is within the bound with which `published` ends, such as "<= 2.5".
+
+    `shown` takes the place of `ours` in the row, for example a rounded figure or a range.
+    """
+    *_, sign, limit = published.split()
+    return ClaimRow(what, published, ours if shown is None else shown, _COMPARISONS[sign](ours, float(limit)))
+
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.frameworks.base import Data, Job
 from flockstep.records.events import EvaluationEvent
@@ -67,12 +67,7 @@ class LocalSgdBytes(Claim):
             rows.append(ClaimRow(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
         few, many = largest["sorted by label"], largest["at random"]
         rows.append(
-            ClaimRow(
-                "largest H that increases the steps by at most 20 %, samples sorted by label",
-                f"< {many}",
-                few,
-                few < many,
-            )
+            bounded("largest H that increases the steps by at most 20 %, samples sorted by label", f"< {many}", few)
         )
         note = (
             f"with samples at random, H = {PERIODS[-1]} is the largest H that was tried" if many == PERIODS[-1] else ""

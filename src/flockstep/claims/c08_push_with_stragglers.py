@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.errors import ConfigurationError
 from flockstep.records.events import StepEvent
@@ -120,7 +120,7 @@ class PushWithStragglers(Claim):
             f"accuracy of gradient push minus accuracy of all-reduce, in points, median of {min(gaps):.2g} to "
             f"{max(gaps):.2g}"
         )
-        return ClaimRow(what, "-1.2, >= -1.5", gap, gap >= -1.5)
+        return bounded(what, "-1.2, >= -1.5", gap)
 
 
 def duration(strategy: str, share: float, seed: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.launchers.threads import limit_threads
 from flockstep.records.events import EvaluationEvent
@@ -90,8 +90,8 @@ class BackupTimeToTarget(Claim):
         rows = (
             ClaimRow("16 + b workers, b = 0, 1, 2: fastest number b of backup workers", "1 or 2", few, few in (1, 2)),
             ClaimRow("b backup workers among 16 workers: fastest b", "1 to 14", interior, 0 < interior < max(SPARED)),
-            ClaimRow(f"seconds to the target of {best.name} / of asynchronous SGD", "< 1", ratio, ratio < 1),
-            ClaimRow(f"final accuracy of {best.name} minus that of asynchronous SGD", "> 0", more, more > 0),
+            bounded(f"seconds to the target of {best.name} / of asynchronous SGD", "< 1", ratio),
+            bounded(f"final accuracy of {best.name} minus that of asynchronous SGD", "> 0", more),
         )
         other = self._long(best, say, OTHER_LAW), self._long(late, say, OTHER_LAW)
         variants = [late, *added.values(), *spared.values()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.b03_gradual_warmup import GRADUAL, LR, STRATEGY, WARMUPS, warmed_up
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep.claims.spans import errors_of
 
 WORKERS = (32, 64)
@@ -38,7 +38,7 @@ class LayerWiseRates(Claim):
         rows = [ClaimRow("test error in %, small batch", "test error of the large batch", round(small, 2), True)]
         for k in WORKERS:
             error = self._mean(sgd, k, GRADUAL, say)
-            rows.append(ClaimRow(f"sgd, {k} workers, test error in %", ">= 50", round(error, 2), error >= 50))
+            rows.append(bounded(f"sgd, {k} workers, test error in %", ">= 50", error, round(error, 2)))
             for name, rate in (("lars", LARS), ("lamb", LAMB)):
                 error = self._mean(f"{name}(lr={rate / k})", k, GRADUAL, say)
                 rows.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep.claims.delay_share import VICTIM, alone, lateness, measured, predicted
 from flockstep.claims.failure_table import FAMILIES, Expectation, Family
 from flockstep.claims.real_faults import killed, narrowed, why_not
@@ -128,9 +128,9 @@ def beyond_cells() -> list[ClaimRow]:
     for text in ("all_reduce", "scatter_reduce"):
         run = failures.observe(text, faults=[dies])
         last = [run.params[rank] for rank in (0, 2, 3)]
-        same = isinstance(run.failure, PeerLost) and equal_bits(*last)
-        ours = "named, survivors equal" if same else "survivors differ"
-        rows.append(ClaimRow(f"{text}, dead worker: no state is lost", "named, survivors equal", ours, same))
+        named = isinstance(run.failure, PeerLost) and equal_bits(*last)
+        ours = "named, survivors equal" if named else "survivors differ"
+        rows.append(ClaimRow(f"{text}, dead worker: no state is lost", "named, survivors equal", ours, named))
     run = failures.observe("broadcast", faults=[dies])
     agree = all(np.allclose(run.params[0], run.params[rank], rtol=1e-5, atol=1e-6) for rank in (2, 3))
     rows.append(ClaimRow("broadcast, dead worker: survivors agree", "yes", "yes" if agree else "no", agree))
@@ -145,7 +145,7 @@ def beyond_cells() -> list[ClaimRow]:
         )
     every = [example for family in FAMILIES for example in family.examples]
     alike = sum(_repeats(example, [dies, "slows(2, 3)"]) for example in every)
-    rows.append(ClaimRow("runs with faults that repeat bit for bit", len(every), alike, alike == len(every)))
+    rows.append(same("runs with faults that repeat bit for bit", len(every), alike))
     return rows
 
 
@@ -232,7 +232,7 @@ def real(say: Say) -> Iterator[ClaimRow]:
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS
         ours = killed(text)
-        yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
+        yield same(f"{text}, real processes: SIGKILL of a worker", wanted, ours)
     for text, everyone in SHAPED.items():
         what, said = (
             f"{text}, one real link narrowed to a tenth: share of its worker's loss that all workers lose",
