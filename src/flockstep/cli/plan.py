@@ -403,26 +403,22 @@ def _table(outlook: Outlook, advice: Advice, everything: bool, title: str) -> Te
     """The strategies by their predicted speed-up; unless `everything` is set, only the best that meet the
     requirements, and one worker.
     """
-    from flockstep.planning.plan_text import HEADINGS, MEANT, RANKS, cells
-    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.planning.plan_text import COLUMNS, cells
+    from flockstep.report.terminal import TextTable
 
     out = {name for name, _ in advice.excluded}
     ranked = advice.ranked(outlook)
     shown = ranked if everything else _foremost(ranked, out, advice.choice, outlook.alone)
-    columns = [
-        TableColumn(one, text=one in ("strategy", "from"), rank=rank, note=MEANT.get(one, ""))
-        for one, rank in zip(HEADINGS, RANKS, strict=True)
-    ]
-    kept = [place for place, one in enumerate(columns) if everything or one.rank <= MATTERS]
+    kept = [place for place, one in enumerate(COLUMNS) if everything or one.rank <= MATTERS]
     rows = [cells(outlook, found, advice.speedups[found.name]) for found in shown]
     styles = {n: "bold" if one is advice.choice else "dim" for n, one in enumerate(shown)}
     styles = {n: style for n, style in styles.items() if style == "bold" or shown[n].name in out}
     return TextTable(
-        [columns[place] for place in kept],
+        [COLUMNS[place] for place in kept],
         [[row[place] for place in kept] for row in rows],
         title,
         styles=styles,
-        notes=() if everything else (_left_out(len(ranked) - len(shown), len(columns) - len(kept)),),
+        notes=() if everything else (_left_out(len(ranked) - len(shown), len(COLUMNS) - len(kept)),),
     )
 
 
@@ -495,11 +491,7 @@ def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[s
 
 
 def _checks(found: list[Check]) -> TextTable:
-    from flockstep.planning.check import CHECK_HEADINGS, CHECK_MEANT, CHECK_RANKS, check_cells
-    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.planning.check import CHECK_COLUMNS, check_cells
+    from flockstep.report.terminal import TextTable
 
-    columns = [
-        TableColumn(one, text=place in (0, len(CHECK_HEADINGS) - 1), rank=rank, note=CHECK_MEANT.get(one, ""))
-        for place, (one, rank) in enumerate(zip(CHECK_HEADINGS, CHECK_RANKS, strict=True))
-    ]
-    return TextTable(columns, [check_cells(one) for one in found], "predicted and measured")
+    return TextTable(CHECK_COLUMNS, [check_cells(one) for one in found], "predicted and measured")

@@ -25,6 +25,7 @@ from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEv
 from flockstep.records.folder import RunFolder
 from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
+from flockstep.report.terminal import TableColumn
 from flockstep.simulation.compute import ComputeModel, SharedCores
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Network
@@ -345,28 +346,29 @@ def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) ->
     return Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)
 
 
-CHECK_HEADINGS = (
-    "strategy",
-    "workers",
-    "step",
-    "step measured",
-    "step error",
-    "samples/s",
-    "samples/s measured",
-    "samples/s error",
-    "bytes",
-    "bytes measured",
-    "bytes error",
-    "from",
+CHECK_COLUMNS = (
+    TableColumn("strategy", text=True),
+    TableColumn("workers", rank=3),
+    TableColumn("step"),
+    TableColumn("step measured"),
+    TableColumn(
+        "step error",
+        note="step error: predicted time between two gradients of a worker, relative to the measured time.",
+    ),
+    TableColumn("samples/s", rank=1),
+    TableColumn("samples/s measured", rank=1),
+    TableColumn("samples/s error", rank=1),
+    TableColumn("bytes", rank=2),
+    TableColumn("bytes measured", rank=2),
+    TableColumn("bytes error", rank=2, note="bytes: bytes that a worker sends per step."),
+    TableColumn(
+        "from",
+        text=True,
+        rank=4,
+        note="from: a rehearsal, that is a short run in virtual time, or an extrapolation from smaller rehearsals.",
+    ),
 )
-CHECK_MEANT = {
-    "step error": "step error: predicted time between two gradients of a worker, relative to the measured time.",
-    "bytes error": "bytes: bytes that a worker sends per step.",
-    "from": "from: a rehearsal, that is a short run in virtual time, or an extrapolation from smaller rehearsals.",
-}
-"""Column heading in the table of predictions and measurements → meaning of the column."""
-CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
-"""Column heading → rank of the column. A narrow terminal leaves out the columns of the highest rank first."""
+"""Columns of the table of predictions and measurements."""
 
 
 def check_cells(one: Check) -> tuple[str, ...]:

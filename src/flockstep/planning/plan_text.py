@@ -10,45 +10,46 @@ from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.scaling import PAYS, Curve
 from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report.formatting import NONE, number, seconds, share, size
+from flockstep.report.terminal import TableColumn
 
-HEADINGS = (
-    "strategy",
-    "speed-up",
-    "samples/s",
-    "step",
-    "computes",
-    "sends",
-    "server",
-    "staleness",
-    "max",
-    "memory",
-    "from",
+COLUMNS = (
+    TableColumn("strategy", text=True),
+    TableColumn(
+        "speed-up",
+        note="speed-up: predicted speed relative to one worker, from the samples per second and the number of samples "
+        "needed for the same accuracy.",
+    ),
+    TableColumn("samples/s", rank=2, note="samples/s: samples per second of all workers together."),
+    TableColumn("step", rank=3, note="step: time between two gradients of a worker."),
+    TableColumn(
+        "computes",
+        rank=4,
+        note="computes: share of a step spent computing; the rest of the step is communication and waiting.",
+    ),
+    TableColumn("sends", rank=5, note="sends: bytes that a worker sends per step."),
+    TableColumn("server", rank=8, note="server: bytes per step through the busiest server."),
+    TableColumn(
+        "staleness",
+        rank=7,
+        note="staleness: mean number of updates applied between reading the parameters and applying the gradient.",
+    ),
+    TableColumn("max", rank=9, note="max: largest staleness in the rehearsal."),
+    TableColumn(
+        "memory",
+        rank=6,
+        note="memory: bytes on a worker for parameters, gradients, optimizer, strategy, and the activations of a batch "
+        "if the layers are known.",
+    ),
+    TableColumn(
+        "from",
+        text=True,
+        rank=10,
+        note="from: a rehearsal, that is a short run in virtual time with all workers, or an extrapolation from "
+        "rehearsals with fewer workers.",
+    ),
 )
-
-RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
-"""Column heading → rank of the column. A narrow terminal leaves out the columns of the highest rank first."""
-MEANT = {
-    "speed-up": (
-        "speed-up: predicted speed relative to one worker, from the samples per second and the number of samples "
-        "needed for the same accuracy."
-    ),
-    "samples/s": "samples/s: samples per second of all workers together.",
-    "step": "step: time between two gradients of a worker.",
-    "computes": "computes: share of a step spent computing; the rest of the step is communication and waiting.",
-    "sends": "sends: bytes that a worker sends per step.",
-    "server": "server: bytes per step through the busiest server.",
-    "staleness": "staleness: mean number of updates applied between reading the parameters and applying the gradient.",
-    "max": "max: largest staleness in the rehearsal.",
-    "memory": (
-        "memory: bytes on a worker for parameters, gradients, optimizer, strategy, and the activations of a batch if "
-        "the layers are known."
-    ),
-    "from": (
-        "from: a rehearsal, that is a short run in virtual time with all workers, or an extrapolation from rehearsals "
-        "with fewer workers."
-    ),
-}
-"""Column heading in the table of predictions → meaning of the column."""
+"""Columns of the table of predictions."""
+HEADINGS = tuple(one.heading for one in COLUMNS)
 LITTLE = 1e-3
 """Speed-up below which the table shows only an upper limit of the speed-up."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
