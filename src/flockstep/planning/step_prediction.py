@@ -22,7 +22,7 @@ from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import SurrogateBatches, longest_cycle
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
-from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
+from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Wrapper
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Link, Network
@@ -536,23 +536,14 @@ def _places(at: float) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Hiccups(ComputeModel):
+class Hiccups(Wrapper):
     """A compute model with stragglers: every `every` steps, the gradient of the next worker in turn takes `factor`
     times as long.
     """
 
-    base: ComputeModel
     factor: float
     every: int
     workers: int
-
-    @property
-    def sharing(self) -> int | None:
-        return self.base.sharing
-
-    @property
-    def turns(self) -> bool:
-        return self.base.turns
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         for number, seconds in enumerate(self.base.stream(seed, rank)):
