@@ -183,6 +183,10 @@ class _Counts:
         return [mine for mine in found if mine]
 
 
+def _nothing(event: Event) -> None:
+    """Event listener that does nothing."""
+
+
 @dataclass(frozen=True)
 class _Stage:
     """The settings of a rehearsal, except its number of steps and the size of its surrogate."""
@@ -193,13 +197,13 @@ class _Stage:
     compute: ComputeModel
     network: Network
     shapes: tuple[Shape, ...]
-    dtype_bytes: int
-    optimizer: Optimizer | None
-    seed: int
     surrogate_batches: SurrogateBatches
-    work: Overheads
-    quick: bool
-    listen: Callable[[Event], None]
+    dtype_bytes: int = 4
+    optimizer: Optimizer | None = None
+    seed: int = 0
+    work: Overheads = Overheads()
+    quick: bool = False
+    listen: Callable[[Event], None] = _nothing
     split: SplitShape | None = None
 
     @property
@@ -265,10 +269,6 @@ class _Stage:
         return counts, engine
 
 
-def _nothing(event: Event) -> None:
-    """Event listener that does nothing."""
-
-
 def rehearse(
     strategy: Strategy,
     workers: int,
@@ -327,10 +327,10 @@ def rehearse(
         compute,
         network,
         shapes or ((round(model_bytes / dtype_bytes),),),
+        surrogate_batches or SurrogateBatches(),
         dtype_bytes,
         optimizer,
         seed,
-        surrogate_batches or SurrogateBatches(),
         work,
         quick,
         listen,
@@ -585,21 +585,7 @@ def _unlike(
 ) -> str | None:
     """Reason why a surrogate is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
     nbytes = 4 * sum(map(math.prod, shapes))
-    stage = _Stage(
-        strategy,
-        workers,
-        nbytes,
-        ConstantTime(1.0),
-        Ideal(),
-        shapes,
-        4,
-        None,
-        0,
-        surrogate_batches,
-        Overheads(),
-        True,
-        _nothing,
-    )
+    stage = _Stage(strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, surrogate_batches, quick=True)
     try:
         begun = _begun(stage, ELEMENTS, 2)
         for steps in (FEW, begun) if strategy.traits.fixed_steps else (begun,):  # of those that send seldom, more
