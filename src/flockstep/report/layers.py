@@ -62,20 +62,6 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True)
-class WorkerShare:
-    """Work W (operations), depth D (longest chain of dependent operations) and W/D of one worker in a step."""
-
-    work: float
-    depth: int
-    parallelism: float
-
-    @classmethod
-    def of(cls, share: Concurrency) -> WorkerShare:
-        """Return W, D and W/D for a share of the work and for the depth."""
-        return cls(share.work, share.depth, share.parallelism)
-
-
-@dataclass(frozen=True)
 class LayerRow:
     """One layer at a given batch size and number of workers; sizes are in bytes, work in floating-point operations."""
 
@@ -100,7 +86,7 @@ class LayerRow:
     cheaper: str | None
     break_even_batch: float | None
     """Number of samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
-    concurrency: dict[str, WorkerShare]
+    concurrency: dict[str, Concurrency]
     """Kind of parallelism ("data", "model", "pipeline") → work, depth and their ratio of one worker in a step over the
     samples of all workers.
     """
@@ -136,13 +122,13 @@ def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
         layer.pipeline_bytes(batch, model.itemsize),
         model.cheaper(layer, batch, workers) if choice else None,
         model.break_even_batch(layer, workers) if choice else None,
-        {kind: WorkerShare.of(share(layer, batch, workers)) for kind, share in CONCURRENCY.items()},
+        {kind: share(layer, batch, workers) for kind, share in CONCURRENCY.items()},
     )
 
 
 def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
     """Return the totals and the rows of the table as a dictionary, for JSON."""
-    listed = [dataclasses.asdict(row) for row in rows(model, batch, workers)]
+    listed = [{**dataclasses.asdict(row), "concurrency": _shares(row)} for row in rows(model, batch, workers)]
     return {
         "model": model.name,
         "note": model.note,
@@ -163,6 +149,12 @@ def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
         "pipeline": _pipeline(model, batch, workers),
         "unknown": list(model.unknown),
         "layers": listed,
+    }
+
+
+def _shares(row: LayerRow) -> dict[str, Any]:
+    return {
+        kind: {**dataclasses.asdict(share), "parallelism": share.parallelism} for kind, share in row.concurrency.items()
     }
 
 
@@ -258,7 +250,7 @@ def cells(row: LayerRow) -> tuple[str, ...]:
     )
 
 
-def _share_cells(share: WorkerShare, missing: bool) -> tuple[str, ...]:
+def _share_cells(share: Concurrency, missing: bool) -> tuple[str, ...]:
     if missing:
         return (formatting.NONE,) * 3
     return amount(share.work), f"{share.depth:,}", amount(share.parallelism)
