@@ -19,7 +19,7 @@ from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, places, require_comparable
-from flockstep.report.style import ACTIVITIES, Series, by_rank
+from flockstep.report.style import ACTIVITIES, Series
 from flockstep.report.table import apart, cells, columns, gradient_notes, ties
 
 _FACTS = (
@@ -93,7 +93,8 @@ def render(
     require_comparable(summaries)
     ranking = order(summaries)
     ranked = [records[index] for index in ranking]
-    series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
+    named = zip(labels([record.summary for record in ranked]), ranked, strict=True)
+    series = [Series(label, record, place) for place, (label, record) in enumerate(named)]
     configs = [record.config for record in ranked]
     notes = [*gradient_notes(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])

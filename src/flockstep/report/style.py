@@ -196,10 +196,3 @@ def above(text: str, left: float, top: float) -> dict[str, Any]:
     """Return an annotation above a plot, aligned left; `text` must be escaped."""
     paper = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return {"text": text, "x": left, "y": top, **paper, "showarrow": False}
-
-
-def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:
-    """Return a series for each labeled record, with ranks in the order of the records, which must be sorted from best
-    to worst.
-    """
-    return [Series(label, record, place) for place, (label, record) in enumerate(records)]
