@@ -80,16 +80,17 @@ def _mean_step(nodes: dict[Address, NodeProgress]) -> float:
 
 
 @contextmanager
-def status() -> Iterator[ProgressCallback]:
-    """Context manager that shows the current task and, if the total is known, the time left; if standard error is not a
-    terminal, a line is printed every `PERIOD` seconds.
+def status(title: str = "starting", unit: str = "") -> Iterator[ProgressCallback]:
+    """Context manager that shows the current task, `title` at first, and, if the total number of units is known, the
+    time left; if standard error is not a terminal, a line is printed every `PERIOD` seconds.
     """
     if not console.is_terminal:
-        with _lines() as say:
-            yield say
+        with _lines() as tell:
+            counted = f"{unit} of " if unit else ""
+            yield lambda what, done=0, total=0: tell(f"{counted}{what}", done, total)
         return
-    with _progress() as progress:
-        task = progress.add_task("starting", total=None)
+    with _progress(unit) as progress:
+        task = progress.add_task(title, total=None)
 
         def say(what: str, done: float = 0, total: float = 0) -> None:
             progress.update(task, description=what, completed=int(done), total=int(total) or None)
@@ -126,25 +127,13 @@ def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
     """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; if standard
     error is not a terminal, a line is printed every `PERIOD` seconds.
     """
-    if not console.is_terminal:
-        with _lines() as say:
-            yield _now_and_then(lambda text, done, total: say(f"worker-steps of {text}", done, total), title)
-        return
-    with _progress("worker-steps") as progress:
-        task = progress.add_task(title, total=None)
-        yield _now_and_then(
-            lambda text, done, total: progress.update(task, description=text, completed=done, total=total), title
-        )
+    with status(title, "worker-steps") as say:
 
+        def show(done: int, total: int, clock: float) -> None:
+            if done % max(1, total // 200) == 0 or done == total:  # about 200 times in a simulation
+                say(f"{title}, virtual {clock:.3g} s", done, total)
 
-def _now_and_then(tell: Callable[[str, int, int], object], title: str) -> Callable[[int, int, float], None]:
-    """Return the function that tells one in about 200 steps of a simulation, and its last step."""
-
-    def show(done: int, total: int, clock: float) -> None:
-        if done % max(1, total // 200) == 0 or done == total:
-            tell(f"{title}, virtual {clock:.3g} s", done, total)
-
-    return show
+        yield show
 
 
 def _progress(unit: str = "") -> Progress:
