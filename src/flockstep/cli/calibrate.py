@@ -14,12 +14,6 @@ from flockstep.errors import ConfigurationError
 if TYPE_CHECKING:
     from flockstep.planning.calibrate import Calibration
 
-Gradients = Annotated[
-    int,
-    typer.Option(
-        help="Number of gradients to time per worker, first on one worker alone and then on all workers at once."
-    ),
-]
 _MEASURING = ("workers", "job", "transport", "threads", "gradients", "rounds", "codec")
 
 
@@ -29,7 +23,12 @@ def calibrate(
     job: Annotated[str, typer.Option(help="Job whose gradients are timed.")] = "digits",
     transport: o.TransportText = "shared_memory",
     threads: o.Threads = 1,
-    gradients: Gradients = 30,
+    gradients: Annotated[
+        int,
+        typer.Option(
+            help="Number of gradients to time per worker, first on one worker alone and then on all workers at once."
+        ),
+    ] = 30,
     rounds: Annotated[int, typer.Option(help="Number of round trips of a message between every pair of workers.")] = 20,
     codec: Annotated[
         list[str] | None, typer.Option(help="Codec to measure; repeat the option for several (default: half).")

@@ -154,24 +154,6 @@ MaxGradientNorm = Annotated[
     ),
 ]
 Strikes = Annotated[int, training_option(help="Number of bad gradients after which a worker is quarantined.")]
-Nodes = Annotated[
-    int | None,
-    host_option(
-        help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
-        "this host)."
-    ),
-]
-NodeRank = Annotated[int | None, host_option(help="Rank of this host; the host with rank 0 coordinates the run.")]
-CoordinatorAddress = Annotated[
-    str | None, host_option(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
-]
-SeparateCoordinator = Annotated[
-    bool,
-    host_option(
-        "--separate-coordinator",
-        help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.",
-    ),
-]
 SecretFile = Annotated[
     Path | None,
     host_option(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET)."),
@@ -191,27 +173,6 @@ On = Annotated[
         "or in the allocation of this shell; ray: on a Ray cluster."
     ),
 ]
-SshHosts = Annotated[
-    str | None,
-    host_option(help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."),
-]
-SshCommand = Annotated[str, host_option(help="The ssh command with its options (only with --hosts).")]
-RemotePython = Annotated[
-    str | None,
-    host_option(
-        help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."
-    ),
-]
-SlurmOptions = Annotated[
-    str,
-    host_option(help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."),
-]
-CpusPerWorker = Annotated[
-    float, host_option(help="Number of cores that each worker reserves (only with --on slurm or ray).")
-]
-GpusPerWorker = Annotated[
-    float, host_option(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
-]
 
 
 @dataclass(frozen=True)
@@ -221,16 +182,51 @@ class HostOptions:
     """
 
     on: On = "local"
-    cpus_per_worker: CpusPerWorker = 1.0
-    gpus_per_worker: GpusPerWorker = 0.0
-    hosts: SshHosts = None
-    ssh: SshCommand = "ssh"
-    remote_python: RemotePython = None
-    slurm_options: SlurmOptions = ""
-    nodes: Nodes = None
-    node_rank: NodeRank = None
-    coordinator: CoordinatorAddress = None
-    separate_coordinator: SeparateCoordinator = False
+    cpus_per_worker: Annotated[
+        float, host_option(help="Number of cores that each worker reserves (only with --on slurm or ray).")
+    ] = 1.0
+    gpus_per_worker: Annotated[
+        float, host_option(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
+    ] = 0.0
+    hosts: Annotated[
+        str | None,
+        host_option(
+            help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."
+        ),
+    ] = None
+    ssh: Annotated[str, host_option(help="The ssh command with its options (only with --hosts).")] = "ssh"
+    remote_python: Annotated[
+        str | None,
+        host_option(
+            help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."
+        ),
+    ] = None
+    slurm_options: Annotated[
+        str,
+        host_option(
+            help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."
+        ),
+    ] = ""
+    nodes: Annotated[
+        int | None,
+        host_option(
+            help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
+            "this host)."
+        ),
+    ] = None
+    node_rank: Annotated[
+        int | None, host_option(help="Rank of this host; the host with rank 0 coordinates the run.")
+    ] = None
+    coordinator: Annotated[
+        str | None, host_option(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
+    ] = None
+    separate_coordinator: Annotated[
+        bool,
+        host_option(
+            "--separate-coordinator",
+            help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.",
+        ),
+    ] = False
     secret_file: SecretFile = None
     timeout: MeetTimeout = 600.0
     host_address: HostAddress = ""

@@ -26,95 +26,11 @@ if TYPE_CHECKING:
     from flockstep.report.page import Listing
     from flockstep.report.terminal import TextTable
 
-Named = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        "-c",
-        help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` writes.",
-        show_default="laptop, or here after flockstep calibrate; with --check the cluster of the run",
-    ),
-]
-Requirements = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
-        "repeat the option for several."
-    ),
-]
 
-Hours = Annotated[
-    float | None,
-    typer.Option(
-        help="Length of the run in hours; it determines how many failures are expected.",
-        show_default="the time of the job's epochs; 24 without data",
-    ),
-]
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="Strategy to consider; repeat the option for several (default: all strategies).",
-        autocompletion=o.STRATEGY,
-    ),
-]
-Records = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
-    ),
-]
 split_option = functools.partial(typer.Option, rich_help_panel="Split models")
 """An option that applies to models which are split over workers; they are a group in `--help`."""
-Hybrid = Annotated[
-    bool,
-    split_option(
-        "--hybrid", help="Also predict models that are split over workers, and choose partition and strategy together."
-    ),
-]
-Partitions = Annotated[
-    list[str] | None,
-    split_option(
-        help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
-        "--hybrid: the best partitions that a search finds)."
-    ),
-]
-Memory = Annotated[
-    str | None,
-    split_option(
-        help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
-        show_default="memory stated by the cluster",
-    ),
-]
 trial_option = functools.partial(typer.Option, rich_help_panel="Trials")
 """An option that applies only with --simulate; they are a group in `--help`."""
-Simulate = Annotated[
-    bool, trial_option("--simulate", help="Also train with the best strategies in virtual time, with real gradients.")
-]
-Trials = Annotated[int | None, trial_option(help="Number of trials of each strategy (default: 8).")]
-Budget = Annotated[
-    float | None,
-    trial_option(
-        help="Real seconds that all trials together may take (default: 120; without limit if --trials is given)."
-    ),
-]
-Top = Annotated[
-    int | None,
-    trial_option(
-        help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy)."
-    ),
-]
-Target = Annotated[float | None, trial_option(help="Metric that a trial must reach (default: the job's).")]
-Seed = Annotated[int | None, trial_option(help="Seed of trials and of the search (default: 0).")]
-SplitText = Annotated[str | None, trial_option(help="How data is split in trials (default: as --require demands).")]
-Keep = Annotated[
-    Path | None,
-    trial_option(
-        help="Folder in which trials are saved; give the same folder again to continue (default: a new folder in "
-        "runs/)."
-    ),
-]
 FOREMOST, REASONS = 6, 4
 """FOREMOST: number of strategies in the table of a plan. REASONS: number of reasons for the advice. With --all,
 everything is shown.
@@ -135,20 +51,72 @@ def plan(
             "with job()."
         ),
     ],
-    cluster: Named = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` "
+            "writes.",
+            show_default="laptop, or here after flockstep calibrate; with --check the cluster of the run",
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", help="Number of workers (default: all workers of the cluster).")
     ] = None,
-    require: Requirements = None,
-    strategy: Strategies = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
+            "repeat the option for several."
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="Strategy to consider; repeat the option for several (default: all strategies).",
+            autocompletion=o.STRATEGY,
+        ),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", help="Number of samples per gradient (default: the job's).")
     ] = None,
-    hours: Hours = None,
-    record: Records = None,
-    hybrid: Hybrid = False,
-    partition: Partitions = None,
-    memory: Memory = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            help="Length of the run in hours; it determines how many failures are expected.",
+            show_default="the time of the job's epochs; 24 without data",
+        ),
+    ] = None,
+    record: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
+        ),
+    ] = None,
+    hybrid: Annotated[
+        bool,
+        split_option(
+            "--hybrid",
+            help="Also predict models that are split over workers, and choose partition and strategy together.",
+        ),
+    ] = False,
+    partition: Annotated[
+        list[str] | None,
+        split_option(
+            help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
+            "--hybrid: the best partitions that a search finds)."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        split_option(
+            help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
+            show_default="memory stated by the cluster",
+        ),
+    ] = None,
     imports: o.Imports = None,
     everything: Annotated[
         bool,
@@ -156,14 +124,35 @@ def plan(
             "--all", help="Show every strategy, every column and all reasons (default: only the most important ones)."
         ),
     ] = False,
-    simulate: Simulate = False,
-    trials: Trials = None,
-    budget: Budget = None,
-    top: Top = None,
-    target: Target = None,
-    seed: Seed = None,
-    split: SplitText = None,
-    keep: Keep = None,
+    simulate: Annotated[
+        bool,
+        trial_option("--simulate", help="Also train with the best strategies in virtual time, with real gradients."),
+    ] = False,
+    trials: Annotated[int | None, trial_option(help="Number of trials of each strategy (default: 8).")] = None,
+    budget: Annotated[
+        float | None,
+        trial_option(
+            help="Real seconds that all trials together may take (default: 120; without limit if --trials is given)."
+        ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        trial_option(
+            help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy)."
+        ),
+    ] = None,
+    target: Annotated[float | None, trial_option(help="Metric that a trial must reach (default: the job's).")] = None,
+    seed: Annotated[int | None, trial_option(help="Seed of trials and of the search (default: 0).")] = None,
+    split: Annotated[
+        str | None, trial_option(help="How data is split in trials (default: as --require demands).")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        trial_option(
+            help="Folder in which trials are saved; give the same folder again to continue (default: a new folder in "
+            "runs/)."
+        ),
+    ] = None,
     out: Annotated[Path | None, o.output_option(help="Also write the plan to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
