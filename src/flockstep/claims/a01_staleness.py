@@ -4,18 +4,14 @@ number of gradients per update.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flockstep.claims.base import Claim, Say, Verdict, near, same
+from flockstep.claims.real_run import events_of
 from flockstep.claims.update_trace import Updates, timed, trace_of
-from flockstep.launchers.train import train
 from flockstep.messages import Address, Message
-from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, UpdateEvent
-from flockstep.records.folder import RunFolder
 from flockstep.strategies.consistency.softsync import SoftSync
 from flockstep.strategies.parameter_server import ParameterServer
 
@@ -111,10 +107,6 @@ class Staleness(Claim):
         return float(settled.mean()), int(trace.staleness.sum()), simulation.total
 
     def _real(self, n: int) -> float:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "run"
-            strategy = f"ps(consistency=softsync({n}))"
-            workers, steps = REAL_WORKERS, self.real_steps
-            train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=workers, steps=steps), folder)
-            trace = trace_of([event for event in RunFolder(folder).read_events() if isinstance(event, UpdateEvent)])
+        events = events_of("softmax", f"ps(consistency=softsync({n}))", REAL_WORKERS, self.real_steps)
+        trace = trace_of([event for event in events if isinstance(event, UpdateEvent)])
         return float(trace.until_first_end(self.real_steps).staleness[5 * REAL_WORKERS :].mean())

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from flockstep.arrays.schema import slices
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near, same
-from flockstep.launchers.train import train
-from flockstep.records.config import RunConfig
+from flockstep.claims.real_run import events_of
 from flockstep.records.events import NodeEvent
-from flockstep.records.folder import RunFolder
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 NODES = range(2, 9)
@@ -75,11 +71,7 @@ class RingBytes(Claim):
         ]
 
     def _real(self, n: int) -> list[NodeEvent]:
-        job = f"quadratic(dimension={ELEMENTS})"
-        with tempfile.TemporaryDirectory() as folder:
-            config = RunConfig(kind="train", job=job, strategy="all_reduce", workers=n, steps=STEPS)
-            train(config, Path(folder) / "run")
-            events = RunFolder(Path(folder) / "run").merge_events()
+        events = events_of(f"quadratic(dimension={ELEMENTS})", "all_reduce", n, STEPS)
         return sorted((event for event in events if isinstance(event, NodeEvent)), key=lambda event: event.node)
 
     def _slope(self, say: Say) -> float:

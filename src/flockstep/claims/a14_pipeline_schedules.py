@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
-from flockstep.launchers.train import train
+from flockstep.claims.real_run import events_of
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
 from flockstep.partitions.timeline import idle_share, most_in_flight, timeline
-from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, StepEvent
-from flockstep.records.folder import RunFolder
 
 STAGES, BATCHES = 4, (4, 8, 32)
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
@@ -197,23 +193,10 @@ class PipelineSchedules(Claim):
 
     def _timed(self, schedule: str, slow: tuple[int, ...]) -> float:
         """Idle share of the stages of a real run; `slow`: numbers of the layers that take twice as long."""
-        with tempfile.TemporaryDirectory() as scratch:
-            job, folder = Path(scratch) / "waits.py", Path(scratch) / "run"
-            layers = STAGES * CHUNKS
-            job.write_text(JOB.format(layers=layers, slow=slow, seconds=self.seconds / CHUNKS), "utf-8")
-            partition = f"pipeline({STAGES}, {schedule}, {REAL_BATCHES})"
-            config = RunConfig(
-                kind="train",
-                job=str(job),
-                strategy="all_reduce",
-                workers=STAGES,
-                steps=self.steps,
-                partition=partition,
-                evaluate_every=self.steps,
-                threads=1,
-            )
-            train(config, folder)
-            return idle_share_of(RunFolder(folder).read_events())
+        job = JOB.format(layers=STAGES * CHUNKS, slow=slow, seconds=self.seconds / CHUNKS)
+        partition = f"pipeline({STAGES}, {schedule}, {REAL_BATCHES})"
+        settings = {"partition": partition, "evaluate_every": self.steps, "threads": 1}
+        return idle_share_of(events_of(job, "all_reduce", STAGES, self.steps, **settings))
 
 
 def idle_share_of(events: Iterable[Event]) -> float:

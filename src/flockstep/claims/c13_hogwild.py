@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded
+from flockstep.claims.real_run import events_of
 from flockstep.claims.spans import median, ranged
 from flockstep.claims.sparse_logistic import COEFFICIENTS, FIELDS
-from flockstep.launchers.train import train
-from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, ScalarEvent, StepEvent
-from flockstep.records.folder import RunFolder
 
 STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
 WARM = 4
@@ -127,14 +123,8 @@ def _reading(best: dict[str, float]) -> str:
 
 def _run(strategy: str, penalty: float, workers: int) -> Ran:
     """Run the same total number of steps with any number of workers."""
-    with tempfile.TemporaryDirectory() as scratch:
-        job, folder, steps = Path(scratch) / "categories.py", Path(scratch) / "run", STEPS // workers
-        job.write_text(JOB.format(optimizer=OPTIMIZER, batch=BATCH, penalty=penalty), "utf-8")
-        config = RunConfig(
-            kind="train", job=str(job), strategy=strategy, workers=workers, steps=steps, threads=1, evaluate_every=steps
-        )
-        train(config, folder)
-        events = RunFolder(folder).read_events()
+    job, steps = JOB.format(optimizer=OPTIMIZER, batch=BATCH, penalty=penalty), STEPS // workers
+    events = events_of(job, strategy, workers, steps, threads=1, evaluate_every=steps)
     figures = {event.name: event.value for event in events if isinstance(event, ScalarEvent)}
     loss = [event.loss for event in events if isinstance(event, EvaluationEvent)][-1]
     return Ran(rate(events, workers), figures.get("updates", 0.0), figures.get("lost_updates", -1.0), loss)

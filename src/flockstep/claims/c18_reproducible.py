@@ -8,9 +8,8 @@ from pathlib import Path
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.launchers.simulate import simulate
-from flockstep.launchers.train import train
-from flockstep.records.config import RunConfig
+from flockstep.experiments.single import carry_out
+from flockstep.records.config import Kind, RunConfig
 from flockstep.records.folder import RunFolder
 
 SYNCHRONOUS = ("all_reduce", "ps(consistency=bsp)", "local_sgd(period=5)")
@@ -58,18 +57,13 @@ class Reproducible(Claim):
             )
         return Verdict(tuple(rows))
 
-    def _hashes(self, strategy: str, kind: str) -> set[str]:
+    def _hashes(self, strategy: str, kind: Kind) -> set[str]:
         found = set()
         for _ in range(self.attempts):
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "run"
-                if kind == "train":
-                    train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=4, steps=200), folder)
-                else:
-                    compute = "lognormal(0.01, 1)"
-                    job = RunConfig(
-                        kind="simulate", job="softmax", strategy=strategy, workers=4, steps=200, compute=compute
-                    )
-                    simulate(job, folder)
+                compute = "lognormal(0.01, 1)" if kind == "simulate" else None
+                config = RunConfig(kind=kind, job="softmax", strategy=strategy, workers=4, steps=200, compute=compute)
+                carry_out(config, folder)
                 found.add(fingerprint(RunFolder(folder).read_result()[0]))
         return found

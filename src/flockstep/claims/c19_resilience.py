@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
-from flockstep.claims.delay_share import VICTIM, alone, lateness, measured, predicted
+from flockstep.claims.delay_share import VICTIM, ThroughputLoss, alone, lateness, measured, predicted
 from flockstep.claims.failure_table import FAMILIES, Expectation, Family
 from flockstep.claims.real_faults import killed, narrowed, why_not
 from flockstep.errors import PeerLost
@@ -182,16 +183,14 @@ def shares_of_losses() -> Iterator[ClaimRow]:
             victim = ASKS.get(text, VICTIM) if name == NARROW else VICTIM
             loss = measured(text, WORKERS, fault.format(victim), victim)
             what = f"{text} ({where}, {how}), {name}: share of the worker's loss of throughput that all workers lose"
-            if not loss.exercised:
-                yield ClaimRow(
-                    what,
-                    said,
-                    f"not tested: even the affected worker loses only {loss.victim:.1%} of its throughput",
-                    False,
-                )
-                continue
-            holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
-            yield ClaimRow(what, said, loss.share, holds)
+            yield _share(what, said, loss, wanted - 0.06 if how == "synchronous" else -math.inf, wanted + 0.06)
+
+
+def _share(what: str, said: str, loss: ThroughputLoss, least: float, most: float) -> ClaimRow:
+    if loss.exercised:
+        return ClaimRow(what, said, loss.share, least <= loss.share <= most)
+    ours = f"not tested: even the affected worker loses only {loss.victim:.1%} of its throughput"
+    return ClaimRow(what, said, ours, False)
 
 
 def waits_for_nobody(text: str) -> ClaimRow:
@@ -199,16 +198,12 @@ def waits_for_nobody(text: str) -> ClaimRow:
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
-    if after < before + 1:
-        return ClaimRow(
-            f"{text}, {NARROW}: largest loss of throughput of any worker",
-            "larger staleness, but no loss",
-            f"not tested: {ours}",
-            False,
-        )
-    holds = max(abs(loss.victim), abs(loss.everyone)) <= 0.01
+    tested = after >= before + 1
     return ClaimRow(
-        f"{text}, {NARROW}: largest loss of throughput of any worker", "larger staleness, but no loss", ours, holds
+        f"{text}, {NARROW}: largest loss of throughput of any worker",
+        "larger staleness, but no loss",
+        ours if tested else f"not tested: {ours}",
+        tested and max(abs(loss.victim), abs(loss.everyone)) <= 0.01,
     )
 
 
@@ -242,13 +237,4 @@ def real(say: Say) -> Iterator[ClaimRow]:
             yield ClaimRow(what, said, f"not tested: {why}", False)
             continue
         say(f"one link narrows during a run of {text}")
-        loss = narrowed(text)
-        if not loss.exercised:
-            yield ClaimRow(
-                what,
-                said,
-                f"not tested: even the affected worker loses only {loss.victim:.1%} of its throughput",
-                False,
-            )
-            continue
-        yield ClaimRow(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)
+        yield _share(what, said, narrowed(text), *((0.7, math.inf) if everyone else (-math.inf, 0.5)))
