@@ -283,11 +283,12 @@ def join(
     from flockstep.records.folder import RunFolder
 
     if Path(run).exists() or ":" not in run:
-        for option, value in o.given_options(context, ("job", "imports", "secret_file", "timeout", "host_address")):
-            raise ConfigurationError(
-                f"{option} {value} applies only to a run on another host, and {run} is a folder of this machine; "
-                "leave the option out, or give the address of the run's coordinator, such as 10.0.0.1:29400"
-            )
+        o.refuse(
+            context,
+            ("job", "imports", "secret_file", "timeout", "host_address"),
+            f"applies only to a run on another host, and {run} is a folder of this machine; leave the option out, or "
+            "give the address of the run's coordinator, such as 10.0.0.1:29400",
+        )
         print(ask(RunFolder(Path(run)), workers))
         return
     from flockstep.launchers.joining_host import join_run
@@ -666,9 +667,7 @@ def track(
     tracker = ExperimentTracker.parse(to)
     with show.status() as say:
         points = copy(folder, tracker, say)
-    show.console.print(
-        f"copied {points} points of {folder} to {tracker.place}", markup=False, highlight=False, soft_wrap=True
-    )
+    show.note(f"copied {points} points of {folder} to {tracker.place}")
 
 
 app.command(rich_help_panel=PLAN)(plan)

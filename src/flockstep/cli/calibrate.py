@@ -58,18 +58,14 @@ def calibrate(
     if out is not None and out.suffix != ".toml":
         raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; end the name in .toml")
     if records:
-        _refuse(context, _MEASURING)
+        o.refuse(context, _MEASURING, "is only for measuring this machine and has no effect with --from; leave it out")
         found = _fitted(records, latency, bandwidth, tuple(imports or ()))
     else:
-        _refuse(context, ("latency", "bandwidth", "imports"))
+        given = ("latency", "bandwidth", "imports")
+        o.refuse(context, given, "is only for --from; leave it out, or add --from with a run")
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
         if keep:
-            show.console.print(
-                f"saved as the cluster 'here', the default of flockstep plan: {_kept(found)}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            show.note(f"saved as the cluster 'here', the default of flockstep plan: {_kept(found)}")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_toml(), encoding="utf-8")
@@ -124,13 +120,3 @@ def _measured(
             codecs=CODECS if codec is None else codec,
             say=say,
         )
-
-
-def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
-    """Refuse options that were given although they mean nothing here."""
-    for option, value in o.given_options(context, names):
-        if names == _MEASURING:
-            raise ConfigurationError(
-                f"{option} {value} is only for measuring this machine and has no effect with --from; leave it out"
-            )
-        raise ConfigurationError(f"{option} {value} is only for --from; leave it out, or add --from with a run")

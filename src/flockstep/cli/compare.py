@@ -31,7 +31,7 @@ def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | Non
     def say(line: str) -> None:
         nonlocal finished
         finished += 1
-        show.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        show.note(line)
 
     def execute(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
         nonlocal ran
@@ -49,7 +49,7 @@ def _print(found: Comparison, as_json: bool) -> None:
     missed = [] if found.repeated else filter(None, (runs.missed(group.runs[0]) for group in found.chosen))
     ways = gradient_notes([run.config for run in found.drawn])
     for sentence in [*missed, *ways, *found.failures, *found.caveats]:
-        show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
+        show.note(f"flockstep: {sentence}")
     if as_json:
         medians = [group.document(group in found.chosen) for group in found.groups] if found.repeated else []
         rows = [runs.as_data(run.summary, run.folder) for run in found.runs]

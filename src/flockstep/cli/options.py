@@ -406,20 +406,17 @@ def gathered(
         with _by_ssh(context, where, arguments, output) as found:
             yield found
         return
-    for option, value in given_options(context, ("ssh", *(("remote_python",) if where.on != "slurm" else ()))):
-        raise ConfigurationError(f"{option} {value} is for hosts that ssh reaches; add --hosts")
-    for option, value in given_options(context, ("slurm_options",)) if where.on != "slurm" else ():
-        raise ConfigurationError(f"{option} {value} is for a Slurm job; add --on slurm")
+    refuse(context, ("ssh",), "is for hosts that ssh reaches; add --hosts")
+    if where.on != "slurm":
+        refuse(context, ("remote_python",), "is for hosts that ssh reaches; add --hosts")
+        refuse(context, ("slurm_options",), "is for a Slurm job; add --on slurm")
     if where.on == "local":
         for option, value in given_options(context, FOR_SUBMISSION):
             raise ConfigurationError(f"{option} {value:g} is for a cluster; add --on slurm or --on ray")
         yield _by_hand(context, where)
         return
     others = (*BY_HAND, *(("host_address",) if where.on == "ray" else ()))
-    for option, value in given_options(context, others):
-        raise ConfigurationError(
-            f"{option} {value} is for hosts that you start yourself; leave it out with --on {where.on}"
-        )
+    refuse(context, others, f"is for hosts that you start yourself; leave it out with --on {where.on}")
     from flockstep.launchers.output import SHOWN
 
     on = _on_slurm if where.on == "slurm" else _on_ray
@@ -443,10 +440,7 @@ def _on_slurm(
     """Context manager: the hosts of the allocation of this process."""
     from flockstep.launchers.slurm import slurm_allocation
 
-    for option, value in given_options(context, FOR_SUBMISSION):
-        raise ConfigurationError(
-            f"{option} {value} applies when a job is submitted, and this command runs inside a job; leave it out"
-        )
+    refuse(context, FOR_SUBMISSION, "applies when a job is submitted, and this command runs inside a job; leave it out")
     python = where.remote_python or sys.executable
     return slurm_allocation(workers, where.nodes, python, where.timeout, where.host_address, arguments, output)
 
@@ -500,8 +494,11 @@ def _by_ssh(
     context: typer.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
-    for option, value in given_options(context, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION)):
-        raise ConfigurationError(f"{option} {value} cannot be combined with --hosts; leave one of them out")
+    refuse(
+        context,
+        ("on", "nodes", *BY_HAND, *FOR_SUBMISSION),
+        "cannot be combined with --hosts; leave one of them out",
+    )
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ssh import ssh_hosts
 
@@ -525,12 +522,12 @@ def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
         ConfigurationError: such an option is given.
     """
     alone = where.on == "local" and where.hosts is None
-    for option, value in given_options(context, (*BY_HAND, *(("nodes", "timeout", "host_address") if alone else ()))):
-        raise ConfigurationError(
-            f"{option} {value} is for hosts that you start yourself, and the processes on such hosts end with one "
-            "run, but a comparison has several runs; use --hosts a:4,b:4, --on slurm or --on ray, which start the "
-            "hosts of each run"
-        )
+    refuse(
+        context,
+        (*BY_HAND, *(("nodes", "timeout", "host_address") if alone else ())),
+        "is for hosts that you start yourself, and the processes on such hosts end with one run, but a comparison has "
+        "several runs; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run",
+    )
 
 
 def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
@@ -543,8 +540,7 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
     if where.nodes is None and where.coordinator is not None and grows:
         where = dataclasses.replace(where, nodes=1, node_rank=where.node_rank or 0)
     if where.nodes is None:
-        for option, value in given_options(context, (*BY_HAND, "timeout", "host_address")):
-            raise ConfigurationError(f"{option} {value} is for several hosts; add --nodes")
+        refuse(context, (*BY_HAND, "timeout", "host_address"), "is for several hosts; add --nodes")
         return None
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.meeting import meeting_at, read_secret
@@ -608,24 +604,26 @@ def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: type
     """
     from flockstep.experiments import arguments
 
-    for option, value in given_options(context, ("network", "compute")) if cluster is not None else ():
-        raise ConfigurationError(
-            f"{option} {value} and --cluster {cluster} both describe the cluster; give only one of them"
-        )
+    if cluster is not None:
+        both = f"and --cluster {cluster} both describe the cluster; give only one of them"
+        refuse(context, ("network", "compute"), both)
     return arguments.cluster_of(cluster, None, None, tuple(imports or ()))
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
     """Refuse options that the user gave although they do not apply to the kind of run."""
-    for option, value in given_options(context, _NOT_OF[kind]):
-        raise ConfigurationError(
-            f"{option} {value} "
-            + (
-                "has an effect in virtual time only; add --simulate"
-                if kind == "train"
-                else "is for real processes only; leave out either this option or --simulate"
-            )
-        )
+    why = "is for real processes only; leave out either this option or --simulate"
+    refuse(context, _NOT_OF[kind], "has an effect in virtual time only; add --simulate" if kind == "train" else why)
+
+
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Refuse the parameters in `names` that the command line gives.
+
+    Raises:
+        ConfigurationError: such an option is given; the message is the option, its value and `why`.
+    """
+    for option, value in given_options(context, names):
+        raise ConfigurationError(f"{option} {value} {why}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

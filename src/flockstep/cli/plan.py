@@ -195,7 +195,7 @@ def _usual() -> str:
             f"cluster: {HERE}, as calibrated in {calibration()}; to plan for another cluster, add for example "
             "--cluster laptop"
         )
-        show.console.print(said, markup=False, highlight=False, soft_wrap=True)
+        show.note(said)
     return name
 
 

@@ -85,7 +85,7 @@ def _names_record(folder: Path) -> Iterator[None]:
             said = (
                 "record: none was kept, because the run ended before its first step" if empty else f"record: {folder}"
             )
-            show.console.print(said, markup=False, highlight=False, soft_wrap=True)
+            show.note(said)
         raise
 
 
@@ -111,9 +111,9 @@ def launch_one(
 
 def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(as_data(summary, folder)).decode())
+        show.json(as_data(summary, folder))
     else:
-        show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
+        show.note(f"record: {folder}")
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
@@ -122,7 +122,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
     The command exits with code 1 if the run diverged, failed, or missed a target that it must reach.
     """
     if as_json:
-        print(msgspec.json.encode(as_data(summary, folder)).decode())
+        show.json(as_data(summary, folder))
     else:
         show.page().print(table([summary]))
         print(f"record: {folder}")
@@ -131,7 +131,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
     if summary.status == "diverged":
         said.append(f"{summary.system or summary.strategy} diverged: {summary.error}")
     for text in [*said, *gradient_notes([RunFolder(folder).read_config()])]:
-        show.console.print(f"flockstep: {text}", markup=False, highlight=False, soft_wrap=True)
+        show.note(f"flockstep: {text}")
     if not summary.useful or (must_reach and sentence is not None):
         raise typer.Exit(1)
 

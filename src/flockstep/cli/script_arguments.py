@@ -52,7 +52,7 @@ def _tell(options: Sequence[str], script: str, way: str) -> None:
             f"flockstep: {' '.join(options)} {are} handed to {script}; {way}, or put -- before {script} if meant for "
             "the script"
         )
-        show.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show.note(text)
 
 
 def _it(options: Sequence[str]) -> str:

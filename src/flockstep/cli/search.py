@@ -212,4 +212,4 @@ def _line(step: SearchProgress) -> None:
     before = " (kept from before)" if step.again else ""
     where = f"{step.done} of {step.all_trials}: {step.strategy}, trial {step.number} of {step.trials}"
     line = f"{where}: {what}{before}; {_best(step)}"
-    show.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show.note(line)

@@ -32,6 +32,11 @@ def page() -> Console:
     return Console(width=None if known else 120)
 
 
+def note(text: str) -> None:
+    """Print a text on standard error as it is, beside what a command prints on standard output."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def json(value: object) -> None:
     """Print one JSON document on standard output."""
     import msgspec
