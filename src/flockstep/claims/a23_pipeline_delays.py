@@ -11,8 +11,8 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.small_run import distance, ran
 from flockstep.drivers.plan import Batches, Plan
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Job
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.timeline import most_versions
@@ -21,7 +21,6 @@ from flockstep.simulation.compute import Lognormal
 from flockstep.simulation.network import Link
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.workloads.digits import Digits
-from flockstep.workloads.split import Iid
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +85,8 @@ class PipelineDelays(Claim):
         for one in PUBLISHED:
             pipeline = Pipeline.parse(f"pipeline({STAGES}, {one.schedule}, {one.microbatches}, {CUTS})")
             model, plan = _trained(pipeline)
-            apart = _distance(model, _delayed(plan, one.delay))
-            plain = _distance(model, _delayed(plan, lambda stage: 0))
+            apart = distance(model, _delayed(plan, one.delay))
+            plain = distance(model, _delayed(plan, lambda stage: 0))
             delays = [one.delay(stage) for stage in range(STAGES)]
             held = [
                 most_versions(pipeline.schedule.passes(stage, STAGES, one.microbatches, STEPS))
@@ -144,12 +143,8 @@ def _trained(pipeline: Pipeline) -> tuple[FlatArray, Plan]:
     from flockstep.frameworks.torch_stages import split_torch
 
     split, strategy = split_torch(_job(), 0, pipeline), LocalSGD(period=STEPS + 1)
-    parts = Iid().assign(split.engine.labels, split.engine.train_size, 1, 0)
-    plan = Plan(strategy, strategy.cluster(1), split.engine.optimizer, parts, BATCH, STEPS, 0, "mean", STEPS)
-    run = SplitSimulation(split, plan, Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
-    run.run()
-    assert run.tracker.result is not None
-    return run.tracker.result, plan
+    run = ran(split, strategy, BATCH, STEPS, 0, Lognormal(0.01), Link("1gbit", "50us"))
+    return run.params, run.plan
 
 
 def _delayed(plan: Plan, delay: Delay) -> FlatArray:
@@ -173,7 +168,3 @@ def _delayed(plan: Plan, delay: Delay) -> FlatArray:
         slopes = torch.autograd.grad(loss, parameters)
         history.append([one - LR * slope for one, slope in zip(history[-1], slopes, strict=True)])
     return np.concatenate([one.numpy().reshape(-1) for one in history[-1]])
-
-
-def _distance(one: FlatArray, other: FlatArray) -> float:
-    return float(np.linalg.norm(one - other) / np.linalg.norm(other))

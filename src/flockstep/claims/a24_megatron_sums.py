@@ -9,17 +9,14 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
+from flockstep.claims.small_run import SmallRun, distance, ran
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Engine, Job
+from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.tensor import TensorParallel
-from flockstep.records.events import Event, NodeEvent
 from flockstep.simulation.compute import Lognormal
 from flockstep.simulation.network import Link
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.workloads.split import Iid
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +79,7 @@ class MegatronSums(Claim):
             elements = _per_layer(few.elements, many.elements)
             ring = [Ring().sent_elements(ways, BATCH * LENGTH * WIDTH, way) for way in range(ways)]
             found = [each / one for each, one in zip(elements, ring, strict=True)]
-            apart = _distance(many.params, whole)
+            apart = distance(many.params, whole)
             rows += [
                 same(f"{ways} ways: all-reduces per layer and step", PASSES, sums),
                 ClaimRow(
@@ -104,7 +101,7 @@ class MegatronSums(Claim):
                 "unsplit network"
             )
         alone = _per_layer(_trained(FEW, 1, 2).messages, _trained(MANY, 1, 2).messages)[0]
-        moved = _distance(start, whole)
+        moved = distance(start, whole)
         rows += [
             ClaimRow(
                 "control: messages per step of a layer with one head, which cannot be split over two ways",
@@ -157,27 +154,21 @@ def _job(layers: int, heads: int) -> Job:
     )
 
 
-def _plan(engine: Engine) -> Plan:
+def _ran(model: Engine | SplitModel) -> SmallRun:
     strategy = LocalSGD(period=STEPS + 1)
-    parts = Iid().assign(engine.labels, engine.train_size, 1, SEED)
-    return Plan(strategy, strategy.cluster(1), engine.optimizer, parts, BATCH, STEPS, SEED, "mean", STEPS)
+    return ran(model, strategy, BATCH, STEPS, SEED, Lognormal(0.01), Link("1gbit", "50us"))
 
 
 def _trained(layers: int, heads: int, ways: int) -> WayTraffic:
     """Train one replica that is split over ways; return its traffic and its parameters, as those of the whole model."""
     from flockstep.frameworks.torch_ways import split_layers
 
-    model, events = split_layers(_job(layers, heads), SEED, TensorParallel(ways)), list[Event]()
-    run = SplitSimulation(model, _plan(model.engine), Lognormal(0.01), Link("1gbit", "50us"), events.append)
-    run.run()
-    run.stop()
-    nodes = sorted((one for one in events if isinstance(one, NodeEvent)), key=lambda one: one.node)
+    model = split_layers(_job(layers, heads), SEED, TensorParallel(ways))
+    run = _ran(model)
     copied = [len(part.copied(part.initial())) for part in model.parts]
     passed = [sum(copied) - copied[(way + 1) % ways] for way in range(ways)]
-    elements = [one.sent_bytes / 8 / STEPS - extra for one, extra in zip(nodes, passed, strict=True)]
-    assert run.tracker.result is not None
-    params = model.engine.as_saved(run.tracker.result)[0]
-    return WayTraffic([one.messages_sent / STEPS for one in nodes], elements, params)
+    elements = [one.sent_bytes / 8 / STEPS - extra for one, extra in zip(run.nodes, passed, strict=True)]
+    return WayTraffic([one.messages_sent / STEPS for one in run.nodes], elements, run.params)
 
 
 def _unsplit(layers: int, heads: int) -> tuple[FlatArray, FlatArray]:
@@ -185,11 +176,4 @@ def _unsplit(layers: int, heads: int) -> tuple[FlatArray, FlatArray]:
     from flockstep.frameworks.torch import TorchEngine
 
     engine = TorchEngine(_job(layers, heads), SEED)
-    run = Simulation(engine, _plan(engine), Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
-    run.run()
-    assert run.tracker.result is not None
-    return run.tracker.result, engine.initial()
-
-
-def _distance(one: FlatArray, other: FlatArray) -> float:
-    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    return _ran(engine).params, engine.initial()

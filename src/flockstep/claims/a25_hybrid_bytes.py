@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, same
+from flockstep.claims.small_run import SmallRun, distance, ran
 from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Engine, Job
+from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.tensor import TensorParallel
-from flockstep.records.events import Event, NodeEvent
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Link
 from flockstep.strategies.all_reduce import AllReduce
-from flockstep.workloads.split import Iid
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +37,6 @@ RUN_WORKERS, RUN_BATCH, STEPS, CLASSES, SEED = (2, 4), 6, 3, 10, 0
 """Settings of the executed runs; RUN_BATCH: number of samples per worker and step."""
 CLOSE = 1e-12
 """Largest relative distance between parameters that rounding explains."""
-
-
-@dataclass(frozen=True)
-class Executed:
-    """What a run in virtual time has sent, how long it took, and how it ended."""
-
-    sent_bytes: float
-    """Mean bytes that a worker sent per step."""
-    seconds: float
-    """Total time of all steps in seconds."""
-    params: FlatArray
-    """Final parameters of the unsplit model."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +127,23 @@ class HybridBytes(Claim):
         gradients = sum(layer.data_bytes(workers, model.itemsize) for layer in convolutions)
         formula = gradients + model.pair_bytes(first, second, RUN_BATCH, workers)
         all_split = self._sent(model, [], [*convolutions, first, second], workers, RUN_BATCH)
-        data, whole = _data_parallel(workers), _unsplit(workers)
-        hybrid = _split(TensorParallel(workers, convolutions="divided"))
-        copied = _split(TensorParallel(workers))
-        apart = float(np.linalg.norm(hybrid.params - whole.params) / np.linalg.norm(whole.params))
+        _, data = _whole(workers, RUN_BATCH)
+        whole, _ = _whole(1, workers * RUN_BATCH)
+        hybrid, sent = _split(TensorParallel(workers, convolutions="divided"))
+        copied, more = _split(TensorParallel(workers))
+        apart = distance(hybrid.params, whole.params)
         say(
-            f"{workers} workers, executed: each sends {hybrid.sent_bytes:g} bytes per step with the hybrid, "
-            f"{data.sent_bytes:g} with data parallelism"
+            f"{workers} workers, executed: each sends {sent:g} bytes per step with the hybrid, {data:g} with data "
+            "parallelism"
         )
-        name, sent = f"{workers} workers, executed:", hybrid.sent_bytes
+        name = f"{workers} workers, executed:"
         return [
             same(f"{name} bytes sent per step with the hybrid", formula, sent),
             ClaimRow(
                 f"{name} bytes sent per step with the hybrid, compared",
-                f"< {data.sent_bytes:g} (data parallelism), < {all_split:g} (all layers split, by the formula)",
+                f"< {data:g} (data parallelism), < {all_split:g} (all layers split, by the formula)",
                 sent,
-                sent < min(data.sent_bytes, all_split),
+                sent < min(data, all_split),
             ),
             ClaimRow(
                 f"{name} relative distance of the hybrid's parameters from the unsplit model", 0.0, apart, apart < CLOSE
@@ -166,8 +151,8 @@ class HybridBytes(Claim):
             ClaimRow(
                 f"control: {name} bytes sent per step if every worker computes all convolutions",
                 f"{formula - gradients / 2:g}, without sums of the convolutions' gradients",
-                copied.sent_bytes,
-                copied.sent_bytes == formula - gradients / 2,
+                more,
+                more == formula - gradients / 2,
             ),
             ClaimRow(
                 f"control: {name} seconds if every worker computes all convolutions",
@@ -224,44 +209,23 @@ def _job(batch: int) -> Job:
     )
 
 
-def _plan(engine: Engine, replicas: int, batch: int) -> Plan:
-    strategy = AllReduce(Ring())
-    parts = Iid().assign(engine.labels, engine.train_size, replicas, SEED)
-    return Plan(strategy, strategy.cluster(replicas), engine.optimizer, parts, batch, STEPS, SEED, "mean", STEPS)
+def _ran(model: Engine | SplitModel, replicas: int, batch: int) -> tuple[SmallRun, float]:
+    """Carry out the run; return it, and the mean bytes that a worker sent per step."""
+    link = Link("1gbit", "50us")
+    run = ran(model, AllReduce(Ring()), batch, STEPS, SEED, ConstantTime(0.01), link, replicas)
+    return run, fmean(one.sent_bytes for one in run.nodes) / STEPS
 
 
-def _ran(run: Simulation | SplitSimulation, engine: Engine, events: Sequence[Event]) -> Executed:
-    run.run()
-    run.stop()
-    assert run.tracker.result is not None
-    sent = fmean(one.sent_bytes for one in events if isinstance(one, NodeEvent)) / STEPS
-    return Executed(sent, run.now, engine.as_saved(run.tracker.result)[0])
-
-
-def _split(partition: TensorParallel) -> Executed:
+def _split(partition: TensorParallel) -> tuple[SmallRun, float]:
     """Train one replica whose layers are split over ways."""
     from flockstep.frameworks.torch_ways import split_layers
 
-    batch, events = partition.ways * RUN_BATCH, list[Event]()
-    model = split_layers(_job(batch), SEED, partition)
-    plan = _plan(model.engine, 1, batch)
-    run = SplitSimulation(model, plan, ConstantTime(0.01), Link("1gbit", "50us"), events.append)
-    return _ran(run, model.engine, events)
+    batch = partition.ways * RUN_BATCH
+    return _ran(split_layers(_job(batch), SEED, partition), 1, batch)
 
 
-def _unsplit(workers: int) -> Executed:
-    """Train the unsplit model on one worker, with the batch of all workers."""
-    return _whole(1, workers * RUN_BATCH)
-
-
-def _data_parallel(workers: int) -> Executed:
-    """Train whole replicas on all workers."""
-    return _whole(workers, RUN_BATCH)
-
-
-def _whole(replicas: int, batch: int) -> Executed:
+def _whole(replicas: int, batch: int) -> tuple[SmallRun, float]:
+    """Train whole replicas, one on each worker."""
     from flockstep.frameworks.torch import TorchEngine
 
-    engine, events = TorchEngine(_job(batch), SEED), list[Event]()
-    plan = _plan(engine, replicas, batch)
-    return _ran(Simulation(engine, plan, ConstantTime(0.01), Link("1gbit", "50us"), events.append), engine, events)
+    return _ran(TorchEngine(_job(batch), SEED), replicas, batch)

@@ -11,17 +11,14 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, bounded, same
+from flockstep.claims.small_run import SmallRun, ran
 from flockstep.costs.grid import LocalLayer
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Engine, Job
+from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.grid import SpatialGrid
-from flockstep.records.events import Event, NodeEvent
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.workloads.split import Iid
 
 if TYPE_CHECKING:
     import torch
@@ -171,24 +168,18 @@ def _job(layer: LocalLayer) -> Job:
     )
 
 
-def _plan(engine: Engine) -> Plan:
-    strategy = LocalSGD(period=2)
-    parts = Iid().assign(engine.labels, engine.train_size, 1, SEED)
-    return Plan(strategy, strategy.cluster(1), engine.optimizer, parts, BATCH, 1, SEED, "mean", 1)
+def _ran(model: Engine | SplitModel) -> SmallRun:
+    return ran(model, LocalSGD(period=2), BATCH, 1, SEED, ConstantTime(0.01), Ideal())
 
 
 def _trained(layer: LocalLayer, grid: SpatialGrid) -> GridRun:
     from flockstep.frameworks.torch_grid import split_grid
 
-    model, events = split_grid(_job(layer), SEED, grid), list[Event]()
-    run = SplitSimulation(model, _plan(model.engine), ConstantTime(0.01), Ideal(), events.append)
-    run.run()
-    run.stop()
+    model = split_grid(_job(layer), SEED, grid)
+    run = _ran(model)
     *border, terms = [[one.fetched_elements(part) for part in range(grid.parts)] for one in model.exchanges]
-    sent = sum(one.sent_bytes for one in events if isinstance(one, NodeEvent))
-    assert run.tracker.result is not None
-    params = model.engine.as_saved(run.tracker.result)[0]
-    return GridRun(border[0] if border else [], sent - 2 * 8 * BATCH * sum(terms), params)
+    sent = sum(one.sent_bytes for one in run.nodes)
+    return GridRun(border[0] if border else [], sent - 2 * 8 * BATCH * sum(terms), run.params)
 
 
 def _unsplit(layer: LocalLayer) -> tuple[FlatArray, FlatArray]:
@@ -196,10 +187,7 @@ def _unsplit(layer: LocalLayer) -> tuple[FlatArray, FlatArray]:
     from flockstep.frameworks.torch import TorchEngine
 
     engine = TorchEngine(_job(layer), SEED)
-    run = Simulation(engine, _plan(engine), ConstantTime(0.01), Ideal(), lambda event: None)
-    run.run()
-    assert run.tracker.result is not None
-    return run.tracker.result, engine.initial()
+    return _ran(engine).params, engine.initial()
 
 
 def _counted(layer: LocalLayer, rows: int, columns: int) -> tuple[list[int], int]:
