@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flockstep import registry
@@ -110,18 +111,22 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
     Raises:
         UnknownName: `what` is neither a kind nor the name of a component.
     """
-    if what is None and not everything:
-        _show_summary(summary(), as_json)
-        return
+    found: list[dict[str, Any]]
+    tell: Callable[[list[dict[str, Any]]], None]
     noun = None if what is None else singular(what)
-    if noun is None or noun in nouns():
-        _show_rows([row for one in (nouns() if noun is None else [noun]) for row in listing(one)], as_json)
-        return
-    found = [described(one, str(what)) for one in nouns() if what in names(one)]
-    found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalog(one)]
-    if not found:
-        raise _unknown(str(what))
-    _show_described(found, as_json)
+    if what is None and not everything:
+        found, tell = summary(), _show_summary
+    elif noun is None or noun in nouns():
+        found, tell = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)], _show_rows
+    else:
+        found, tell = [described(one, str(what)) for one in nouns() if what in names(one)], _show_described
+        found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalog(one)]
+        if not found:
+            raise _unknown(str(what))
+    if as_json:
+        output.json(found)
+    else:
+        tell(found)
 
 
 def _unknown(what: str) -> UnknownName:
@@ -130,10 +135,7 @@ def _unknown(what: str) -> UnknownName:
     return UnknownName.among("kind or component", what, known, nouns())
 
 
-def _show_summary(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        output.json(rows)
-        return
+def _show_summary(rows: list[dict[str, Any]]) -> None:
     from flockstep.report.terminal import TableColumn, TextTable
 
     columns = (TableColumn("kind", text=True), TableColumn("number"), TableColumn("what it decides", text=True))
@@ -151,10 +153,7 @@ def _and_custom(names: list[str]) -> str:
     return f"; custom: {', '.join(names)}" if names else ""
 
 
-def _show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
-    if as_json:
-        output.json(rows)
-        return
+def _show_rows(rows: list[dict[str, Any]]) -> None:
     from flockstep.report.terminal import TableColumn, TextTable
 
     headings = {"noun": "kind", "write": "write", "summary": "what it is"}
@@ -170,10 +169,7 @@ def _system(noun: str, name: str) -> dict[str, Any]:
     return {"noun": noun, "name": name, "write": name, "summary": about, "about": about, "arguments": []}
 
 
-def _show_described(found: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        output.json(found)
-        return
+def _show_described(found: list[dict[str, Any]]) -> None:
     from rich.markup import escape
 
     page = output.page()
