@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -227,7 +227,12 @@ def compare(
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
     faults = listed("faults", faults)
-    _refuse_idle(simulated, network, compute, cluster, until_target, transport, heartbeat, step_timeout)
+    if simulated:
+        real = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
+        _refuse_idle(real, "is for real processes only; leave out either this argument or simulated=True")
+    else:
+        modeled = {"network": network, "compute": compute, "cluster": cluster, "until_target": until_target or None}
+        _refuse_idle(modeled, "has an effect in virtual time only; add simulated=True")
     shape = cluster_of(cluster, network, compute, listed("imports", imports))
     rates = checked_rates(listed("lr_grid", lr_grid), lr)
     texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
@@ -263,26 +268,11 @@ def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
     return tuple(grid)
 
 
-def _refuse_idle(
-    simulated: bool,
-    network: str | None,
-    compute: str | None,
-    cluster: str | Path | None,
-    until_target: bool,
-    transport: str | None,
-    heartbeat: float | None,
-    step_timeout: float | None,
-) -> None:
-    """Refuse arguments without a meaning for that kind of run."""
-    modeled: dict[str, object] = {"network": network, "compute": compute, "cluster": cluster}
-    modeled["until_target"] = until_target or None
-    real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
-    for name, value in (real if simulated else modeled).items():
+def _refuse_idle(given: Mapping[str, object], why: str) -> None:
+    """Refuse arguments without a meaning for the kind of run."""
+    for name, value in given.items():
         if value is not None:
-            where = "is for real processes only; leave out either this argument or simulated=True"
-            if not simulated:
-                where = "has an effect in virtual time only; add simulated=True"
-            raise ConfigurationError(f"{name}={value!r} {where}")
+            raise ConfigurationError(f"{name}={value!r} {why}")
 
 
 def carry_out_all(
