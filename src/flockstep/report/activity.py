@@ -110,29 +110,14 @@ def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
     titles = [one.title(NARROW if narrow else 32) for one in series]
     columns = min(2 if narrow else 4, len(series))
     panels = Panels(len(series), columns, title_px=title_px(titles), panel_px=110, bottom_px=56)
-    data, made, notes = [], {}, []
+    data, notes = [], []
+    made: dict[str, Any] = {}
     for index, one in enumerate(series):
         data += _worker_bars(one, index)
-        x_domain, y_domain = panels.domain(index)
-        last = index + panels.columns >= len(series)
         workers = one.record.summary.workers
-        made[key("x", index)] = axis(
-            "worker" if last else "",
-            domain=x_domain,
-            anchor=ref("y", index),
-            range=[-0.6, workers - 0.4],
-            ticks="",
-            **({"dtick": 1} if workers <= 16 else {"nticks": 6}),
-        )
-        made[key("y", index)] = axis(
-            "share of time" if index % panels.columns == 0 else "",
-            domain=y_domain,
-            anchor=ref("x", index),
-            range=[0, 1],
-            tickformat=".0%",
-            tickvals=[0, 0.5, 1],
-            showticklabels=index % panels.columns == 0,
-        )
+        x = {"range": [-0.6, workers - 0.4], "ticks": "", **({"dtick": 1} if workers <= 16 else {"nticks": 6})}
+        y = {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1]}
+        made |= panels.axes(index, "worker", "share of time", x, y)
         notes.append(panels.heading(index, titles[index], one.color))
     margin = {"l": 64, "r": 24, "t": 8, "b": 56}
     more = {"barmode": "stack", "showlegend": False, "annotations": notes, "margin": margin}

@@ -215,28 +215,13 @@ def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:
     panels = Panels(len(shown), columns, title_px=title_px(titles), panel_px=120, bottom_px=56)
     largest = max(one.record.summary.staleness_max or 0 for one in shown)
     width = max(1, -(-(largest + 1) // _MOST_BARS))
-    data, made, notes = [], {}, []
+    data, notes = [], []
+    made: dict[str, Any] = {}
     for index, one in enumerate(shown):
         data.append(_histogram(one, index, width))
-        x_domain, y_domain = panels.domain(index)
-        bottom = index + panels.columns >= len(shown)
-        made[key("x", index)] = axis(
-            "staleness [updates]" if bottom else "",
-            domain=x_domain,
-            anchor=ref("y", index),
-            range=[-0.6 * width, largest + 0.6 * width],
-            **({"dtick": 1} if largest < 9 else {}),
-        )
-        made[key("y", index)] = axis(
-            "share of updates" if index % panels.columns == 0 else "",
-            domain=y_domain,
-            anchor=ref("x", index),
-            tickformat=".0%",
-            rangemode="tozero",
-            matches="y" if index else None,
-            showticklabels=index % panels.columns == 0,
-            nticks=4,
-        )
+        x = {"range": [-0.6 * width, largest + 0.6 * width], **({"dtick": 1} if largest < 9 else {})}
+        y = {"tickformat": ".0%", "rangemode": "tozero", "matches": "y" if index else None, "nticks": 4}
+        made |= panels.axes(index, "staleness [updates]", "share of updates", x, y)
         notes.append(panels.heading(index, titles[index], one.color))
     margin = {"l": 64, "r": 24, "t": 8, "b": 56}
     return {"data": data, "layout": layout(panels.height, annotations=notes, showlegend=False, margin=margin, **made)}

@@ -180,6 +180,16 @@ class Panels:
         top = 1 - (row * (self.title_px + self.panel_px) + self.title_px) / self.plot_px
         return [left, min(left + width, 1.0)], [max(top - self.panel_px / self.plot_px, 0.0), top]
 
+    def axes(self, index: int, across: str, up: str, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
+        """Return the axes of panel `index`; their titles are shown only at the bottom and at the left of the grid."""
+        (x_domain, y_domain), first = self.domain(index), index % self.columns == 0
+        below = "" if index + self.columns < self.count else across
+        beside = {"domain": y_domain, "anchor": ref("x", index), "showticklabels": first}
+        return {
+            key("x", index): axis(below, domain=x_domain, anchor=ref("y", index), **x),
+            key("y", index): axis(up if first else "", **beside, **y),
+        }
+
     def heading(self, index: int, text: str, color: str) -> dict[str, Any]:
         """Return the title of panel `index` as an annotation."""
         (left, _), (_, top) = self.domain(index)
