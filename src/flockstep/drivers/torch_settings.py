@@ -43,7 +43,7 @@ async def compare_settings(me: Worker, optimizer: torch.optim.Optimizer, strateg
         return
     if traits.own_rates:
         rate = base_lr(optimizer)
-        for group in groups:
+        for group in (one for one in groups if "lr" in one):
             group["lr"] = float(f"{group['lr'] / rate:.12g}") if rate else 1.0
     own: Fields = {
         "kind": type(optimizer).__name__,

@@ -5,6 +5,7 @@ is impossible.
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -128,8 +129,8 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate among the optimizer's parameter groups."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)
+    """Return the largest learning rate among the optimizer's parameter groups; NaN if no group has one."""
+    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=math.nan)
 
 
 def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimizer:
