@@ -219,7 +219,7 @@ class Loop:
             self._script.before_step()
         if self.watch is not None:
             self.watch.check()
-        with self._telling():
+        try:
             if self._member is not None:
                 self._show_gradient()
             for hook in failpoints.hooks:
@@ -228,6 +228,9 @@ class Loop:
             self._runner.advance(self.gradients, loss)
             if self._member is not None:
                 require_side_by_side()
+        except FlockstepError as error:
+            self._fail(error)
+            raise
         if self.watch is not None:
             self._note()
 
