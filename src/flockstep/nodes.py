@@ -645,7 +645,8 @@ class Worker(Peer):
         rate = self.stepper.lr
         if math.isnan(rate):
             raise ConfigurationError(
-                "the strategy needs the learning rate, which cannot be read from an optax optimizer; use for example "
+                "the strategy needs the learning rate, which cannot be read from this optimizer; give the groups of a "
+                "torch optimizer a value lr, and use optax as in "
                 'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
             )
         return rate

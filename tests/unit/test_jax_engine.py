@@ -193,7 +193,7 @@ def test_a_learning_rate_of_optax_can_be_set_only_where_optax_tells_it() -> None
     ("strategy", "said"),
     [
         ("ps(ssp(2))", "updates slices of the parameters, got an optax optimizer, which needs whole layers"),
-        ("decoupled_momentum", "needs the learning rate, which cannot be read from an optax optimizer"),
+        ("decoupled_momentum", "needs the learning rate, which cannot be read from this optimizer"),
     ],
 )
 def test_strategies_that_optax_cannot_serve_refuse_it(strategy: str, said: str) -> None:

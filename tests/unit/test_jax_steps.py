@@ -157,9 +157,7 @@ def test_a_learning_rate_that_optax_tells_is_used() -> None:
     strategy = "decoupled_momentum"
     by_text, by_optax = stepped("sgd(lr=0.25)", strategy, 4), stepped(told, strategy, 4)
     assert close(by_optax, by_text)
-    with pytest.raises(
-        ConfigurationError, match="needs the learning rate, which cannot be read from an optax optimizer"
-    ):
+    with pytest.raises(ConfigurationError, match="needs the learning rate, which cannot be read from this optimizer"):
         stepped(optax.sgd(0.25), strategy, 4)
 
 

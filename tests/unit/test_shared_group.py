@@ -17,7 +17,8 @@ from flockstep.transports.shared_group import SharedGroup, needed, warm_up
 from flockstep.transports.shared_memory import SharedMemory
 
 ROOM = 8 << 20
-SIZES = (1, 2, 3, 7, 1024, 1025, 33_333, 200_003, 700_003)
+SIZES = (0, 1, 2, 3, 7, 1024, 1025, 4096, 4097, 33_333, 131_073, 262_144, 600_007)
+"""Also on both sides of 16 KiB, up to which every process sums the whole array, and of the pieces of 512 KiB."""
 FORK = multiprocessing.get_context("fork")
 
 
@@ -88,9 +89,10 @@ def test_the_sum_has_the_bits_of_a_ring_on_every_process(n, where, dtype):
     assert run(n, sums, where, dtype, 1) == [True] * n
 
 
+@pytest.mark.parametrize("where", ["region", "anywhere"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_mean_is_the_sum_divided(n):
-    assert run(n, sums, "region", "float32", n) == [True] * n
+def test_a_mean_is_the_sum_divided(n, where):
+    assert run(n, sums, where, "float32", n) == [True] * n
 
 
 def in_shares(group, shares):

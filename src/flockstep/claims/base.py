@@ -37,7 +37,8 @@ def same(what: str, published: float | str, ours: float | str) -> ClaimRow:
 
 
 def bounded(what: str, published: str, ours: float, shown: float | str | None = None) -> ClaimRow:
-    """Return a row that holds if `ours` is within the bound with which `published` ends, such as "<= 2.5".
+    """Return a row that holds if `ours` is within the bound with which `published` ends, such as "<= 2.5"; the text
+    must give the bound exactly.
 
     `shown` takes the place of `ours` in the row, for example a rounded figure or a range.
     """

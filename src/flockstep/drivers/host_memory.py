@@ -44,9 +44,12 @@ class GroupMemory(SharedArrays):
     def _holds(self, array: FlatArray) -> bool:
         return not is_tensor(array) and self._group.can(array) and self._group.holds(array)
 
-    def _may_wait(self, array: FlatArray) -> bool:
-        """Whether the program may wait, and `array` can be summed in shared memory."""
-        return not self._worker.in_background and self._group.can(array)
+    def _summable(self, array: FlatArray) -> FlatArray | None:
+        """Return `array` in the host's memory; None if it cannot be summed, or a background task asks, which must not
+        wait, and for which nothing is copied.
+        """
+        here = None if self._worker.in_background else to_host(array)
+        return here if here is not None and self._group.can(here) else None
 
     def _waited(self) -> None:
         self._metrics.waited += self._group.waited
@@ -64,8 +67,7 @@ class RunMemory(GroupMemory):
     covers_run: ClassVar[bool] = True
 
     def all_reduce(self, array: FlatArray, divisor: int = 1) -> bool:
-        here = to_host(array)
-        if not self._may_wait(here):
+        if (here := self._summable(array)) is None:
             return False
         self._group.all_reduce(here, self._meanwhile, divisor)
         self._waited()
@@ -75,7 +77,7 @@ class RunMemory(GroupMemory):
         return True
 
     def mean_of_slice(self, array: FlatArray) -> FlatArray | None:
-        if is_tensor(array) or not self._may_wait(array) or not self._group.holds(array):
+        if self._worker.in_background or not self._holds(array):
             return None
         part = slices(len(array), self._group.workers)[self._group.rank]
         mean = self._slot(array)[: part.stop - part.start]
@@ -109,12 +111,13 @@ class HostMemory(GroupMemory):
         """Place in shared memory for arrays that are summed and that lie elsewhere."""
 
     def reduce_scatter(self, array: FlatArray, shares: int) -> FlatArray | None:
-        array = here = to_host(array)
-        if not self._may_wait(array) or array.nbytes > self._staging.nbytes:
+        given = self._summable(array)
+        if given is None or given.nbytes > self._staging.nbytes:
             return None
-        if not self._group.holds(array):
-            here = self._staging.view(array.dtype)[: len(array)]
-            here[:] = array
+        here = given
+        if not self._group.holds(given):
+            here = self._staging.view(given.dtype)[: len(given)]
+            here[:] = given
         self._group.reduce_scatter(here, shares, self._meanwhile)
         self._waited()
         return here

@@ -258,12 +258,12 @@ class NodeConnection(Messenger):
         worker.rendezvous = Rendezvous(
             run, Path(node_spec.record), worker.rank, worker.workers, self._attend, self._count
         )
-        nbytes, user = self._member.schema.nbytes, (worker, self.runner.metrics, self._listen)
+        user = worker, self.runner.metrics, self._listen
         if (segment := self._member.memory) is not None and worker.workers > 1:
-            group = SharedGroup(segment, worker.rank, worker.workers, room_for(nbytes))
-            self._memory = RunMemory(group, *user)
+            room = room_for(self._member.schema.nbytes)
+            self._memory = RunMemory(SharedGroup(segment, worker.rank, worker.workers, room), *user)
         elif (segment := self._member.host_memory) is not None:
-            host = next(host for host in worker.hosts if worker.rank in host)
+            host, nbytes = next(host for host in worker.hosts if worker.rank in host), self._member.schema.nbytes
             group = SharedGroup(segment, host.index(worker.rank), len(host), room_for(nbytes))
             self._memory = HostMemory(group, *user, nbytes)
         if self._memory is not None:

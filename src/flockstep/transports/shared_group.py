@@ -33,7 +33,7 @@ SUMMED = ("float32", "float64")
 class SharedGroup:
     """One process's view of a segment that n processes on a host have mapped.
 
-    Each process has a region: two slots, then the arrays that it allocates. All processes allocate the same arrays in
+    Each process has a region: three slots, then the arrays that it allocates. All processes allocate the same arrays in
     the same order, so that an array lies at the same offset in every region, and call `all_reduce` in the same order.
     """
 
