@@ -17,8 +17,8 @@ from flockstep.transports.shared_group import SharedGroup, needed, warm_up
 from flockstep.transports.shared_memory import SharedMemory
 
 ROOM = 8 << 20
-SIZES = (0, 1, 2, 3, 7, 1024, 1025, 4096, 4097, 33_333, 131_073, 262_144, 600_007)
-"""Also on both sides of 16 KiB, up to which every process sums the whole array, and of the pieces of 512 KiB."""
+SIZES = (0, 1, 2, 3, 7, 1024, 1025, 8192, 8193, 33_333, 131_073, 262_144, 590_007)
+"""Also on both sides of 32 KiB, up to which every process sums the whole array, and of the pieces of 512 KiB."""
 FORK = multiprocessing.get_context("fork")
 
 

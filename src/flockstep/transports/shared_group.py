@@ -17,7 +17,7 @@ SLOTS = 3
 PAGE = 4096
 SLOT = 1 << 19
 """Size in bytes of each slot that a process has for summing arrays outside of the segment."""
-SMALL = 1 << 14
+SMALL = 1 << 15
 """Size in bytes of an array outside of the segment up to which every process sums the whole array."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
