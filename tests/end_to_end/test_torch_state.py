@@ -446,6 +446,32 @@ def test_a_schedule_that_rank_0_alone_has_loaded_is_told_of(strategy: str, told:
     assert (sentence in ended.err) == told, ended.err
 
 
+def test_an_optimizer_without_a_learning_rate_steps_as_in_one_process(tmp_path: Path) -> None:
+    """Two ranks with equal batches, each against a plain loop; no group of the optimizer has a value `lr`."""
+    body = PLAIN + (
+        "class Fixed(torch.optim.Optimizer):\n"
+        "    def step(self, closure=None):\n"
+        "        with torch.no_grad():\n"
+        "            for group in self.param_groups:\n"
+        "                for p in group['params']:\n"
+        "                    p.sub_(p.grad.sign(), alpha=group['size'])\n"
+        "def train(model, optimizer):\n"
+        "    for step in range(4):\n"
+        "        optimizer.zero_grad()\n"
+        "        (model(torch.arange(12.0).reshape(3, 4) + step) - 1).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        "other = copy.deepcopy(model)\n"
+        "train(other, Fixed(other.parameters(), {'size': 0.01}))\n"
+        "optimizer = flockstep.distribute(model, Fixed(model.parameters(), {'size': 0.01}), 'all_reduce')\n"
+        "train(model, optimizer)\n"
+        "optimizer.finish()\n"
+        "for a, b in zip(model.parameters(), other.parameters(), strict=True):\n"
+        "    assert torch.equal(a, b), (a, b)\n"
+    )
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0, ended.err
+
+
 @pytest.mark.parametrize(("model", "warned"), few([(NET, 1), (PLAIN, 0)], (NET, 1)))
 def test_statistics_that_differ_are_told_of_where_a_script_does_not_finish(
     model: str, warned: int, tmp_path: Path

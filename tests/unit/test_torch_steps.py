@@ -320,20 +320,6 @@ class Fixed(torch.optim.Optimizer):
                     p.sub_(p.grad.sign(), alpha=group["size"])
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd", "gossip"])
-def test_an_optimizer_without_a_learning_rate_steps_as_alone(strategy: str) -> None:
-    model, other = network(), network()
-    plain, own = (Fixed(one.parameters(), {"size": 0.01}) for one in (other, model))
-    optimizer: Any = flockstep.distribute(model, own, strategy)
-    for _ in range(3):
-        for one, its in ((model, optimizer), (other, plain)):
-            its.zero_grad()
-            (one(torch.arange(12.0).reshape(3, 4)) - 1).square().mean().backward()
-            its.step()
-    optimizer.finish()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_servers_refuse_an_optimizer_without_a_learning_rate() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match="flockstep does not know whether Fixed allows this"):
