@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -264,6 +265,15 @@ def test_progress_draws_exactly_the_evaluations(records: list[Record]) -> None:
     ]
 
 
+def test_the_ring_of_a_run_is_drawn_also_where_its_summary_is_a_median(records: list[Record]) -> None:
+    middle = replace(records[0], summary=msgspec.structs.replace(records[0].summary, seconds_to_target=0.123))
+    hit = [
+        [t["x"] for t in progress(series_of([one]))["data"] if t["mode"] == "markers"] for one in (records[0], middle)
+    ]
+    assert hit[0] == hit[1]
+    assert len(hit[0]) == 3
+
+
 def test_a_step_s_bars_add_up_to_the_recorded_time(records: list[Record]) -> None:
     data = per_step(series_of(records))["data"]
     for index, record in enumerate(records):
@@ -445,18 +455,63 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_axes_show_where_useful_runs_end_and_the_whole_range_shows_all(records: list[Record]) -> None:
+def test_axes_show_curves_from_where_the_runs_differ_and_the_whole_range_shows_all(records: list[Record]) -> None:
     found = ranges(series_of(records))
     assert set(found) == {"yaxis", "yaxis2", "yaxis3", "yaxis4", "yaxis5", "yaxis6"}
     shots = [(r, [e for e in r.events if isinstance(e, EvaluationEvent)]) for r in records]
+    assert len({events[0].loss for _, events in shots}) == 1, "the runs share their first evaluation only"
     for value, name in ((lambda e: e.metric, "yaxis"), (lambda e: math.log10(e.loss), "yaxis4")):
-        (low, high), (least, most) = found[name].ends, found[name].whole
+        (low, high), (least, most) = found[name].differing, found[name].whole
         assert all(least <= value(event) <= most for _, events in shots for event in events)
-        assert all(low <= value(events[-1]) <= high for r, events in shots if r.summary.useful)
-        assert high - low < 0.6 * (most - least)
-    assert found["yaxis"].ends[0] <= 0.95 <= found["yaxis"].ends[1]
+        assert all(low <= value(event) <= high for r, events in shots if r.summary.useful for event in events[1:])
+        assert high - low < most - least, "the common beginning is left out"
+    assert found["yaxis"].differing[0] <= 0.95 <= found["yaxis"].differing[1]
     layout = progress(series_of(records))["layout"]
-    assert layout["yaxis"]["range"] == found["yaxis"].ends
+    assert layout["yaxis"]["range"] == found["yaxis"].differing
+
+
+def falling(factor: float, name: str, period: float) -> Record:
+    """A run whose loss falls by a factor from 2, while its error falls from 0.9 to 0.04."""
+    config = RunConfig(kind="train", job="j", strategy=name, workers=4, target=0.95, metric="accuracy")
+    events: list[Event] = [
+        EvaluationEvent(
+            k * period, 10 * k, 320 * k, 1e6 * k, 2 * factor ** (-k * period / 12), 1 - 0.9 / (1 + 2 * k), 0.0
+        )
+        for k in range(13)
+    ]
+    return Record(config, summarize(config, events, "finished"), events)
+
+
+LABELS_OF_AXES = """
+<iframe src="report.html" style="border: 0; width: WIDTHpx; height: 5000px" id="page"></iframe>
+<script>
+  page.onload = () => setTimeout(() => {
+    const axes = page.contentDocument.querySelectorAll("#plot-progress :is(.xaxislayer-above, .yaxislayer-above)");
+    const labels = [...axes].map(axis => [...axis.querySelectorAll("text")].map(label => label.textContent));
+    const found = document.createElement("pre");
+    document.body.append(Object.assign(found, {id: "found", textContent: JSON.stringify(labels)}));
+  }, 8000);
+</script>
+"""
+"""A window of Chromium without a screen is at least 500 pixels wide, so a frame of the wanted width holds the page."""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in Chromium")
+@pytest.mark.parametrize("factor", [1.1, 10, 1e4])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_each_axis_has_three_numbers_in_a_browser(factor: float, width: int, tmp_path: Path) -> None:
+    write_report([falling(factor, "fast", 1.0), falling(factor, "slow", 0.9)], tmp_path / "report.html")
+    frame = tmp_path / "frame.html"
+    frame.write_text(LABELS_OF_AXES.replace("WIDTH", str(width)))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    own = ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000"]
+    words = ["chromium", *flags, *own, "--dump-dom", frame.as_uri()]
+    dom = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
+    found = re.search(r'<pre id="found">(.*?)</pre>', dom)
+    assert found is not None
+    layers = [layer for layer in json.loads(html.unescape(found[1])) if layer]
+    assert len(layers) >= 8
+    assert all(len(layer) >= 3 and sorted(map(float, layer)) == list(map(float, layer)) for layer in layers), layers
 
 
 def test_narrow_pages_have_layouts_for_equal_data(records: list[Record]) -> None:

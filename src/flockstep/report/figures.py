@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.records.events import EvaluationEvent
-from flockstep.records.summary import Summary
+from flockstep.records.summary import Summary, reaches
 from flockstep.report.style import INK, NARROW, Figure, Panels, Series, axis, key, layout, ref, title_px
 
 _X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
@@ -24,8 +24,8 @@ def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
 
     If `narrow` is set, the plots are one below the other.
 
-    The vertical axes begin where the curves differ. A ring marks the point at which a run reached the target. A
-    trace's legendgroup is the rank of its run, which the legend of the page uses.
+    The vertical axes leave out the values that all runs have in common at the beginning. A ring marks the point at
+    which a run reached the target. A trace's legendgroup is the rank of its run, which the legend of the page uses.
     """
     first = series[0].record.summary
     data: list[dict[str, Any]] = []
@@ -52,7 +52,8 @@ def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
 def _curves(one: Series) -> list[dict[str, Any]]:
     snapshots = [event for event in one.record.events if isinstance(event, EvaluationEvent)]
     summary = one.record.summary
-    hit = next((s for s in snapshots if s.seconds == summary.seconds_to_target), None)
+    # not the summary's time, which is a median if the strategy has several runs
+    hit = next((s for s in snapshots if reaches(one.record.config, s.metric)), None)
     data: list[dict[str, Any]] = []
     for panel in range(6):
         row, column = divmod(panel, 3)
@@ -92,7 +93,7 @@ def _losses(series: Sequence[Series]) -> list[float]:
     ]
 
 
-def _axes(first: Summary, losses: Sequence[float], narrow: bool, ends: dict[str, Ranges]) -> dict[str, Any]:
+def _axes(first: Summary, losses: Sequence[float], narrow: bool, views: dict[str, Ranges]) -> dict[str, Any]:
     log = _logarithmic(losses)
     titles = (first.metric, "test loss (log)" if log else "test loss")
     made: dict[str, Any] = {}
@@ -108,8 +109,8 @@ def _axes(first: Summary, losses: Sequence[float], narrow: bool, ends: dict[str,
             anchor=ref("x", panel),
             showticklabels=narrow or column == 0,
             **({"matches": ref("y", 3 * row)} if column else {}),
-            **({"type": "log", "tickvals": _log_ticks(losses)} if row and log else {}),
-            **({"range": ends[own].ends} if own in ends else {}),
+            **({"type": "log", "tickvals": _log_ticks(views[own]), "tickformat": ".4~g"} if row and log else {}),
+            **({"range": views[own].differing} if own in views else {}),
         )
         if row == 0:
             made[key("x", panel)]["matches"] = ref("x", panel + 3)
@@ -129,13 +130,21 @@ def _logarithmic(losses: Sequence[float]) -> bool:
     return bool(losses) and min(losses) > 0
 
 
-def _log_ticks(values: Sequence[float]) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 of every decade that `values` touch.
+def _log_ticks(view: Ranges) -> list[float]:
+    """Ticks of a logarithmic axis: as few digits of each decade as leave three ticks where the runs differ.
 
-    From four decades on there are powers of ten only.
+    A range within which even nine digits leave fewer has ticks at equal distances there.
     """
-    decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
-    return [float(f"{digit}e{decade}") for decade in decades for digit in ((1, 2, 5) if len(decades) < 4 else (1,))]
+    low, high = (10**end for end in view.differing)
+    decades = range(math.floor(view.whole[0]), math.ceil(view.whole[1]) + 1)
+    for digits in ((1,), (1, 2, 5), range(1, 10)):
+        found = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
+        if sum(low <= tick <= high for tick in found) >= 3:
+            return found
+    step = 10 ** math.floor(math.log10((high - low) / 3))
+    step *= max(times for times in (1, 2, 5) if (high - low) / (times * step) >= 3)
+    near = [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return sorted([tick for tick in found if not low <= tick <= high] + near)
 
 
 def _target_note(first: Summary) -> list[dict[str, Any]]:
@@ -149,60 +158,58 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Two ranges of a vertical axis: of all values, and of the values at the ends of the runs.
+    """Two ranges of a vertical axis: of all values, and of the values from where the runs differ.
 
     On a logarithmic axis, the ranges are exponents of ten.
     """
 
     whole: list[float]
     """Range that shows all values of the runs."""
-    ends: list[float]
-    """Range that shows the values at the ends of the runs."""
+    differing: list[float]
+    """Range that shows all values from the first evaluation at which the runs differ."""
 
 
 def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
     """Return the ranges of each vertical axis of the figure `progress`, keyed by the axis's name.
 
-    Failed and diverged runs do not widen the ranges of the final values.
+    Failed and diverged runs do not widen the range of the differing values, because their last values dwarf all others.
     """
     first = series[0].record.summary
-    shots = [
-        (one.record.summary.useful, [e for e in one.record.events if isinstance(e, EvaluationEvent)]) for one in series
-    ]
-    metrics = [(useful, [e.metric for e in run if math.isfinite(e.metric)]) for useful, run in shots]
-    losses = [(useful, [e.loss for e in run if math.isfinite(e.loss)]) for useful, run in shots]
-    if _logarithmic(_losses(series)):
-        losses = [(useful, [math.log10(loss) for loss in run]) for useful, run in losses]
+    log = _logarithmic(_losses(series))
     found: dict[str, Ranges] = {}
-    for row, (runs, high) in enumerate(((metrics, first.higher_is_better), (losses, False))):
+    for row, of in enumerate((_metric, _loss)):
+        curves = [(one.record.summary.useful, _values(one, of, log and row == 1)) for one in series]
         aim = [first.target] if row == 0 and first.target is not None else []
-        values = [value for _, run in runs for value in run] + aim
+        values = [value for _, curve in curves for value in curve] + aim
         if values:
-            margin = 0.04 * (max(values) - min(values)) or 1.0
-            whole = [min(values) - margin, max(values) + margin]
-            ends = _ends([run for useful, run in runs if useful and run], aim, high)
-            ends = whole if ends is None else [max(ends[0], whole[0]), min(ends[1], whole[1])]
-            found |= {key("y", 3 * row + column): Ranges(whole, ends) for column in range(3)}
+            useful = [curve for is_useful, curve in curves if is_useful]
+            shared = _shared(useful)
+            differing = [value for curve in useful for value in curve[shared:]] + aim
+            made = Ranges(_around(values), _around(differing or values))
+            found |= {key("y", 3 * row + column): made for column in range(3)}
     return found
+
+
+def _values(one: Series, of: Callable[[EvaluationEvent], float | None], log: bool) -> list[float]:
+    found = [value for e in one.record.events if isinstance(e, EvaluationEvent) if (value := of(e)) is not None]
+    return [math.log10(value) for value in found] if log else found
+
+
+def _shared(curves: Sequence[Sequence[float]]) -> int:
+    """Number of values at the beginning that all curves have in common: those of the common initial model."""
+    together = list(zip(*curves, strict=False)) if len(curves) > 1 else []
+    return next((index for index, values in enumerate(together) if len(set(values)) > 1), 0)
+
+
+def _around(values: Sequence[float]) -> list[float]:
+    """Range of the values, with room for the line's width and for the ring at a run's target."""
+    margin = 0.06 * (max(values) - min(values)) or 0.1 * abs(values[0]) or 1.0
+    return [min(values) - margin, max(values) + margin]
 
 
 def zooms(series: Sequence[Series]) -> bool:
     """Return whether a vertical axis of the figure `progress` shows only a part of its values."""
-    return any(one.ends != one.whole for one in ranges(series).values())
-
-
-def _ends(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> list[float] | None:
-    """Range from a little beyond the best value to well below the worst final value; None without values.
-
-    `aim`: further values in the range; `high`: whether higher values are better.
-    """
-    sign = 1 if high else -1
-    if not runs:
-        return None
-    ends = [sign * value for value in (*(run[-1] for run in runs), *aim)]
-    worst, best = min(ends), max(*(sign * value for run in runs for value in run), *ends)
-    width = best - worst or 0.1 * (best - min(sign * value for run in runs for value in run))
-    return sorted((sign * (worst - (width if aim else 2 * width)), sign * (best + 0.15 * width)))
+    return any(one.differing != one.whole for one in ranges(series).values())
 
 
 def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:
