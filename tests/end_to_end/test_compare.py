@@ -7,6 +7,7 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 
 from flockstep.cli.app import run
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.experiments.comparison import runs_in
+from flockstep.experiments.comparison import Grid, runs_in
+from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.medians import RepeatedRuns, caveats
 
-BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--out", "c"]
+BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--no-reference", "--out", "c"]
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +115,42 @@ def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.Cap
     assert not any(said.startswith(differ) for said in caveats(made, made))
     said = caveats([made[0], RepeatedRuns(made[1].runs[:1])], made)[-1]
     assert said.startswith(f"{differ}1 to 2 runs each")
+
+
+def test_every_comparison_holds_one_worker_which_uses_as_many_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "softmax", "--simulate", "-n", "4", "--steps", "40", "--target", "0.7", "--out", "c"]
+    words += ["-s", "all_reduce", "-s", "local_sgd(period=4)"]
+    assert run([*words, "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(one["strategy"], one["workers"]) for one in runs] == [
+        ("all_reduce", 4), ("local_sgd(period=4)", 4), ("all_reduce", 1),
+    ]  # fmt: skip
+    samples = [max(e.samples for e in RunFolder(one["folder"]).read_events() if hasattr(e, "samples")) for one in runs]
+    assert samples[0] == samples[1] == samples[2] > 0
+    assert run(words) == 0
+    out, err = capsys.readouterr()
+    assert err.count("kept from before") == 3
+    assert "3 of 3: softmax, one worker" in err
+    (row,) = [line.split() for line in out.splitlines() if " local_sgd(period=4) " in line]
+    single, together = runs[2]["seconds_to_target"], runs[1]["seconds_to_target"]
+    assert [float(cell) for cell in row[2:5]] == pytest.approx([together, single / together, 4 * together], rel=0.01)
+    shown = Path("c/report.html").read_text().split("What the figures show", 1)[1].split("<p>", 2)[1]
+    assert shown.startswith("No strategy was faster than one worker: ")
+    assert run([*words, "--no-reference", "--out", "d"]) == 0
+    assert "one worker" not in capsys.readouterr().out
+
+
+def test_one_worker_is_undisturbed_and_uses_the_samples_of_the_replicas() -> None:
+    base = RunConfig(
+        kind="simulate", job="digits", strategy="", workers=8, steps=30, evaluate_every=3, partition="pipeline(4)",
+        faults=("nan_gradient(worker=1, step=3)",), split="dirichlet(0.1)", network="1gbit", compute="constant(0.01)",
+    )  # fmt: skip
+    alone = Grid(base, ["all_reduce"]).alone
+    assert alone is not None
+    assert (alone.workers, alone.partition, alone.steps, alone.evaluate_every) == (1, None, 60, 6)
+    assert (alone.faults, alone.split, alone.compute) == ((), "iid", base.compute)
+    assert Grid(replace(base, workers=1, partition=None), ["all_reduce"]).alone is None
+    assert Grid(base, ["all_reduce"], reference=False).alone is None
 
 
 def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:

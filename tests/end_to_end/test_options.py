@@ -87,7 +87,7 @@ def test_an_option_that_takes_a_number_names_it(
 
 def test_strategies_whose_names_begin_alike_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "ps(consistency=asynchronous, server_update=delay_compensated(form='constant', lambda0={}))"
-    arguments = ["compare", "quadratic", "--simulate", *QUICK, "--out", "c", "--json"]
+    arguments = ["compare", "quadratic", "--simulate", *QUICK, "--no-reference", "--out", "c", "--json"]
     strategies = [text for value in (0.5, 0.6) for text in ("-s", rule.format(value))]
     assert run([*arguments, *strategies]) == 0
     assert len({run["folder"] for run in json.loads(capsys.readouterr().out)["runs"]}) == 2

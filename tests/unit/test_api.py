@@ -130,18 +130,19 @@ def test_arguments_that_would_not_be_used_are_refused(arguments: dict[str, objec
 def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alone = flockstep.simulate("quadratic", "ps", workers=2, steps=2, cluster="edge", out="a")
+    single = flockstep.simulate("quadratic", "ps", workers=2, steps=2, cluster="edge", out="a")
     assert (
         command(["simulate", "quadratic", "-s", "ps", "-n", "2", "--steps", "2", "--cluster", "edge", "--out", "b"])
         == 0
     )
-    assert alone.config == flockstep.RunResult.read("b").config
-    assert alone.config.cluster == "edge"
-    assert alone.config.network != flockstep.simulate("quadratic", "ps", workers=2, steps=2, out="c").config.network
+    assert single.config == flockstep.RunResult.read("b").config
+    assert single.config.cluster == "edge"
+    assert single.config.network != flockstep.simulate("quadratic", "ps", workers=2, steps=2, out="c").config.network
     both = flockstep.compare("quadratic", ["ps", "ps(codec=half)"], simulated=True, workers=2, steps=2, cluster="edge",
                              out="d")  # fmt: skip
-    plain, coded = (run.config for run in both.runs)
-    assert plain == alone.config
+    plain, coded, alone = (run.config for run in both.runs)
+    assert plain == single.config
+    assert (alone.workers, alone.cluster) == (1, "edge")
     assert (coded.cluster, coded.compute != plain.compute) == ("edge", True)  # encoding takes time of each step
     options = [
         "-s",
@@ -159,7 +160,7 @@ def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
         "d",
     ]
     assert command(["compare", "quadratic", *options]) == 0
-    assert capsys.readouterr().err.count("kept from before") == 2
+    assert capsys.readouterr().err.count("kept from before") == 3
 
 
 @pytest.mark.parametrize("name", ["network", "compute"])

@@ -357,6 +357,48 @@ def test_the_reason_is_an_identity() -> None:
     assert "evaluations are too far apart" in sentences[0]
 
 
+def reached(name: str, workers: int, seconds: float | None, before: float = 0.0) -> Series:
+    """A run that reached its target in the given interval of seconds, or not at all in 9 s."""
+    config = RunConfig(kind="train", job="j", strategy=name, workers=workers, target=0.9)
+    hits = [] if seconds is None else [EvaluationEvent(seconds, 2, 200, 1e6, 0.1, 0.95, None)]
+    events = [
+        EvaluationEvent(before, 1, 100, 0.0, 2.0, 0.1, None),
+        *hits,
+        EvaluationEvent(9.0, 9, 900, 2e6, 0.1, 0.8, None),
+    ]
+    return Series(name, Record(config, summarize(config, events, "finished"), events), 0, alone=workers == 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "alone", "said"),
+    [
+        ((2.0, 1.9), (6.0, 5.9), r"Several workers were faster than one: .* with 1.3 times the worker-seconds\."),
+        ((2.0, 1.0), (2.5, 1.5), "No strategy is known to be faster .*, but the evaluations are too far apart to tell"),
+        ((6.0, 5.0), (2.0, 1.0), "No strategy was faster than one worker: s reached accuracy 0.9 after 6.00 s, "),
+        ((None, 0.0), (2.0, 1.0), "One worker alone reached accuracy 0.9, after 2.00 s, and no strategy .* did"),
+        ((2.0, 1.0), (None, 0.0), "One worker alone did not reach accuracy 0.9 in 9.00 s."),
+        ((None, 0.0), (None, 0.0), "No run reached accuracy 0.9."),
+    ],
+)  # fmt: skip
+def test_the_first_finding_is_what_the_other_workers_are_worth(
+    strategy: tuple[float | None, float], alone: tuple[float | None, float], said: str
+) -> None:
+    pair = [reached("s", 4, *strategy), reached("all_reduce", 1, *alone)]
+    ranked = sorted(pair, key=lambda one: one.record.summary.seconds_to_target or 99)
+    assert re.match(said, findings(ranked)[0])
+
+
+def test_one_worker_is_named_and_dashed_in_every_figure() -> None:
+    several, single = invent(RUNS[0]), invent(RUNS[0], workers=1)
+    assert labels([several.summary, single.summary]) == ["all_reduce", "one worker"]
+    assert labels([single.summary]) == ["all_reduce"]
+    page = render([several, single])
+    assert page.count("one worker") >= 3
+    (figure,) = re.findall(r'id="data-progress">(.*?)</script>', page, re.DOTALL)
+    dashes = {trace["name"]: trace["line"]["dash"] for trace in json.loads(figure)["data"] if trace["mode"] == "lines"}
+    assert dashes["one worker"] == "5px,3px" != dashes["all_reduce"]
+
+
 def test_a_target_that_nobody_reached_is_said() -> None:
     records = [invent(made, target=0.999) for made in RUNS[:2]]
     assert findings(series_of(records))[0].startswith("No run reached accuracy 0.999.")

@@ -358,6 +358,13 @@ def compare(
     faults: o.Faults = None,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference/--no-reference",
+            help="Train one worker alone too, with as many samples: what are the other workers worth?",
+        ),
+    ] = True,
     epochs: o.Epochs = None,
     steps: o.Steps = None,
     batch: o.Batch = None,
@@ -389,7 +396,7 @@ def compare(
     o.refuse_by_hand(context, where)
     base = o.configured(kind, {**locals(), "strategy": ""})
     shape = o.cluster_of(cluster, imports, context)
-    grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds, shape)
+    grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds, shape, reference)
     place = o.folder(out, f"compare-{job}")
     if where.on == "slurm":
         grid.groups(place)  # what is invalid is told before it waits for its turn

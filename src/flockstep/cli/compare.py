@@ -15,6 +15,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
 from flockstep.report.medians import spreads
+from flockstep.report.ranking import names
 from flockstep.report.table import gradient_notes, table
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | Non
         if ran and rest:
             title += f", {rest} more in about {formatting.seconds((time.monotonic() - began) / ran * rest)}"
         ran += 1
-        return runs.run(config, folder, title, overwrite, gathering)
+        # one worker alone needs no other host
+        hosts = gathering if config.workers == grid.base.workers else None
+        return runs.run(config, folder, title, overwrite, hosts)
 
     found = carry_out_all(grid, out, execute, say, lambda found: _print(found, as_json))
     return 1 if found.failures else 0
 
 
 def _print(found: Comparison, as_json: bool) -> None:
-    missed = [] if found.repeated else filter(None, (runs.missed(group.runs[0]) for group in found.chosen))
+    first = [group.runs[0] for group in found.chosen]
+    missed = [] if found.repeated else filter(None, map(runs.missed, first, names(first)))
     ways = gradient_notes([run.config for run in found.drawn])
     for sentence in [*missed, *ways, *found.failures, *found.caveats]:
         show.note(f"flockstep: {sentence}")

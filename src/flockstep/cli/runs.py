@@ -136,8 +136,11 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
         raise typer.Exit(1)
 
 
-def missed(summary: Summary) -> str | None:
-    """Return a sentence about a missed target; None if the run has no target, has reached it, or failed."""
+def missed(summary: Summary, name: str | None = None) -> str | None:
+    """Return a sentence about a missed target; None if the run has no target, has reached it, or failed.
+
+    `name` is the run's name in the sentence; None for the name of its strategy.
+    """
     if (
         summary.status == "failed"
         or summary.target is None
@@ -146,7 +149,7 @@ def missed(summary: Summary) -> str | None:
     ):
         return None
     return (
-        f"{summary.system or summary.strategy} did not reach the target {summary.target:g}: its best "
+        f"{name or summary.system or summary.strategy} did not reach the target {summary.target:g}: its best "
         f"{summary.metric} was {formatting.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr "
         "if training diverged, or change --target"
     )

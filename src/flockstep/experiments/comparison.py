@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flockstep import registry
-from flockstep.drivers.setup import canonical, check, prepare
+from flockstep.drivers.setup import canonical, check, partition_of, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder, slug
@@ -25,12 +25,15 @@ from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
 from flockstep.report.medians import RepeatedRuns, best, caveats
-from flockstep.report.ranking import rank
+from flockstep.report.ranking import ONE_WORKER, names, rank
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
     from flockstep.strategies.base import Strategy
+
+ALONE = "all_reduce"
+"""Strategy of one worker alone, which has nobody to exchange with: the job's optimizer, and nothing is sent."""
 
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
@@ -50,6 +53,8 @@ class Grid:
     seeds: int = 1
     cluster: ClusterShape | None = None
     """The cluster whose links and times simulations use; None if `base` has a network and a compute model."""
+    reference: bool = True
+    """Whether one worker alone is trained beside the strategies, if these have several workers."""
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -62,12 +67,34 @@ class Grid:
     @property
     def count(self) -> int:
         """Number of runs that the comparison takes."""
-        return len(self.strategies) * max(1, len(self.rates)) * self.seeds
+        return (len(self.strategies) + (self.alone is not None)) * max(1, len(self.rates)) * self.seeds
 
     @property
     def repeated(self) -> bool:
         """Whether a strategy has more than one run, which means several seeds or learning rates."""
         return self.seeds > 1 or len(self.rates) > 1
+
+    @property
+    def alone(self) -> RunConfig | None:
+        """The job on one worker (rank 0), on this host and undisturbed, with as many samples as a strategy uses; None
+        if no such run is made.
+        """
+        if not self.reference or self.base.workers == 1:
+            return None
+        replicas = partition_of(self.base).replicas(self.base.workers)
+        steps, every = self.base.steps, self.base.evaluate_every
+        return dataclasses.replace(
+            self.base,
+            strategy=ALONE,
+            workers=1,
+            steps=None if steps is None else steps * replicas,
+            evaluate_every=None if every is None else every * replicas,
+            transport=None if self.base.transport is None else "shared_memory",
+            partition=None,
+            split="iid",
+            result=None,
+            faults=(),
+        )
 
     def groups(self, out: Path) -> list[list[_Planned]]:
         """Return the runs by strategy and learning rate. Runs that differ only in their seed form one group.
@@ -87,19 +114,22 @@ class Grid:
                 raise ConfigurationError(
                     f"the strategy {text} is given {same.count(text)} times; give every strategy once"
                 )
-        found = []
-        for config, name in zip(configs, _names(texts), strict=True):
+        found, places = [], _names(texts)
+        if self.alone is not None:
+            configs, places = [*configs, on_cluster(self.alone, self.cluster)], [*places, slug(ONE_WORKER)]
+        for config, name in zip(configs, places, strict=True):
             for lr in self.rates or (self.base.lr,):
                 rated, place = dataclasses.replace(config, lr=lr), f"{name}-lr-{lr:g}" if self.rates else name
                 found.append([self._planned(rated, out / place, index) for index in range(self.seeds)])
         return found
 
-    def marks(self, config: RunConfig) -> str:
-        """Return the text that distinguishes a run from the other runs of its strategy: the learning rate and the
-        seed.
+    def title(self, config: RunConfig) -> str:
+        """Return the name of a run's strategy, with the learning rate and the seed where they differ from those of its
+        other runs.
         """
+        name = config.title if config.workers == self.base.workers else ONE_WORKER
         rate = f", lr {config.lr:g}" if self.rates else ""
-        return rate + (f", seed {config.seed}" if self.seeds > 1 else "")
+        return name + rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 
     def _planned(self, config: RunConfig, folder: Path, index: int) -> _Planned:
         seed = config.seed + index
@@ -151,7 +181,8 @@ class Comparison:
     @property
     def failures(self) -> list[str]:
         """One sentence for each strategy that diverged or failed, with the reason."""
-        return [f"{one.strategy}: {one.error}" for one in self.summaries if one.status in ("diverged", "failed")]
+        named = zip(names(self.summaries), self.summaries, strict=True)
+        return [f"{name}: {one.error}" for name, one in named if one.status in ("diverged", "failed")]
 
     @property
     def caveats(self) -> list[str]:
@@ -183,6 +214,7 @@ def compare(
     batch: int | None = None,
     lr: float | None = None,
     lr_grid: Sequence[float] = (),
+    reference: bool = True,
     schedule: str | None = None,
     split: str = "iid",
     partition: str | None = None,
@@ -214,6 +246,7 @@ def compare(
         seed: the first seed.
         seeds: number of seeds for each strategy; with several seeds, strategies are ranked by medians.
         lr_grid: learning rates to try for each strategy; a strategy is ranked by its best learning rate.
+        reference: whether one worker alone is trained beside the strategies, with as many samples.
         partition: how each replica is split over workers, as in `simulate`; for simulated runs.
         transport: how messages move between the processes, as in `run`. `transport`, `heartbeat` and `step_timeout` are
             refused with `simulated`.
@@ -246,7 +279,7 @@ def compare(
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
         imports=listed("imports", imports),
     )  # fmt: skip
-    grid = Grid(base, texts, rates, seeds, shape)
+    grid = Grid(base, texts, rates, seeds, shape, reference)
 
     def execute(config: RunConfig, place: Path, title: str, overwrite: bool) -> Summary:
         return carry_out(config, place, overwrite).summary
@@ -300,7 +333,7 @@ def carry_out_all(
     with owned(out):
         try:
             for number, run in enumerate(planned, start=1):
-                title = f"{run.config.job}, {run.config.title}{grid.marks(run.config)}"
+                title = f"{run.config.job}, {grid.title(run.config)}"
                 _carry_out(run, f"{number} of {len(planned)}: {title}", execute, say)
         except (Interrupted, KeyboardInterrupt):
             if any(RunFolder(run.folder).config_file.exists() for run in planned):
@@ -371,8 +404,8 @@ def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comp
 
 def _by_strategy(groups: Sequence[RepeatedRuns]) -> list[list[RepeatedRuns]]:
     """The groups of each strategy, one for each learning rate."""
-    texts = list(dict.fromkeys(group.runs[0].strategy for group in groups))
-    return [[group for group in groups if group.runs[0].strategy == text] for text in texts]
+    contenders = list(dict.fromkeys(group.contender for group in groups))
+    return [[group for group in groups if group.contender == one] for one in contenders]
 
 
 def _names(texts: Sequence[str]) -> list[str]:

@@ -44,7 +44,7 @@ def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
         showlegend=False,
         margin={"l": 64, "r": 12 if narrow else 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(first, _losses(series), narrow, ranges(series)),
+        **_axes(first, _losses(series), narrow, ranges(series), _last_second(series)),
     )
     return {"data": data, "layout": made}
 
@@ -93,7 +93,9 @@ def _losses(series: Sequence[Series]) -> list[float]:
     ]
 
 
-def _axes(first: Summary, losses: Sequence[float], narrow: bool, views: dict[str, Ranges]) -> dict[str, Any]:
+def _axes(
+    first: Summary, losses: Sequence[float], narrow: bool, views: dict[str, Ranges], last: float | None
+) -> dict[str, Any]:
     log = _logarithmic(losses)
     titles = (first.metric, "test loss (log)" if log else "test loss")
     made: dict[str, Any] = {}
@@ -101,7 +103,8 @@ def _axes(first: Summary, losses: Sequence[float], narrow: bool, views: dict[str
         row, column = divmod(panel, 3)
         across, up = _place(row, column, narrow)
         x_title = "virtual seconds" if column == 0 and first.clock == "virtual" else _X[column][0]
-        made[key("x", panel)] = axis(x_title, domain=across, anchor=ref("y", panel), rangemode="tozero")
+        until = {} if column or last is None else {"range": [0, last]}
+        made[key("x", panel)] = axis(x_title, domain=across, anchor=ref("y", panel), rangemode="tozero", **until)
         own = key("y", panel)
         made[own] = axis(
             titles[row] if narrow or column == 0 else "",
@@ -115,6 +118,18 @@ def _axes(first: Summary, losses: Sequence[float], narrow: bool, views: dict[str
         if row == 0:
             made[key("x", panel)]["matches"] = ref("x", panel + 3)
     return made
+
+
+def _last_second(series: Sequence[Series]) -> float | None:
+    """End of the axis of seconds: when the last run of several workers ended, or one worker reached the target; None
+    for the end of the longest run.
+
+    One worker takes n times as long as n workers for as many samples, which would leave the others 1/n of the axis.
+    """
+    if not any(one.alone for one in series):
+        return None
+    ends = [(one.record.summary.seconds_to_target if one.alone else one.record.summary.seconds) for one in series]
+    return 1.05 * max(end or 0.0 for end in ends) or None
 
 
 def _place(row: int, column: int, narrow: bool) -> tuple[list[float], list[float]]:

@@ -18,9 +18,9 @@ from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
-from flockstep.report.ranking import labels, order, places, require_comparable
+from flockstep.report.ranking import labels, order, places, reference, require_comparable
 from flockstep.report.style import ACTIVITIES, Series
-from flockstep.report.table import apart, cells, columns, gradient_notes, ties
+from flockstep.report.table import apart, cells, columns, compared_workers, gradient_notes, ties
 
 _FACTS = (
     ("workers", "workers"),
@@ -93,12 +93,15 @@ def render(
     require_comparable(summaries)
     ranking = order(summaries)
     ranked = [records[index] for index in ranking]
+    alone = reference([record.summary for record in ranked])
     named = zip(labels([record.summary for record in ranked]), ranked, strict=True)
-    series = [Series(label, record, place) for place, (label, record) in enumerate(named)]
+    series = [
+        Series(label, record, place, alone=record.summary is alone) for place, (label, record) in enumerate(named)
+    ]
     configs = [record.config for record in ranked]
     notes = [*gradient_notes(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
-    shown, found = columns(ranked[0].summary), places([record.summary for record in ranked])
+    shown, found = columns(ranked[0].summary, alone), places([record.summary for record in ranked])
     return filled(
         "report.html.j2",
         title=_title(series),
@@ -113,7 +116,8 @@ def render(
         spread_title="" if spread is None else medians.title(*spread),
         spread=[] if spread is None else medians.rows(*spread),
         headings=[one.heading for one in shown],
-        texts=[cells(place, one.label, one.record.summary) for one, place in zip(series, found, strict=True)],
+        texts=[cells(place, one.label, one.record.summary, alone) for one, place in zip(series, found, strict=True)],
+        left=[index for index, one in enumerate(shown) if one.text],
         series=series,
         colors=[one.color for one in series],
         best=ranked[0].summary.useful,
@@ -135,7 +139,7 @@ def _sentence(text: str) -> str:
 
 
 def _title(series: Sequence[Series]) -> str:
-    counts = sorted({one.record.summary.workers for one in series})
+    counts = compared_workers([one.record.summary for one in series])
     workers = " and ".join(map(str, counts)) + (" worker" if counts == [1] else " workers")
     runs = "1 run" if len(series) == 1 else f"{len(series)} runs"
     return f"{series[0].record.summary.job} on {workers}: {runs} compared"
@@ -143,7 +147,8 @@ def _title(series: Sequence[Series]) -> str:
 
 def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
     """Settings of the runs with their names: one value if all runs agree, otherwise all values."""
-    found = []
+    found: list[tuple[str, str]] = []
+    configs = [config for config in configs if config.workers in compared_workers(configs)]
     modeled = () if any(config.cluster is None for config in configs) else ("network", "compute")
     for name, text in _FACTS:
         if name in modeled:  # derived from the cluster; the runs' settings have them in full

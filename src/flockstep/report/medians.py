@@ -12,7 +12,7 @@ import msgspec
 
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
-from flockstep.report.ranking import rank
+from flockstep.report.ranking import names, rank
 from flockstep.report.terminal import TableColumn, TextTable
 
 _MIDDLE = (
@@ -30,6 +30,11 @@ class RepeatedRuns:
     """The runs of one strategy at one learning rate, one for each seed."""
 
     runs: tuple[Summary, ...]
+
+    @property
+    def contender(self) -> tuple[str, int]:
+        """Strategy and number of workers, which runs at other learning rates share."""
+        return self.runs[0].strategy, self.runs[0].workers
 
     @property
     def useful(self) -> list[Summary]:
@@ -100,6 +105,7 @@ class RepeatedRuns:
         spreads = {name: self.spread(name) for name in ("seconds_to_target", "final_metric", "seconds")}
         return {
             "strategy": self.runs[0].strategy,
+            "workers": self.runs[0].workers,
             "lr": self.runs[0].lr,
             "chosen": chosen,
             "seeds": [run.seed for run in self.runs],
@@ -124,17 +130,14 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
             "the learning rates marked * were chosen on these same runs, so their figures are optimistic: repeat the "
             "runs at these rates with another --seed before quoting the figures"
         )
-    for group in chosen:
-        rates = sorted(
-            one.runs[0].lr for one in groups if one.runs[0].strategy == group.runs[0].strategy and one.runs[0].lr
-        )
+    for group, name in zip(chosen, names([group.runs[0] for group in chosen]), strict=True):
+        same = [one for one in groups if one.contender == group.contender]
+        rates = sorted(one.runs[0].lr for one in same if one.runs[0].lr)
         lr = group.runs[0].lr
         if len(rates) > 1 and lr in (rates[0], rates[-1]):
             end = "smallest" if lr == rates[0] else "largest"
-            said.append(
-                f"{group.runs[0].strategy}: the best learning rate {lr:g} is the {end} of the grid; extend the grid"
-            )
-        said += _missed([one for one in groups if one.runs[0].strategy == group.runs[0].strategy], group)
+            said.append(f"{name}: the best learning rate {lr:g} is the {end} of the grid; extend the grid")
+        said += _missed(same, group, name)
     seeds = [tuple(run.seed for run in group.runs) for group in groups]
     if len(set(seeds)) > 1:
         said.append(
@@ -144,10 +147,8 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
     return said
 
 
-def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
-    """A sentence for a group in which most runs at the best learning rate missed the target, with the best metric
-    reached.
-    """
+def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns, name: str) -> list[str]:
+    """A sentence if most runs at the best learning rate missed the target, with the best metric that was reached."""
     first, runs = chosen.runs[0], [run for group in rates for run in group.runs]
     tops = [(run.best_metric, run.lr) for group in rates for run in group.useful if run.best_metric is not None]
     if first.target is None or chosen.median().seconds_to_target is not None or not tops:
@@ -157,7 +158,7 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
     word = "highest" if first.higher_is_better else "lowest"
     among, at = (f" at {len(rates)} learning rates", f", at {lr:g}") if len(rates) > 1 else ("", "")
     said = (
-        f"{first.strategy} reached the target {first.target:g} in {reached or 'none'} of {len(runs)} runs{among}: the "
+        f"{name} reached the target {first.target:g} in {reached or 'none'} of {len(runs)} runs{among}: the "
         f"{word} {first.metric} was {formatting.metric(top)}{at}; train longer (--epochs, --steps), try other learning "
         "rates, or change --target"
     )
@@ -183,15 +184,16 @@ def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list
     If there are several learning rates, a star marks the ranked rate.
     """
     several = len(groups) > len(chosen)
-    return [_row(group, several and group in chosen) for group in groups]
+    called = names([group.runs[0] for group in groups])
+    return [_row(name, group, several and group in chosen) for name, group in zip(called, groups, strict=True)]
 
 
-def _row(group: RepeatedRuns, starred: bool) -> list[str]:
+def _row(name: str, group: RepeatedRuns, starred: bool) -> list[str]:
     first, document = group.runs[0], group.document(starred)
     lr = f"{formatting.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
     figures = [_range(group.spread("seconds_to_target")), _range(group.spread("final_metric"))]
     counts = [str(len(group.runs)), *figures, str(document["reached"]), str(document["useless"])]
-    return [first.system or first.strategy, lr, *counts]
+    return [name, lr, *counts]
 
 
 def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:

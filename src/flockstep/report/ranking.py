@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from flockstep.errors import ConfigurationError
 from flockstep.records.summary import Summary
 
+ONE_WORKER = "one worker"
+"""Name of a run of one worker among runs of several workers, which tells what the other workers are worth."""
 _MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": "targets"}
 
 
@@ -38,12 +40,31 @@ def places(ranked: Sequence[Summary]) -> list[str]:
     """
     found, best = list[int](), 0
     for index, summary in enumerate(ranked):
-        best = best if index and _overlap(ranked[best], summary) else index
+        best = best if index and tied(ranked[best], summary) else index
         found.append(best + 1)
     return [f"{place}=" if found.count(place) > 1 else str(place) for place in found]
 
 
-def _overlap(best: Summary, other: Summary) -> bool:
+def reference(summaries: Sequence[Summary]) -> Summary | None:
+    """Return the run of one worker among runs of several workers, the best of them if there are several; None if there
+    is none.
+    """
+    alone = [summary for summary in summaries if summary.workers == 1]
+    return alone[order(alone)[0]] if 0 < len(alone) < len(summaries) else None
+
+
+def names(summaries: Sequence[Summary]) -> list[str]:
+    """Return for each run its strategy as it was given, or `ONE_WORKER` for one worker among runs of several."""
+    several = any(summary.workers > 1 for summary in summaries)
+    return [
+        ONE_WORKER if several and summary.workers == 1 else summary.system or summary.strategy for summary in summaries
+    ]
+
+
+def tied(best: Summary, other: Summary) -> bool:
+    """Return whether the intervals of time in which two runs reached the target overlap; the first run is the better
+    one.
+    """
     if (
         not (best.useful and other.useful)
         or best.seconds_to_target_range is None
@@ -68,18 +89,18 @@ def labels(summaries: Sequence[Summary]) -> list[str]:
     """Return a short, unique label for each run: its strategy, and the settings in which runs of the same strategy
     differ.
     """
-    names = [summary.system or summary.strategy for summary in summaries]
-    for setting in ("workers", "cluster", "network", "compute", "lr", "seed"):
+    found = names(summaries)
+    for setting in ("strategy", "workers", "cluster", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]
-        twice = {name for name, count in Counter(names).items() if count > 1}
-        differing = {name for name in twice if len({v for n, v in zip(names, values, strict=True) if n == name}) > 1}
-        names = [
+        twice = {name for name, count in Counter(found).items() if count > 1}
+        differing = {name for name in twice if len({v for n, v in zip(found, values, strict=True) if n == name}) > 1}
+        found = [
             f"{name} · {setting} {value}" if name in differing else name
-            for name, value in zip(names, values, strict=True)
+            for name, value in zip(found, values, strict=True)
         ]
     seen: Counter[str] = Counter()
     numbered = []
-    for name in names:
+    for name in found:
         seen[name] += 1
         numbered.append(f"{name} · #{seen[name]}" if seen[name] > 1 else name)
     return numbered

@@ -30,6 +30,8 @@ COLORS = (
 )
 DASHES = {"solid": "none", "10px,4px": "10 4", "2px,3px": "2 3"}
 """plotly's name of a line style → the equivalent stroke-dasharray of SVG."""
+ALONE_DASH = "5px,3px"
+"""plotly's name of the line style of one worker alone."""
 ACTIVITIES = {
     "compute": ("computing", "#3d4f66"),
     "comm": ("communicating", "#e8a33d"),
@@ -52,21 +54,23 @@ class Series:
     record: Record
     place: int
     """Rank of the run; 0 is the best run."""
+    alone: bool = False
+    """Whether this is the run of one worker with which the others are compared: dark and dashed in every figure."""
 
     @property
     def color(self) -> str:
         """Color of the run's lines and bars."""
-        return COLORS[self.place % len(COLORS)]
+        return INK if self.alone else COLORS[self.place % len(COLORS)]
 
     @property
     def dash(self) -> str:
         """Line style of the run, for readers who cannot tell the colors apart."""
-        return list(DASHES)[self.place % len(DASHES)]
+        return ALONE_DASH if self.alone else list(DASHES)[self.place % len(DASHES)]
 
     @property
     def stroke(self) -> str:
         """Line style of the run as SVG's stroke-dasharray."""
-        return DASHES[self.dash]
+        return self.dash.replace("px,", " ").removesuffix("px") if self.alone else DASHES[self.dash]
 
     @property
     def name(self) -> str:

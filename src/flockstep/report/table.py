@@ -7,20 +7,25 @@ from collections.abc import Iterable, Sequence
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary, partition_notes, trained_apart
 from flockstep.report import formatting
-from flockstep.report.ranking import labels, places, rank
+from flockstep.report.ranking import labels, places, rank, reference
 from flockstep.report.terminal import TableColumn, TextTable
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
 
 
-def columns(summary: Summary) -> tuple[TableColumn, ...]:
-    """Return the columns of the ranked table; all rows have the clock and the metric of `summary`."""
+def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn, ...]:
+    """Return the columns of the ranked table; all rows have the clock and the metric of `summary`.
+
+    If the table has a run of one worker, `alone`, and a target, two columns compare each run with it.
+    """
     metric, goal = summary.metric, f"{summary.metric} {summary.target:g}" if summary.target is not None else None
+    against = (TableColumn("speed-up over one worker", rank=1, note=_SPEEDUP), TableColumn("worker-seconds", rank=3))
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     return (
         TableColumn("#"),
         TableColumn("strategy", text=True),
         TableColumn(f"seconds to {goal or 'the end'}", note=reached if goal else ""),
+        *(against if goal and alone else ()),
         TableColumn(f"final {metric}"),
         TableColumn("MB per worker sent / received", rank=2),
         TableColumn("staleness mean / max", rank=4, note=_STALENESS),
@@ -31,6 +36,10 @@ def columns(summary: Summary) -> tuple[TableColumn, ...]:
     )
 
 
+_SPEEDUP = (
+    "speed-up over one worker: seconds to the target of one worker alone ÷ those of the strategy. worker-seconds: "
+    "seconds to the target × workers, which is what a cluster is paid for."
+)
 _STALENESS = "staleness: number of updates applied between reading the parameters and applying the gradient."
 _COMPUTING = "computing: share of a worker's time; the rest is communicating and waiting."
 _DIVERGENCE = "divergence: root mean square distance of the replicas from their mean at the last evaluation."
@@ -40,7 +49,7 @@ _APPLIED = (
 )
 
 
-def cells(place: str, label: str, summary: Summary) -> list[str]:
+def cells(place: str, label: str, summary: Summary, alone: Summary | None = None) -> list[str]:
     """Return the cells of a run's row as texts, in the order of `columns`.
 
     For a run that missed the target, the time is the run's total time.
@@ -49,6 +58,11 @@ def cells(place: str, label: str, summary: Summary) -> list[str]:
         place if summary.useful else formatting.NONE,
         label,
         _time(summary),
+        *(
+            []
+            if alone is None or summary.target is None
+            else [_speedup(summary, alone), _time(summary, summary.workers)]
+        ),
         formatting.metric(summary.final_metric),
         "/".join(
             formatting.number(count / 1e6)
@@ -62,10 +76,19 @@ def cells(place: str, label: str, summary: Summary) -> list[str]:
     ]
 
 
-def _time(summary: Summary) -> str:
+def _time(summary: Summary, workers: int = 1) -> str:
     if summary.seconds_to_target is not None:
-        return formatting.number(summary.seconds_to_target)
-    return formatting.number(summary.seconds) if summary.target is None else f"> {formatting.number(summary.seconds)}"
+        return formatting.number(workers * summary.seconds_to_target)
+    text = formatting.number(workers * summary.seconds)
+    return text if summary.target is None else f"> {text}"
+
+
+def _speedup(summary: Summary, alone: Summary) -> str:
+    """Speed-up over one worker; a bound if one of the two runs ended before the target, a dash if both did."""
+    own, single = summary.seconds_to_target, alone.seconds_to_target
+    if own is not None:
+        return formatting.number(single / own) if single is not None else f"> {formatting.number(alone.seconds / own)}"
+    return formatting.NONE if single is None else f"< {formatting.number(single / summary.seconds)}"
 
 
 def apart(ranked: Sequence[Summary]) -> list[str]:
@@ -129,9 +152,9 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
     ranked = rank(summaries)
     if not ranked:
         return TextTable((), (), "no runs")
-    first = ranked[0]
-    rows = [cells(*row) for row in zip(places(ranked), labels(ranked), ranked, strict=True)]
-    shown = columns(first)
+    first, alone = ranked[0], reference(ranked)
+    rows = [cells(*row, alone) for row in zip(places(ranked), labels(ranked), ranked, strict=True)]
+    shown = columns(first, alone)
     return TextTable(
         shown,
         rows,
@@ -142,9 +165,15 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
     )
 
 
+def compared_workers(runs: Sequence[Summary] | Sequence[RunConfig]) -> list[int]:
+    """Return the numbers of workers of the runs, without the one worker with which runs of several are compared."""
+    found = sorted({run.workers for run in runs})
+    return found[1:] if len(found) > 1 and found[0] == 1 else found
+
+
 def heading(summaries: Sequence[Summary]) -> str:
     """Return the title of the table: job, number of workers, and the clock that measured the seconds."""
     first = summaries[0]
     clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {modeled(summaries)}"
-    counts = " and ".join(str(n) for n in sorted({summary.workers for summary in summaries}))
+    counts = " and ".join(map(str, compared_workers(summaries)))
     return f"{first.job} on {counts} worker{'' if counts == '1' else 's'}, {clock}"
