@@ -59,3 +59,51 @@ def write_script(folder: Path) -> str:
     """Write the script to a folder; return its path."""
     (folder / "script.py").write_text(SCRIPT)
     return str(folder / "script.py")
+
+
+SCHEDULES = ("none", "step", "epoch", "warm-up")
+"""Schedules of the learning rate that `write_scheduled_script` knows."""
+SCHEDULED = """
+import sys, time
+from pathlib import Path
+import torch
+from torch.optim import lr_scheduler
+import flockstep
+
+HERE = Path(__file__).parent
+STRATEGY, SCHEDULE, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
+EPOCH = 10
+rank = flockstep.rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+optimizer = flockstep.distribute(model, optimizer, STRATEGY)
+scheduler = {
+    "none": lambda: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+    "step": lambda: lr_scheduler.ExponentialLR(optimizer, 0.99),
+    "epoch": lambda: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "warm-up": lambda: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS),
+}[SCHEDULE]()
+saved = flockstep.resumed() or {"step": 0}
+if "scheduler" in saved:
+    scheduler.load_state_dict(saved["scheduler"])
+for step in range(saved["step"], STEPS):
+    flockstep.checkpoint({"step": step, "scheduler": scheduler.state_dict()})
+    if not (HERE / "go").exists():
+        time.sleep(0.01 * rank)
+    x = torch.randn(8, 4)
+    optimizer.zero_grad()
+    (model(x) - x[:, :3]).square().mean().backward()
+    optimizer.step()
+    if SCHEDULE != "epoch" or (step + 1) % EPOCH == 0:
+        scheduler.step()
+optimizer.finish()
+(HERE / f"end-{rank}").write_text(f"{scheduler.get_last_lr()[0]:.6f}")
+"""
+"""Arguments: strategy, schedule and number of steps; until the file `go` is there, ranks step at different speeds."""
+
+
+def write_scheduled_script(folder: Path) -> str:
+    """Write the script with a schedule to a folder; return its path."""
+    (folder / "scheduled.py").write_text(SCHEDULED)
+    return str(folder / "scheduled.py")

@@ -176,6 +176,8 @@ class Loop:
         """The state from which a resumed run goes on, until its program has begun."""
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
+        self.resumed = False
+        """Whether this worker goes on from a checkpoint."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
@@ -531,6 +533,7 @@ class Loop:
         worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
             kept = self._kept = self._load(node_spec, worker)
+            self.resumed = kept is not None
             if kept is not None and kept.saved.mailbox is not None:
                 self._member.expect(kept.saved.mailbox.received())
             self._member.begin()

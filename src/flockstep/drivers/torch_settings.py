@@ -23,12 +23,13 @@ def require_same_settings(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
 
     Settings may differ if each worker steps with its own gradient. Learning rates may also differ if servers apply each
     gradient alone, at the learning rate that its worker sends with it. A rank without a loaded state takes the settings
-    that rank 0 has loaded.
+    that rank 0 has loaded. In a resumed run all settings come from one checkpoint, whose workers may be at different
+    steps of a schedule, so nothing is compared.
 
     Raises:
         ConfigurationError: a setting differs that must be equal.
     """
-    if loop.workers > 1:
+    if loop.workers > 1 and not loop.resumed:
         loop.exchange("settings", lambda me: compare_settings(me, optimizer, loop.strategy))
 
 
