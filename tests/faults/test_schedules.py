@@ -1,30 +1,131 @@
-"""A script continues after every kind of stop under every schedule of the learning rate, wherever its workers are."""
+"""A run continues after every kind of stop under every schedule of the learning rate, wherever its workers are.
+
+The product strategy × schedule × event runs under `make test-all`; every module that runs more than ten cells ends with
+its table. A few cells run at every push, at least one for each way in which a run continues.
+"""
 
 from __future__ import annotations
 
+import itertools
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from flockstep import registry
 from flockstep.chaos.base import Failpoint
 from flockstep.chaos.failpoint import signalled, write_failpoint
+from flockstep.cli.app import run as run_command
+from flockstep.drivers.script_resizing import require_script_resizable
+from flockstep.errors import FlockstepError
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
+from support.jobs import go_on, paced_train
+from support.matrix import few
 from support.processes import RealRun
-from support.torch_scripts import write_scheduled_script
+from support.torch_scripts import SCHEDULES, write_scheduled_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
 
-STEPS = 60
+STEPS = 240
+EVERY = ["--checkpoint-every", "30"]
+Cell = tuple[str, str, str, str]
+EVENTS = {
+    "all killed": Failpoint("launcher", "checkpoint.complete", 2),
+    "server killed": Failpoint("server-0", "state.before_copy", 2),
+    "worker killed": Failpoint("worker-1", "gradient.computed", 50),
+    "leave": Failpoint("worker-1", "gradient.computed", 50, signal.SIGTERM),
+    "join": None,
+}
+JOB_SCHEDULES = dict(zip(SCHEDULES, ("constant", "cosine", "step_decay", "linear_warmup"), strict=True))
+"""The schedules of jobs that change as those of scripts do."""
+_table: dict[Cell, str] = {}
 
 
-def test_a_script_whose_workers_stopped_at_different_steps_of_a_schedule_is_resumed(tmp_path: Path) -> None:
-    """Under `ssp` the fast worker is up to three steps ahead in the checkpoint, and so is its learning rate."""
-    kill = write_failpoint(tmp_path, Failpoint("launcher", "checkpoint.complete", 2))
-    words = ["launch", "-n", "2", "--checkpoint-every", "15", "--import", kill]
-    script = [write_scheduled_script(tmp_path), "ps(ssp(3))", "step", str(STEPS)]
-    assert RealRun([*words, *script], tmp_path / "run", torch=True).end().code != 0
-    assert signalled(tmp_path) is not None
-    (tmp_path / "go").touch()
-    ended = RealRun(["resume"], tmp_path / "run", torch=True).end()
+def _strategies() -> list[str]:
+    rules = [f"ps({name})" for name in registry.names("consistency") if name != "bsp"]
+    return [*registry.names("strategy"), "ps(ssp(3))", *rules]
+
+
+def possible(kind: str, strategy: str, event: str) -> bool:
+    """Whether the event can happen to a run with this strategy, and the run has checkpoints."""
+    found = Strategy.parse(strategy)
+    traits, changes = found.traits, event in ("worker killed", "leave", "join")
+    if not (traits.restarts and traits.checkpoints) or (kind == "script" and traits.needs_job):
+        return False
+    if event == "server killed" and not found.servers_for(2):
+        return False
+    try:
+        for workers in {"join": (2, 3), "leave": (3, 2), "worker killed": (3, 2)}.get(event, (2,)):
+            found.check(workers)
+        if changes:
+            require_script_resizable(found)
+    except FlockstepError:
+        return False
+    return True
+
+
+CELLS = [
+    (kind, strategy, schedule, event)
+    for kind, strategy, schedule, event in itertools.product(("script", "job"), _strategies(), SCHEDULES, EVENTS)
+    if possible(kind, strategy, event)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prints what became of the cells that have run: a row for each strategy and schedule, a column for each event."""
+    _table.clear()
+    yield
+    rows = dict.fromkeys(cell[:3] for cell in _table)
+    if len(_table) <= 10:
+        return
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        sys.stdout.write("\n" + "  ".join([f"{'run':6} {'strategy':21} {'schedule':9}", *map("{:13}".format, EVENTS)]))
+        for kind, strategy, schedule in rows:
+            cells = (_table.get((kind, strategy, schedule, event), "–") for event in EVENTS)
+            line = "  ".join([f"{kind:6} {strategy:21} {schedule:9}", *map("{:13}".format, cells)])
+            sys.stdout.write(f"\n{line.rstrip()}")
+        sys.stdout.write("\n")
+
+
+CHOSEN: list[Cell] = [
+    ("script", "ps(ssp(3))", "step", "all killed"),
+    ("script", "ps(ssp(3))", "step", "server killed"),
+    ("script", "gossip", "warm-up", "worker killed"),
+    ("script", "ps(ssp(3))", "epoch", "leave"),
+    ("script", "local_sgd", "step", "join"),
+    ("job", "ps(ssp(3))", "step", "worker killed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "schedule", "event"), few(CELLS, *CHOSEN))
+def test_a_run_continues_after_an_event(kind: str, strategy: str, schedule: str, event: str, tmp_path: Path) -> None:
+    """A script checks at every step that its learning rate is that of its step."""
+    _table[kind, strategy, schedule, event] = "failed"
+    workers = "3" if event in ("worker killed", "leave") else "2"
+    more = {"join": ["--max-workers", "3"], "leave": ["--min-workers", "1"], "worker killed": ["--min-workers", "1"]}
+    if kind == "script":
+        script = [write_scheduled_script(tmp_path), strategy, schedule, str(STEPS)]
+        words, program = ["launch", "-n", workers], script
+    else:
+        words = [*paced_train(tmp_path, strategy, int(workers), STEPS), "--schedule", JOB_SCHEDULES[schedule]]
+        program = []
+    if (point := EVENTS[event]) is not None:
+        words += ["--import", write_failpoint(tmp_path, point)]
+    run = RealRun([*words, *EVERY, *more.get(event, []), *program], tmp_path / "run", torch=kind == "script")
+    if event == "join":
+        run.wait_for_work(5)
+        assert run_command(["join", str(run.record)]) == 0
+        go_on(tmp_path)
+    ended = run.end()
+    if event == "all killed":
+        assert ended.code != 0
+        go_on(tmp_path)
+        ended = RealRun(["resume"], run.record, torch=kind == "script").end()
     assert ended.code == 0, ended.err
-    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == [f"{0.1 * 0.99**STEPS:.6f}"] * 2
+    assert (signalled(tmp_path) is not None) == (event != "join"), "the event has not happened"
+    assert RunFolder(run.record).read_summary().status == "finished"
+    _table[kind, strategy, schedule, event] = "continues"

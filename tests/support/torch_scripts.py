@@ -72,33 +72,32 @@ import flockstep
 
 HERE = Path(__file__).parent
 STRATEGY, SCHEDULE, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
-EPOCH = 10
 rank = flockstep.rank()
 torch.manual_seed(rank)
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 optimizer = flockstep.distribute(model, optimizer, STRATEGY)
-scheduler = {
-    "none": lambda: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-    "step": lambda: lr_scheduler.ExponentialLR(optimizer, 0.99),
-    "epoch": lambda: lr_scheduler.ExponentialLR(optimizer, 0.9),
-    "warm-up": lambda: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS),
-}[SCHEDULE]()
+factor = {
+    "none": lambda step: 1.0,
+    "step": lambda step: 0.99**step,
+    "epoch": lambda step: 0.9 ** (step // 10),
+    "warm-up": lambda step: (step + 1) / STEPS,
+}[SCHEDULE]
+scheduler = lr_scheduler.LambdaLR(optimizer, factor)
 saved = flockstep.resumed() or {"step": 0}
 if "scheduler" in saved:
     scheduler.load_state_dict(saved["scheduler"])
 for step in range(saved["step"], STEPS):
     flockstep.checkpoint({"step": step, "scheduler": scheduler.state_dict()})
+    assert optimizer.param_groups[0]["lr"] == 0.1 * factor(step), f"the learning rate of step {step} is another"
     if not (HERE / "go").exists():
-        time.sleep(0.01 * rank)
+        time.sleep(0.005 + 0.005 * rank)
     x = torch.randn(8, 4)
     optimizer.zero_grad()
     (model(x) - x[:, :3]).square().mean().backward()
     optimizer.step()
-    if SCHEDULE != "epoch" or (step + 1) % EPOCH == 0:
-        scheduler.step()
+    scheduler.step()
 optimizer.finish()
-(HERE / f"end-{rank}").write_text(f"{scheduler.get_last_lr()[0]:.6f}")
 """
 """Arguments: strategy, schedule and number of steps; until the file `go` is there, ranks step at different speeds."""
 
