@@ -125,7 +125,7 @@ def tests_for(module: str) -> tuple[str, ...]:
     users = [path for path in SOURCE.rglob("*.py") if f"from {dotted} import" in path.read_text("utf-8")]
     ranked = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if path.parent.name in ("end_to_end", "faults", "claims"):
+        if path.parent.name in ("end_to_end", "faults", "security", "claims"):
             continue
         text = path.read_text("utf-8")
         score = 8 * (Path(module).stem in path.stem)

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq
 
+from flockstep.transports.admission import UNPROVED
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import routing_id
-from flockstep.transports.streams import STRANGERS
 from support.jobs import go_on, paced, undisturbed
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, content, open_files, search_path, wait_until
@@ -165,7 +165,7 @@ def test_a_flood_of_strangers_costs_a_run_little_and_changes_no_bit(frames: int,
     assert ended.code == 0
     assert re.fullmatch(REFUSED * 4, ended.err), "each node says once that it refuses strangers"
     assert max(grown.values()) < 16 << 20, grown
-    assert most - files <= STRANGERS + 2
+    assert most - files <= UNPROVED + 2
     assert ended.summary is not None
     assert ended.summary["lost"] == []
     assert ended.summary["scalars"]["rejected_connections"] >= frames * 0.9

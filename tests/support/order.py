@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-WAITING = ("end_to_end", "faults", "third_party")
+WAITING = ("end_to_end", "faults", "security", "third_party")
 """Folders whose tests wait for processes of their own."""
 
 

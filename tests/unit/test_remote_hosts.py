@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import flockstep.transports.admission as admission
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, PeerLost, RunError
@@ -22,7 +23,7 @@ from flockstep.launchers.children import HOST_LOST
 from flockstep.launchers.gathering import settings_of
 from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Heard, Join, Over, Refused, Stopped, decoded, encoded
-from flockstep.launchers.hosts import STRANGERS, RemoteHosts
+from flockstep.launchers.hosts import ACCEPTED, RemoteHosts
 from flockstep.launchers.joining_host import _JoiningHost
 from flockstep.launchers.meeting import Meeting, address_towards, meeting_at, read_secret
 from flockstep.launchers.newcomers import Newcomers
@@ -30,6 +31,7 @@ from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import server
 from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
+from flockstep.transports.admission import UNPROVED
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
 from support.ports import free_port
@@ -143,8 +145,8 @@ def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: 
         idle.append(socket.create_connection(("127.0.0.1", port(hosts))))
         hosts.pump()
     held = len(os.listdir("/dev/fd")) - handles - len(idle)  # noqa: PTH208
-    assert held <= STRANGERS + 1
-    assert hosts.rejected >= 1000 - STRANGERS
+    assert held <= UNPROVED + 1
+    assert hosts.rejected >= 1000 - UNPROVED
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KiB
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
@@ -153,14 +155,17 @@ def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: 
         sock.close()
 
 
-def test_idle_strangers_do_not_close_the_connection_of_a_host_that_proves_the_secret(hosts: RemoteHosts) -> None:
+def test_idle_strangers_do_not_close_the_connection_of_a_host_that_proves_the_secret(
+    hosts: RemoteHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them connect between two turns of the coordinator, after the host's hello; some are closed before the host
     has answered.
     """
+    monkeypatch.setattr(admission, "UNPROVED", ACCEPTED)
     channel = HostChannel(socket.create_connection(("127.0.0.1", port(hosts))), SECRET, True, 5.0)
     channel.flush()
-    idle = [socket.create_connection(("127.0.0.1", port(hosts))) for _ in range(2 * STRANGERS)]
-    wait_until(lambda: hosts.pump() or hosts.rejected >= STRANGERS, PATIENCE, "strangers are turned away")  # type: ignore[func-returns-value]
+    idle = [socket.create_connection(("127.0.0.1", port(hosts))) for _ in range(2 * ACCEPTED)]
+    wait_until(lambda: hosts.pump() or hosts.rejected >= ACCEPTED, PATIENCE, "strangers are turned away")  # type: ignore[func-returns-value]
     wait_until(lambda: hosts.pump() or channel.receive() or channel.established, PATIENCE, "the proof")  # type: ignore[func-returns-value]
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
     channel.close()
@@ -179,13 +184,13 @@ def test_a_flood_of_connections_does_not_keep_the_coordinator_in_one_turn(hosts:
             return getattr(listener, name)
 
         def accept(self) -> Any:
-            assert len(flood) < 10 * STRANGERS, "the coordinator does nothing else"
+            assert len(flood) < 10 * ACCEPTED, "the coordinator does nothing else"
             flood.append(socket.create_connection(("127.0.0.1", port(hosts))))
             return listener.accept()
 
     hosts._listener = Flooded()  # type: ignore[assignment]
     hosts.pump()
-    assert len(flood) == 1 + STRANGERS
+    assert len(flood) == 1 + ACCEPTED
     for sock in flood:
         sock.close()
 
@@ -222,6 +227,29 @@ def test_an_agent_connects_again_if_its_connection_ends_before_the_proof(hosts: 
     with pytest.raises(ConfigurationError, match=r"did not admit this host.*give every host the same secret"):
         agent._reach()
     assert len(made) == 3
+
+
+def test_an_agent_whose_connection_breaks_before_its_join_arrives_joins_over_another(hosts: RemoteHosts) -> None:
+    """Its proof has arrived; its first message has not."""
+    meeting: Meeting = hosts.meeting  # type: ignore[attr-defined]
+    agent = agent_with(EndedProcess(0), SentMessages())
+
+    class Pumped:
+        """The meeting, whose coordinator proceeds whenever the agent waits."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(meeting, name)
+
+        def wait(self, channel: HostChannel, seconds: float) -> None:
+            hosts.pump()
+
+    agent._meeting, agent._heartbeat, agent._say = Pumped(), 5.0, nothing  # type: ignore[assignment]
+    agent._join = msgspec.structs.replace(JOIN, session="the key of its session")
+    agent._channel = agent._reach()
+    agent._channel._socket.shutdown(socket.SHUT_RDWR)
+    assert agent._admitted().node == 1
+    assert hosts.has(2)
+    agent._channel.close()
 
 
 @pytest.mark.parametrize(("left", "lost"), [(True, ""), (False, "it was killed")])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+import flockstep.transports.admission as admission
 import flockstep.transports.streams as streams
 from flockstep.errors import PeerLost
 from flockstep.messages import Message
@@ -89,9 +90,9 @@ def test_a_thousand_idle_connections_take_few_handles_and_keep_nobody_out(
     for _ in range(1000):
         crowd.enter_context(raw_connection(first))
         assert first.poll(0) is None
-        assert len(first._connections) <= streams.STRANGERS
+        assert len(first._connections) <= admission.UNPROVED
     join(first, second)
-    assert first.traffic.rejected >= 1000 - streams.STRANGERS + 1
+    assert first.traffic.rejected >= 1000 - admission.UNPROVED + 1
     still_works(first, second)
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     said = "more than 128 connections were open whose other end had not proved yet that it knows the secret"
@@ -106,7 +107,7 @@ def test_strangers_that_say_hello_keep_nobody_out(
     make: Make, crowd: contextlib.ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer's hello is still under way when its connection is the newest of too many."""
-    monkeypatch.setattr(streams, "STRANGERS", 8)
+    monkeypatch.setattr(admission, "UNPROVED", 8)
     first, second = make(0, transport), make(1, transport)
     for _ in range(20):
         crowd.enter_context(raw_connection(first, HELLO[transport]))
@@ -119,7 +120,7 @@ def test_strangers_that_say_hello_keep_nobody_out(
 def test_the_host_with_the_most_connections_gives_way(
     make: Make, crowd: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "STRANGERS", 8)
+    monkeypatch.setattr(admission, "UNPROVED", 8)
     first = make(0)
     handshake = Handshake(SECRET, connects=True, encrypts=False)
     peer = crowd.enter_context(raw_connection(first, handshake.out))
@@ -144,7 +145,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_sent_away(
     first._next_look = 0.0
     first._look(connection.since + time_for_proof(first._heartbeat) - 1)
     assert connection.open
-    monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: 0.0)
+    first._admission.limit = 0.0
     slow.sendall(HELLO["tcp"][20:21])
     while connection.open:
         assert first.poll(0.01) is None
@@ -280,7 +281,7 @@ def test_a_record_that_is_changed_on_its_way_delivers_nothing(
 
 
 def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STRANGERS", 3)
+    monkeypatch.setattr(admission, "UNPROVED", 3)
     first, second = introduced(make)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
@@ -291,7 +292,7 @@ def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pyte
 
 
 def test_silent_strangers_before_the_run_has_met_keep_nobody_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STRANGERS", 3)
+    monkeypatch.setattr(admission, "UNPROVED", 3)
     first, second = make(0), make(1)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
@@ -340,7 +341,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
     stranger = raw_connection(first)
     while len(first._connections) < 2:
         first.poll(0.01)
-    monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: 0.0)
+    first._admission.limit = 0.0
     while len(first._connections) > 1:
         first.poll(0)
     assert first.traffic.rejected == 1
@@ -349,7 +350,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
 
 
 def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STRANGERS", 3)
+    monkeypatch.setattr(admission, "UNPROVED", 3)
     first = make(0, "tcp")
     handshake = Handshake(SECRET, connects=True, encrypts=False)
     with contextlib.ExitStack() as stack:
@@ -360,9 +361,9 @@ def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, mo
         while first.traffic.rejected < 7:
             first.poll(0.01)
         peer.sendall(handshake.out)
-        while not any(one.established() for one in first._connections.values()):
+        while not any(one.established for one in first._connections.values()):
             first.poll(0.01)
-        assert sum(one.established() for one in first._connections.values()) == 1
+        assert sum(one.established for one in first._connections.values()) == 1
 
 
 def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
@@ -374,7 +375,7 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
     with raw_connection(first, handshake.out) as peer:
         answered(peer, handshake, first)
         peer.sendall(handshake.out)
-        monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: -1.0)
+        first._admission.limit = -1.0
         first._look(first._next_look)
-        assert [one.established() for one in first._connections.values()] == [True]
+        assert [one.established for one in first._connections.values()] == [True]
         assert first.traffic.rejected == 0

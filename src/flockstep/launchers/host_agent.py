@@ -63,10 +63,6 @@ from flockstep.transports.session import LINK_TIMEOUT, new_key
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
-ATTEMPTS = 6
-"""Number of connections that may end during the handshake until the agent gives up; each further one is opened twice as
-long after the one before.
-"""
 CONNECTING = 5.0
 """Longest time in seconds of one attempt to connect to the coordinator at the start of the run."""
 AGAIN = 1.0
@@ -196,20 +192,18 @@ class HostAgent:
         A connection may end before the proof because other programs have opened many to the same port.
         """
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
-        attempts = 0
         while True:
             try:
                 sock = self._meeting.connect(min(CONNECTING, max(RETRY, until - time.monotonic())))
                 channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
                 return self._proved(channel, until)
             except PeerLost as error:
-                attempts += 1
-                if attempts == ATTEMPTS or isinstance(error.__cause__, LinkForged):
+                if isinstance(error.__cause__, LinkForged):
                     raise ConfigurationError(
                         f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host "
                         "the same secret, and check that a flockstep coordinator listens at this address"
                     ) from None
-                why = f"handshake {attempts} of {ATTEMPTS} failed: {error}"
+                why = f"the handshake failed: {error}"
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > until:
@@ -218,7 +212,7 @@ class HostAgent:
                     f"start node 0, check the address, the firewall and the route, or {WAIT_LONGER}"
                 )
             reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
-            time.sleep(RETRY * 2 ** max(0, attempts - 1))
+            time.sleep(RETRY)
 
     def _proved(self, channel: HostChannel, until: float) -> HostChannel:
         """Wait for the end of the handshake.
@@ -249,10 +243,12 @@ class HostAgent:
         reminder = Reminder(self._say)
         while True:
             reminder.remind(f"the coordinator at {self._meeting.where} to admit this host")
-            self._meeting.wait(self._channel, RETRY)
+            if self._channel.connected:
+                self._meeting.wait(self._channel, RETRY)
+            else:
+                time.sleep(RETRY)
+                self._connect_again(self._meeting.timeout, "--timeout")
             arrived = self._received()
-            if not self._channel.connected:
-                raise self._lost(self._channel.why)
             for at, (message, _) in enumerate(arrived):
                 if isinstance(message, Refused | Over):
                     raise ConfigurationError(
@@ -290,11 +286,11 @@ class HostAgent:
     def _lost(self, why: str) -> RunError:
         return RunError(f"the connection to the coordinator at {self._meeting.where} is lost: {why}")
 
-    def _connect_again(self) -> None:
-        """Try to connect to the coordinator again, and go on with the session.
+    def _connect_again(self, limit: float, name: str) -> None:
+        """Try to connect to the coordinator again, and go on with the session; `name` is the name of the limit.
 
         Raises:
-            RunError: the coordinator is gone, or has given this host up, or the link timeout is over.
+            RunError: the coordinator is gone, or has given this host up, or was away for longer than `limit` seconds.
         """
         channel, now = self._channel, time.monotonic()
         if now < self._next_attempt:
@@ -310,10 +306,10 @@ class HostAgent:
         except ConnectionRefusedError:
             raise self._lost(f"{channel.why}, and nothing listens there any more") from None
         except (OSError, PeerLost) as error:
-            if now - channel.down > self._link_timeout:
+            if now - channel.down > limit:
                 raise self._lost(
-                    f"{channel.why}, and the link was down for {now - channel.down:.1f} s, longer than the link "
-                    f"timeout of {self._link_timeout:g} s ({error})"
+                    f"{channel.why}, and the link was down for {now - channel.down:.1f} s, longer than the {name} "
+                    f"of {limit:g} s ({error})"
                 ) from None
             self._next_attempt = time.monotonic() + RETRY
         except (ProtocolError, ValueError) as error:
@@ -344,7 +340,7 @@ class HostAgent:
         """Forward what has arrived, within that time."""
         full = self._channel.backlog > BACKLOG
         if not self._channel.connected:
-            self._connect_again()
+            self._connect_again(self._link_timeout, "link timeout")
         connected = self._channel.connected
         also = {self._channel.fileno(): self._channel.blocked} if connected else {}
         sends = connected and self._files.waiting and self._channel.backlog <= AHEAD

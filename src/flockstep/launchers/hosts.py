@@ -57,15 +57,15 @@ from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
 from flockstep.messages import server as server_address
 from flockstep.records.checkpoints import MANIFEST, ArrivingShard, Shard, shard_file
-from flockstep.transports.handshake import time_for_proof
+from flockstep.transports.admission import Admission
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
 from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
-STRANGERS = 32
-"""Maximum number of connections that have not yet proved that they know the secret, and of new ones in one turn; each
-further connection closes one of them: the oldest that has sent no hello, or else the oldest.
+ACCEPTED = 32
+"""Largest number of connections that the coordinator accepts in one turn, so that a flood of connections does not keep
+it from its other work.
 """
 SHOWN = 16
 """Largest number of missing hosts or ranks that a message lists."""
@@ -368,7 +368,9 @@ class RemoteHosts(OtherHosts):
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
         self._listener = meeting.listen()
-        self._strangers: list[tuple[float, HostChannel]] = []
+        self._admission = Admission(heartbeat)
+        self._strangers: list[HostChannel] = []
+        """Connections that have not named a host yet, in the order in which they were accepted."""
         self._hosts: dict[int, Host] = {}
         self._where: dict[Address, Host] = {}
         self._heard: list[bytes] = []
@@ -540,7 +542,7 @@ class RemoteHosts(OtherHosts):
 
     def descriptors(self) -> dict[int, bool]:
         channels = [host.channel for host in self._hosts.values() if not host.lost and host.channel.connected]
-        channels += [channel for _, channel in self._strangers]
+        channels += self._strangers
         return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
 
     def heard(self) -> Iterator[bytes]:
@@ -549,11 +551,8 @@ class RemoteHosts(OtherHosts):
 
     def pump(self) -> None:
         self._accept()
-        for begun, channel in list(self._strangers):
-            self._admit(begun, channel)
-        while len(self._strangers) > STRANGERS:
-            rest = self._strangers[:-1]  # the hello of the newest one may be on its way
-            self._turn_away(*min(rest, key=lambda one: (one[1].established, one[1].begun)))
+        for channel in list(self._strangers):
+            self._admit(channel)
         for host in self._hosts.values():
             if not host.lost and host.waiting < WAITING:
                 self._serve(host)
@@ -570,28 +569,29 @@ class RemoteHosts(OtherHosts):
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
-            for _ in range(STRANGERS):  # a flood of them must not keep the coordinator here
+            for _ in range(ACCEPTED):
                 sock, _ = self._listener.accept()
                 with contextlib.suppress(OSError):
-                    channel = HostChannel(sock, self._meeting.secret, False, self._heartbeat)
-                    self._strangers.append((time.monotonic(), channel))
+                    self._strangers.append(HostChannel(sock, self._meeting.secret, False, self._heartbeat))
+                if (excess := self._admission.excess(self._strangers)) is not None:
+                    self._turn_away(excess)
 
     def _say_turned_away(self, peer: str, reason: str) -> None:
         self._turned_away = f" (refused {peer}: {reason})"
         self._say(self._turned_away.strip()[1:-1])
 
-    def _turn_away(self, begun: float, channel: HostChannel, reason: str = "") -> None:
+    def _turn_away(self, channel: HostChannel, reason: str = "") -> None:
         """Close a connection, with a sentence for an agent that knows the secret."""
         self.rejected += 1
         if reason:
-            self._say_turned_away(channel.peer, reason)
+            self._say_turned_away(channel.host, reason)
             with contextlib.suppress(PeerLost):
                 channel.send(encoded(Refused(reason)))
                 channel.flush()
-        self._strangers.remove((begun, channel))
+        self._strangers.remove(channel)
         channel.close()
 
-    def _admit(self, begun: float, channel: HostChannel) -> None:
+    def _admit(self, channel: HostChannel) -> None:
         """Let a host in that has said which one it is."""
         try:
             arrived = channel.receive(1)
@@ -599,28 +599,28 @@ class RemoteHosts(OtherHosts):
             message = decoded(arrived[0][0]) if arrived else None
         except ValueError:
             self._turn_away(
-                begun, channel, f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
+                channel, f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
             )
             return
         except (PeerLost, ProtocolError) as error:
-            self._turn_away(begun, channel)
-            if channel.begun and channel.peer not in self._named and len(self._named) < NAMED:
-                self._named.add(channel.peer)  # others are no hosts of ours: they are only counted
+            self._turn_away(channel)
+            if channel.begun and channel.host not in self._named and len(self._named) < NAMED:
+                self._named.add(channel.host)  # others are no hosts of ours: they are only counted
                 why = str(error) if channel.established else "the other end does not know the secret of this run"
-                self._say_turned_away(channel.peer, why)
+                self._say_turned_away(channel.host, why)
             return
-        if message is None and time.monotonic() - begun > time_for_proof(self._heartbeat):
-            self._turn_away(begun, channel)
+        if message is None and self._admission.overdue(channel, time.monotonic()):
+            self._turn_away(channel)
         if message is None:
             return
         if isinstance(message, Resume):
-            self._resume(begun, channel, message)
+            self._resume(channel, message)
             return
         reason = self._objection(message) if isinstance(message, Join) else "the first message does not name a host"
         if reason is not None or not isinstance(message, Join):
-            self._turn_away(begun, channel, reason or "")
+            self._turn_away(channel, reason or "")
             return
-        self._strangers.remove((begun, channel))
+        self._strangers.remove(channel)
         if joins := message.joining > 0:
             message = msgspec.structs.replace(message, node=next(self._next_node))
             self._say(f"node {message.node} ({message.name}) is about to join with {message.joining} workers")
@@ -629,21 +629,26 @@ class RemoteHosts(OtherHosts):
         host.send(Accepted(self._config, message.node, dict(self._settings) if joins else {}))
         channel.keep_alive()
 
-    def _resume(self, begun: float, channel: HostChannel, message: Resume) -> None:
+    def _resume(self, channel: HostChannel, message: Resume) -> None:
         """Go on with the session of a host whose agent has connected again."""
-        host = self._hosts.get(message.node)
-        if host is None or host.lost or not message.session or host.join.session != message.session:
-            self._turn_away(begun, channel, f"node {message.node} is not part of this run any more")
+        host = next((one for one in self._hosts.values() if one.join.session == message.session), None)
+        if host is None and not message.received:  # the connection broke before its Join arrived, which is sent again
+            channel.send(encoded(Resumed(0)))
+            channel.flush()
+            channel.begin_session()
+            return
+        if host is None or host.lost:
+            self._turn_away(channel, f"node {message.node} is not part of this run any more")
             return
         try:
             channel.send(encoded(Resumed(host.channel.received)))
             channel.flush()
             away = host.channel.resume(channel, message.received)
         except (PeerLost, ProtocolError) as error:
-            self._turn_away(begun, channel)
+            self._turn_away(channel)
             self._say(f"{host.title} cannot reconnect: {error}")
             return
-        self._strangers.remove((begun, channel))
+        self._strangers.remove(channel)
         why = host.channel.why or "its agent opened a new connection"
         self._say(f"{host.title} reconnected after {away:.1f} s ({why})")
 
@@ -790,7 +795,7 @@ class RemoteHosts(OtherHosts):
         until = time.monotonic() + LINGER
         for host in self._hosts.values():
             host.send(Over(reason, code))
-        for _, channel in list(self._strangers):
+        for channel in list(self._strangers):
             channel.close()
         while time.monotonic() < until and any(not one.lost and one.channel.blocked for one in self._hosts.values()):
             for host in self._hosts.values():

@@ -55,8 +55,10 @@ class HostChannel:
         """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer: str = sock.getpeername()[0]
-        """Address of the other end."""
+        self.host: str = sock.getpeername()[0]
+        """Numeric address of the other end."""
+        self.since = time.monotonic()
+        """Time at which the connection began, in seconds of the monotonic clock."""
         self.own: str = sock.getsockname()[0]
         """Address of this end."""
         self._socket = SealedSocket(sock, secret, connects, encrypts=True)
@@ -129,6 +131,10 @@ class HostChannel:
             self._socket.close()
             self.down, self.why, self.closed = self._now(), why, closed
 
+    def begin_session(self) -> None:
+        """Count the bytes of both ends from zero, because the other end sends its session again from the beginning."""
+        self._session = Session("")
+
     def resume(self, fresh: HostChannel, received: int) -> float:
         """Continue the session over the connection of a new channel; `received` is the number of bytes that had arrived
         at its other end.
@@ -143,7 +149,7 @@ class HostChannel:
             again = self._session.rewind(received)
             self._out.extendleft(reversed(again))
             self._socket.close()
-            self._socket, self.peer, self.own = fresh._socket, fresh.peer, fresh.own
+            self._socket, self.host, self.own = fresh._socket, fresh.host, fresh.own
             away = self._now() - min(self.down, self._now())
             self._sent = self._heard = self._now()
             self.down = math.inf

@@ -28,8 +28,8 @@ import socket
 import struct
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from threading import Lock, Thread
 
@@ -38,9 +38,9 @@ import numpy as np
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.addresses import connecting, host_of, is_loopback, listening
+from flockstep.transports.admission import UNPROVED, Admission
 from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
-from flockstep.transports.handshake import time_for_proof
 from flockstep.transports.sealed import LinkForged, SealedSocket
 from flockstep.transports.session import ACKNOWLEDGED, LINK_TIMEOUT, Session, new_key, replace_end
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
@@ -70,10 +70,6 @@ STAGING = 1 << 17
 USUAL_HEADER = 256
 """Number of bytes of the first read of a message if a large payload is expected: only enough for the header, so that
 the payload can be received in place.
-"""
-STRANGERS = 128
-"""Maximum number of connections that are not yet authenticated. When another connection is accepted, one of them is
-closed.
 """
 REDIALS = 6
 """Number of times that a node tries again to connect to a peer whose connections end before the peer's greeting."""
@@ -165,19 +161,19 @@ class _Connection:
         """The payload that is arriving, of which `filled` bytes have been received."""
         self.filled = 0
 
+    @property
     def established(self) -> bool:
         """Whether the other end has proved that it belongs to this run; a socket in a private folder needs no proof."""
         return isinstance(self.socket, socket.socket) or self.socket.established
 
+    @property
     def begun(self) -> bool:
         """Whether the other end has sent a whole hello; anyone can do so."""
         return isinstance(self.socket, SealedSocket) and self.socket.begun
 
     def has_output(self) -> bool:
         """Whether the socket is to report when it accepts more bytes."""
-        return (bool(self.out) and self.established()) or (
-            isinstance(self.socket, SealedSocket) and self.socket.blocked
-        )
+        return (bool(self.out) and self.established) or (isinstance(self.socket, SealedSocket) and self.socket.blocked)
 
     def has_input(self) -> bool:
         """Whether bytes were received that the system's socket no longer reports."""
@@ -244,7 +240,7 @@ class StreamBus(Bus):
                 "connect; give every node of the run the same secret, or use --transport ipc on one host"
             )
         self.traffic = Traffic()
-        self._heartbeat = heartbeat
+        self._heartbeat, self._admission = heartbeat, Admission(heartbeat)
         self._link_timeout, self._local_sessions = link_timeout, local_sessions
         self._me = me
         self._encrypts = encrypts
@@ -490,11 +486,12 @@ class StreamBus(Bus):
         elif connection.wanted in self._peers and self._peers[connection.wanted] is not connection:
             if now > connection.since + self._heartbeat:  # the next attempt to go on with the session may be answered
                 self._drop(connection)
-        elif not connection.established() and now > connection.since + (limit := time_for_proof(self._heartbeat)):
+        elif not connection.established and self._admission.overdue(connection, now):
             self._read(connection)  # the proof may have arrived while this process could not read it
-            if connection.open and not connection.established():
+            if connection.open and not connection.established:
                 self._end_unproved(
-                    connection, f"the other end did not prove within {limit:g} s that it knows the secret"
+                    connection,
+                    f"the other end did not prove within {self._admission.limit:g} s that it knows the secret",
                 )
 
     def _check_silence(self, connection: _Connection, session: Session, now: float, late: bool) -> None:
@@ -587,11 +584,11 @@ class StreamBus(Bus):
                 raise
             return
         self._add(sock, where[0] if self._host else "", None)
-        unproved = [one for one in self._connections.values() if one.wanted is None and not one.established()]
-        if len(unproved) > STRANGERS:
+        excess = self._admission.excess([one for one in self._connections.values() if one.wanted is None])
+        if excess is not None:
             self._reject(
-                _dispensable(unproved),
-                f"more than {STRANGERS} connections were open whose other end had not proved yet that it knows "
+                excess,
+                f"more than {UNPROVED} connections were open whose other end had not proved yet that it knows "
                 "the secret",
             )
 
@@ -628,7 +625,7 @@ class StreamBus(Bus):
         if again and dial is not None and refused:
             self._give_up(peer, f"{self._peers[peer].why}, and nothing listens at {dial.address} any more")
             return
-        limit = math.inf if dial is None else dial.since + time_for_proof(self._heartbeat)
+        limit = math.inf if dial is None else dial.since + self._admission.limit
         if dial is None or peer in self._ended or (not again and (dial.count > REDIALS or now > limit)):
             why = ""
             if dial is not None and not again:
@@ -855,7 +852,7 @@ class StreamBus(Bus):
             if not _by_system(error):
                 self._drop(connection)
                 raise
-            if connection.established():  # the peer has closed the connection
+            if connection.established:  # the peer has closed the connection
                 self._break(connection, str(error))
             else:
                 connection.refused |= isinstance(error, ConnectionRefusedError)
@@ -1016,16 +1013,6 @@ def _attend(bus: weakref.ref[StreamBus]) -> None:
         here = bus()
         going = here is not None and here.attend()
         del here
-
-
-def _dispensable(unproved: Sequence[_Connection]) -> _Connection:
-    """The connection to close if more arrive than may wait: not the newest one, whose hello can only be under way.
-
-    A peer says hello at once and proves itself when it is answered, so silent connections go first, then those of the
-    host that has the most, then the oldest.
-    """
-    hosts = Counter(one.host for one in unproved)
-    return min(unproved[:-1], key=lambda one: (one.begun(), -hosts[one.host]))
 
 
 def _by_system(error: BaseException) -> bool:
