@@ -12,9 +12,9 @@ import pytest
 
 from flockstep.experiments.single import RunResult
 from flockstep.frameworks.base import Data
-from flockstep.launchers.scratch import sweep
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import LostEvent, StepEvent
+from flockstep.records.scratch import sweep
 from flockstep.workloads.own_data import OwnData, digest_of
 from flockstep.workloads.sampler import Sampler
 from flockstep.workloads.softmax import Softmax

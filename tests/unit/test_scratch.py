@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import flockstep.launchers.scratch as scratch_module
-from flockstep.launchers.scratch import MARK, scratch
+import flockstep.launchers.fork_server as fork_server_module
 from flockstep.records.owner import OWNER
+from flockstep.records.scratch import MARK, scratch
 
 
 @pytest.fixture
@@ -80,16 +80,16 @@ def test_only_a_folder_that_scratch_made_goes_with_the_fork_server(
     for folder, pipe, stays in [(theirs, None, True), (ours, 7, True), (ours, None, False)]:
         server = SimpleNamespace(_forkserver_address=str(folder / "pymp-1" / "socket"), _forkserver_alive_fd=pipe)
         monkeypatch.setattr(forkserver, "_forkserver", server)
-        scratch_module._leave_no_socket()
+        fork_server_module._leave_no_socket()
         assert folder.exists() == stays
 
 
 FORKS_TWICE = """
 import multiprocessing, os
-from flockstep.launchers.scratch import end_fork_server, house_fork_server
+from flockstep.launchers.fork_server import end_fork_server, house_fork_server
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["flockstep.launchers.scratch"])
+context.set_forkserver_preload(["flockstep.launchers.fork_server"])
 for _ in range(2):
     house_fork_server()
     child = context.Process(target=os.getpid)

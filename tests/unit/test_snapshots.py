@@ -18,7 +18,7 @@ from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
-from flockstep.records.snapshots import Snapshot, SnapshotWriter
+from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotFolders, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
@@ -42,7 +42,7 @@ def parts(size: int = 30_000) -> list[FlatArray]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def written(folders: list[Path]) -> Snapshot:
+def written(folders: SnapshotFolders) -> Snapshot:
     arriving = SnapshotWriter(folders, 0, NOTE, PARAMS.nbytes)
     *before, last = [arriving.add(part) for part in parts()]
     assert before == [None] * len(before)
@@ -54,31 +54,36 @@ def check(item: Snapshot, folder: Path) -> None:
     assert (item.tick, item.seconds, item.step, item.sent_bytes, Path(item.path).parent) == (3.0, 1.5, 7, 9, folder)
     assert np.array_equal(item.read(), PARAMS)
     assert np.array_equal(item.read_buffers(), BUFFERS)
-    assert [file.name for file in folder.iterdir()] == ["worker-0.3"]
+    assert [file.name for file in folder.iterdir() if file.name[0] != "."] == ["worker-0.3"]
 
 
 def test_parts_become_a_file(tmp_path: Path) -> None:
-    check(written([tmp_path]), tmp_path)
+    check(written(SnapshotFolders(tmp_path, [])), tmp_path / SNAPSHOTS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
 def test_where_a_disk_is_full_the_file_moves_on(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     with small_disk(tmp_path / "small") as disk:
-        check(written([disk, tmp_path / "large"]), tmp_path / "large")
-        assert list(disk.iterdir()) == []
+        folders = SnapshotFolders(disk, [tmp_path / "large"])
+        item = written(folders)
+        (private,) = (tmp_path / "large").iterdir()
+        check(item, private)
+        assert list((disk / SNAPSHOTS).iterdir()) == []
+        folders.remove()
+        assert list((tmp_path / "large").iterdir()) == list(disk.iterdir()) == []
         with pytest.raises(RunError, match="could not be written to any place"):
-            written([disk])
+            written(SnapshotFolders(disk, []))
 
 
 def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="announced a snapshot of more than 399999 bytes"):
-        SnapshotWriter([tmp_path], 0, NOTE, PARAMS.nbytes - 1)
-    arriving = SnapshotWriter([tmp_path], 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
+        SnapshotWriter(SnapshotFolders(tmp_path, []), 0, NOTE, PARAMS.nbytes - 1)
+    arriving = SnapshotWriter(SnapshotFolders(tmp_path, []), 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
     with pytest.raises(ProtocolError, match="sent more bytes of a snapshot"):
         arriving.add(np.zeros(PARAMS.nbytes + 8, np.uint8))
     arriving.drop()
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / SNAPSHOTS).iterdir()) == []
 
 
 def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +63,9 @@ def extra_sockets(member: Member, max_bytes: int) -> Member:
         ConfigurationError: another worker's communicator has a different max_bytes.
         PeerLost: another worker died, or left the run without a communicator.
     """
-    node_spec = member.node_spec
-    _private(Path(node_spec.directory))
-    beside = Member(node_spec, NOTHING, max_bytes, NOTES)
+    directory = Path(member.node_spec.directory, "beside")  # in the run's private folder, where names are taken
+    directory.mkdir(mode=0o700, exist_ok=True)
+    beside = Member(dataclasses.replace(member.node_spec, directory=str(directory)), NOTHING, max_bytes, NOTES)
     try:
         member.tell(COMMUNICATOR, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
         beside.meet_all(COMMUNICATOR)
@@ -76,18 +75,6 @@ def extra_sockets(member: Member, max_bytes: int) -> Member:
         beside.close(0.0)
         raise
     return beside
-
-
-def _private(directory: Path) -> None:
-    """Create the run's folder for sockets again, which was removed once all workers had connected.
-
-    Raises:
-        ConfigurationError: the folder belongs to another user, or other users may access it.
-    """
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
-        raise ConfigurationError(f"{directory} belongs to another user; remove it and start the run again")
 
 
 class ScriptMembership(Membership):

@@ -27,6 +27,7 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.place import Place
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_kind
+from flockstep.records.scratch import require_private
 
 TIMEOUT = 600.0
 """Default time in seconds within which all processes of a run must have connected."""
@@ -127,7 +128,7 @@ def _start_agent(place: Place, folder: Path, script: str, timeout: float) -> Non
 def _listening(folder: Path) -> socket.socket:
     """A socket that listens in the folder, which is made anew."""
     with contextlib.suppress(FileNotFoundError):
-        _require_own(folder)
+        require_private(folder)
         with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             sock.connect(str(folder / "agent"))
             raise ConfigurationError(
@@ -136,22 +137,11 @@ def _listening(folder: Path) -> socket.socket:
             )
         shutil.rmtree(folder)  # of processes that were killed
     folder.mkdir(mode=0o700)
+    require_private(folder)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "agent"))
     listener.listen(1024)
     return listener
-
-
-def _require_own(folder: Path) -> None:
-    """Check that nobody else may enter the folder.
-
-    Raises:
-        ConfigurationError: it is another user's, or others may enter it.
-        FileNotFoundError: there is none.
-    """
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigurationError(f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own")
 
 
 def _connected(place: Place, folder: Path, timeout: float) -> socket.socket:
@@ -160,7 +150,7 @@ def _connected(place: Place, folder: Path, timeout: float) -> socket.socket:
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            _require_own(folder)
+            require_private(folder)
             sock.connect(str(folder / "agent"))
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()

@@ -17,10 +17,10 @@ from flockstep.experiments.single import RunResult
 from flockstep.launchers.function_entry import PROGRAM, VALUES, error_file, result_file
 from flockstep.launchers.function_source import program_of
 from flockstep.launchers.output import OUT, Output
-from flockstep.launchers.scratch import scratch
 from flockstep.launchers.script import launch as launch_script
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import FUNCTION, RunFolder
+from flockstep.records.scratch import scratch
 
 
 @dataclass(frozen=True)

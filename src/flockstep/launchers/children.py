@@ -19,8 +19,8 @@ from typing import IO, Any, Protocol
 from flockstep.drivers.member import SILENT
 from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.fork_server import house_fork_server
 from flockstep.launchers.output import ERR, OUT, Sink
-from flockstep.launchers.scratch import house_fork_server
 from flockstep.launchers.script_forker import ForkedScript
 
 PRELOAD = "flockstep.launchers.entry"

@@ -50,10 +50,10 @@ from flockstep.launchers.host_messages import (
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
-from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
+from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.kinds import Tcp

@@ -20,17 +20,17 @@ from flockstep.nodes import Cluster
 from flockstep.records.events import Event, NodeEvent, StepEvent
 from flockstep.records.flight import FlightEvent, FlightRecorder, append
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
+from flockstep.records.snapshots import LAST, SnapshotFolders, SnapshotWriter
 
 
 class NodeRecords:
     """Writes what the nodes of a run send to the run's folder, and passes their snapshots to the evaluation."""
 
-    def __init__(self, state: RunState, record: Path, run: str, evaluation: SnapshotHandler):
-        """`record`: the run's folder; `run`: name of the run, which no other run has."""
+    def __init__(self, state: RunState, record: Path, evaluation: SnapshotHandler):
+        """`record`: the run's folder."""
         self.program_events = ProgramEvents(Cluster(0))
         """Tells which events of a server's processes belong to the record."""
-        self.places = snapshot_folders(record, run)
+        self.snapshots = SnapshotFolders(record)
         self.hashes: dict[Address, str] = {}
         """Fingerprint of the final parameters of each node."""
         self.flight = FlightRecorder()
@@ -84,7 +84,7 @@ class NodeRecords:
     def begin_snapshot(self, address: Address, node: Address, note: Fields, largest: int) -> None:
         """Begin to receive a snapshot of node `node`, of at most `largest` bytes."""
         with self._warned(float(note["tick"])):
-            self._arriving[address] = SnapshotWriter(self.places, node, note, largest)
+            self._arriving[address] = SnapshotWriter(self.snapshots, node, note, largest)
             self.take(address, np.empty(0, np.uint8))
 
     def take(self, address: Address, part: FlatArray) -> None:

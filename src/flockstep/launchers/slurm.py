@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.slurm_options import options_of_job
 from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.records.scratch import private_folder
 
 JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 """Names of the environment variables of an allocation. JOB: number of the job. HOSTS: list of the job's hosts."""
@@ -162,7 +162,7 @@ def submitted(
     wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *options_of_job(options, os.environ)]
     parent = place.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".flockstep-slurm-", dir=parent))
+    folder = private_folder(parent, ".flockstep-slurm-")
     job = _Job(folder)
     try:
         return job.run(_script([python, "-u", "-m", "flockstep", *command], folder), wanted)

@@ -52,7 +52,6 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.node_records import NodeRecords
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.run_state import Change, Outcome, RunState
-from flockstep.launchers.scratch import scratch
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name
@@ -63,6 +62,7 @@ from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.failpoints import reach
 from flockstep.records.flight import decoded
+from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control, Frames
 from flockstep.transports.session import LINK_TIMEOUT
@@ -172,7 +172,7 @@ class Supervisor:
         self._run: str = secrets.token_hex(8) if within is None else run_of_call(within._run, self._number)
         self._secret: bytes = secrets.token_bytes(32) if within is None else within._secret
         self._evaluation = evaluation or SnapshotHandler()
-        self._records = NodeRecords(self._state, record, self._run, self._evaluation)
+        self._records = NodeRecords(self._state, record, self._evaluation)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
         self._health = Health(self.children, self._links, heartbeat, hint=unjoined)
@@ -308,8 +308,7 @@ class Supervisor:
     def forget(self) -> None:
         """Remove the snapshots that the nodes have sent so far."""
         self.outcome.newest = NewestSnapshots()
-        for place in self._records.places:
-            shutil.rmtree(place, ignore_errors=True)
+        self._records.snapshots.remove()
 
     @property
     def failed_later(self) -> bool:
@@ -616,8 +615,9 @@ class Supervisor:
             self._checkpoints.begin(self._links, self.outcome.strategy, self._cluster)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
         self._memory = None
-        # All are connected, so even a killed supervisor leaves no sockets behind.
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._patience is not None:  # a script may open sockets of a communicator in the folder later
+            # All are connected, so even a killed supervisor leaves no sockets behind.
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._hosts.begin()
         for link in self._links.values():
             self._begin(link, went)

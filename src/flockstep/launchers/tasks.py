@@ -15,14 +15,15 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.errors import RunError
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.entry import worker_main
+from flockstep.launchers.fork_server import end_fork_server
 from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
-from flockstep.launchers.scratch import end_fork_server, scratch
 from flockstep.launchers.script import ScriptStarter, program_of
 from flockstep.records.config import RunConfig
+from flockstep.records.scratch import scratch
 from flockstep.workloads.own_data import OwnData
 
 THERE = 20.0

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from flockstep.errors import ConfigurationError
+from flockstep.records.scratch import private_folder
+
 HALF = ".half"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of the operating system that mean a full disk. The run continues without the data that could not be
@@ -51,7 +54,7 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
         for other in (Path(tempfile.gettempdir()), Path.home()):
             try:
                 kept = _keep(other, path, data)
-            except OSError:
+            except (OSError, ConfigurationError):
                 continue
             with contextlib.suppress(OSError):
                 link = path.with_name(path.name + HALF)
@@ -65,7 +68,7 @@ def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) 
     """Write a file to a private folder in `place`, one folder for each record; return the file's path."""
     who = Path(os.path.abspath(path.parent)), place  # noqa: PTH100 - a link in it stays a link
     if who not in _kept or not _kept[who].is_dir():
-        _kept[who] = Path(tempfile.mkdtemp(prefix=f"flockstep-kept-{who[0].name}-", dir=place))
+        _kept[who] = private_folder(place, f"flockstep-kept-{who[0].name}-")
     kept = _kept[who] / path.name
     try:
         write_whole(kept, data)

@@ -6,6 +6,7 @@ The supervisor writes the files as the parameters arrive; the evaluating process
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
@@ -18,8 +19,9 @@ import numpy as np
 
 from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ProtocolError, RunError
+from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
+from flockstep.records.scratch import scratch
 
 LAST = -1.0
 """Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
@@ -150,12 +152,38 @@ class SnapshotJoiner:
         return found
 
 
-def snapshot_folders(record: Path, run: str) -> list[Path]:
-    """Return the folders in which a run's snapshots may be stored: one beside the record and, if it cannot be written
-    to, a temporary folder.
+class SnapshotFolders:
+    """The folders in which a run's snapshots are stored: one in its record and, if that one cannot be written to,
+    private folders in the temporary folder and in the memory of the host.
     """
-    others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
-    return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
+
+    def __init__(self, record: Path, others: Sequence[Path] | None = None):
+        """`others`: the places for private folders; None for the usual places."""
+        usual = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - only private folders are made there
+        self.places = [record, *(place for place in (usual if others is None else others) if place.is_dir())]
+        self._private = dict[Path, Path]()
+        self._open = contextlib.ExitStack()
+
+    def folder_in(self, place: Path) -> Path:
+        """Return the folder for snapshots in one of `places`, which is created if it is missing.
+
+        Raises:
+            OSError: the folder cannot be created.
+            ConfigurationError: the file system cannot keep other users out of the folder.
+        """
+        if place == self.places[0]:
+            folder = place / SNAPSHOTS
+            folder.mkdir(mode=0o700, exist_ok=True)  # inside the run's own folder
+            return folder
+        if place not in self._private:
+            self._private[place] = self._open.enter_context(scratch(place))
+        return self._private[place]
+
+    def remove(self) -> None:
+        """Remove the folders with all snapshots; later snapshots are stored in new folders."""
+        shutil.rmtree(self.places[0] / SNAPSHOTS, ignore_errors=True)
+        self._private.clear()
+        self._open.close()
 
 
 def file_name(address: Address, tick: float) -> str:
@@ -167,14 +195,14 @@ def file_name(address: Address, tick: float) -> str:
 class SnapshotWriter:
     """Writes an arriving snapshot (parameters and buffers) to a file, part by part; no part is kept in memory."""
 
-    def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
-        """Open a file in the first of the folders that accepts one.
+    def __init__(self, folders: SnapshotFolders, address: Address, note: Fields, largest: int):
+        """Open a file in the first place that accepts one.
 
         `largest`: upper limit of the arrays' size in bytes.
 
         Raises:
             ProtocolError: the announced size exceeds `largest`.
-            RunError: no folder accepts a file.
+            RunError: no place accepts a file.
         """
         self.tick = tick = float(note["tick"])
         try:
@@ -195,7 +223,7 @@ class SnapshotWriter:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
         self._name = file_name(address, tick)
-        self._folders, self._reasons = list(folders), list[str]()
+        self._folders, self._places, self._reasons = folders, list(folders.places), list[str]()
         self._file: IO[bytes] | None = None
         self._open()
 
@@ -204,7 +232,7 @@ class SnapshotWriter:
 
         Raises:
             ProtocolError: the part is longer than the rest of the file.
-            RunError: the part cannot be written to any folder.
+            RunError: the part cannot be written to any place.
         """
         self._missing -= part.nbytes
         if self._missing < 0:
@@ -232,18 +260,17 @@ class SnapshotWriter:
         return msgspec.structs.replace(self.item, path=str(half.replace(half.with_name(self._name))))
 
     def _open(self) -> None:
-        """Open a file in the next folder, and copy the parts that the previous folder took."""
+        """Open a file in the next place, and copy the parts that the previous place took."""
         before = self._file
-        while self._folders:
-            folder = self._folders[0]
+        while self._places:
             try:
-                folder.mkdir(mode=0o700, exist_ok=True)
+                folder = self._folders.folder_in(self._places[0])
                 self._file = (folder / f"{self._name}{_HALF}").open("wb", buffering=0)
                 if before is not None:
                     with Path(before.name).open("rb") as taken:
                         shutil.copyfileobj(taken, self._file)
                     Path(before.name).unlink()
-            except OSError as error:
+            except (OSError, ConfigurationError) as error:
                 self._give_up(error)
             else:
                 return
@@ -254,8 +281,9 @@ class SnapshotWriter:
             "these places"
         )
 
-    def _give_up(self, error: OSError) -> None:
-        """Remove the first folder from the list, because it accepts no more data."""
-        self._reasons.append(f"{self._folders.pop(0)}: {error.strerror}")
+    def _give_up(self, error: OSError | ConfigurationError) -> None:
+        """Remove the first place from the list, because it accepts no more data."""
+        why = error.strerror if isinstance(error, OSError) else error
+        self._reasons.append(f"{self._places.pop(0)}: {why}")
         if self._file is not None:
             self._file.close()

@@ -1,4 +1,4 @@
-"""Temporary folders for sockets; a fork server removes its own, and each run those that killed processes have left."""
+"""The folder of a fork server's socket, which the server removes when its process was killed."""
 
 from __future__ import annotations
 
@@ -8,64 +8,18 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-from flockstep.errors import ConfigurationError
-from flockstep.records.owner import OWNER, owned
+from flockstep.records.scratch import MARK, is_scratch, scratch
 
-PREFIX = "flockstep-"
-MARK = ".sockets"
-"""Name of an empty file that marks a folder as made by `scratch`. An owner file does not show this, because records
-have one, too.
-"""
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
 LONGEST = 50
 """Maximum length of a temporary folder's path in bytes; the fork server's socket in it may have a path of at most 104
 bytes.
 """
-
-
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """Context manager that creates a temporary folder owned by this process, and removes the folders that killed
-    processes have left.
-    """
-    pid = os.getpid()
-    sweep(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        (folder / MARK).touch()
-        with owned(folder):
-            yield folder
-    finally:
-        if os.getpid() == pid:  # a forked child that runs inherited exit handlers comes here too
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def sweep(place: Path) -> None:
-    """Remove the folders in `place` that `scratch` has made for this user and whose owners have died."""
-    for folder in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
-            if _is_ours(folder) and (folder / OWNER).stat().st_size:
-                with owned(folder):
-                    shutil.rmtree(folder)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether this user's `scratch` created the folder, and no run has its record in it."""
-    mark = folder / MARK
-    return (
-        folder.is_dir()
-        and not folder.is_symlink()
-        and mark.is_file()
-        and not mark.is_symlink()
-        and folder.stat().st_uid == os.getuid()
-        and not (folder / "config.toml").exists()
-    )
 
 
 @functools.cache
@@ -107,7 +61,7 @@ def _leave_no_socket() -> None:
     server: Any = forkserver._forkserver  # it knows its address; all others hold its pipe
     if server._forkserver_address is None or server._forkserver_alive_fd is not None:
         return
-    if _is_ours(folder := _folder_of(server)):
+    if is_scratch(folder := _folder_of(server)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,0 +1,89 @@
+"""The private folders of a run outside its record, for sockets and for files that the record's disk does not take.
+
+A process removes its own folders, and each run removes those that killed processes have left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.owner import OWNER, owned
+
+PREFIX = "flockstep-"
+MARK = ".sockets"
+"""Name of an empty file that marks a folder as made by `scratch`. An owner file does not show this, because records
+have one, too.
+"""
+
+
+def private_folder(place: Path, prefix: str = PREFIX) -> Path:
+    """Create a folder with a random name in `place` that only this user may enter, and return its path.
+
+    Raises:
+        OSError: the folder cannot be created.
+        ConfigurationError: other users may enter the folder, because the file system of `place` has no permissions.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # mode 0700; a name that exists is never taken
+    require_private(folder)
+    return folder
+
+
+def require_private(folder: Path) -> None:
+    """Check that a path is a folder of this user, not a link to one, and that no other user may enter the folder.
+
+    Raises:
+        ConfigurationError: the folder belongs to another user, or other users may enter it.
+        FileNotFoundError: there is no such folder.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{folder} belongs to another user, or other users may enter it; remove it, or set TMPDIR to a folder of "
+            "your own"
+        )
+
+
+@contextlib.contextmanager
+def scratch(place: Path | None = None) -> Iterator[Path]:
+    """Context manager that creates a private folder owned by this process in `place`, by default the temporary folder,
+    and removes the folders there that killed processes have left.
+    """
+    pid, place = os.getpid(), place or Path(tempfile.gettempdir())
+    sweep(place)
+    folder = private_folder(place)
+    try:
+        (folder / MARK).touch()
+        with owned(folder):
+            yield folder
+    finally:
+        if os.getpid() == pid:  # a forked child that runs inherited exit handlers comes here too
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(place: Path) -> None:
+    """Remove the folders in `place` that `scratch` has made for this user and whose owners have died."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
+            if is_scratch(folder) and (folder / OWNER).stat().st_size:
+                with owned(folder):
+                    shutil.rmtree(folder)
+
+
+def is_scratch(folder: Path) -> bool:
+    """Return whether this user's `scratch` created the folder, and no run has its record in it."""
+    mark = folder / MARK
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and mark.is_file()
+        and not mark.is_symlink()
+        and folder.stat().st_uid == os.getuid()
+        and not (folder / "config.toml").exists()
+    )
