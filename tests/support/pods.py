@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
-def object_of(objects: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+def object_of(manifest: dict[str, Any], kind: str) -> dict[str, Any]:
     """The only object of a kind."""
-    (found,) = (one for one in objects if one["kind"] == kind)
+    (found,) = (one for one in manifest["items"] if one["kind"] == kind)
+    assert isinstance(found, dict)
     return found
 
 
-def container_of(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """The container of the Job's pods."""
-    found: dict[str, Any] = object_of(objects, "Job")["spec"]["template"]["spec"]["containers"][0]
+    found: dict[str, Any] = object_of(manifest, "Job")["spec"]["template"]["spec"]["containers"][0]
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from flockstep.cli.app import run
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.kubernetes import RESOLVE, SECRET, Pods, manifest, to_yaml
+from flockstep.launchers.kubernetes import RESOLVE, SECRET, Pods, manifest
 from support.pods import container_of, expanded, object_of
 
 COMMAND = ["launch", "-n", "4", "train.py", "--rate", "0.1", "$(HOME)", "a $$ b$", 'say "no": #1', "true", "", "é"]
@@ -25,7 +25,7 @@ PODS = {"everything": EVERYTHING, "only nodes": ONLY_NODES}
 def test_the_client_of_kubernetes_knows_every_field(name: str) -> None:
     kubernetes = pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")
     client = kubernetes.client.ApiClient()
-    for document in manifest(PODS[name], COMMAND):
+    for document in manifest(PODS[name], COMMAND)["items"]:
         kind = f"V1{document['kind']}"
         read = client.deserialize(json.dumps(document), kind, None)
         assert isinstance(read, getattr(kubernetes.client, kind))
@@ -43,17 +43,10 @@ def test_a_field_that_kubernetes_does_not_have_is_noticed() -> None:
         client.deserialize(json.dumps(document), "V1Job", None)
 
 
-@pytest.mark.parametrize("name", PODS)
-def test_the_text_is_yaml_of_the_objects(name: str) -> None:
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    objects = manifest(PODS[name], COMMAND)
-    assert list(yaml.safe_load_all(to_yaml(objects))) == objects
-
-
 def test_every_pod_runs_the_command_with_its_place() -> None:
     job = object_of(manifest(EVERYTHING, COMMAND), "Job")
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (3, 3)
-    ours = container_of([job])
+    ours = container_of(manifest(EVERYTHING, COMMAND))
     words = [expanded(word, {"JOB_COMPLETION_INDEX": "2"}) for word in ours["command"] + ours["args"]]
     place = ["--nodes", "3", "--node-rank", "2", "--coordinator", "digits-0.digits:4000"]
     assert words == ["flockstep", "launch", *place, "--out", "/runs/digits", *COMMAND[1:]]
@@ -65,12 +58,12 @@ def test_the_secret_is_new_and_stands_in_the_secret_alone() -> None:
     assert first != second
     assert re.fullmatch("[0-9a-f]{64}", first)
     objects = manifest(EVERYTHING, COMMAND)
-    text = objects[0]["stringData"]["secret"]
+    text = object_of(objects, "Secret")["stringData"]["secret"]
     assert json.dumps(objects).count(text) == 1
     (variable,) = container_of(objects)["env"]
     assert variable == {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": "digits", "key": "secret"}}}
     kept = manifest(ONLY_NODES, COMMAND)
-    assert [one["kind"] for one in kept] == ["Service", "Job"]
+    assert [one["kind"] for one in kept["items"]] == ["Service", "Job"]
     assert container_of(kept)["env"][0]["valueFrom"]["secretKeyRef"]["name"] == "kept"
 
 
@@ -118,10 +111,9 @@ def test_the_command_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> 
     words = ["manifest", "--image", "train", "--secret", "kept", "--json", *COMMAND[:4], "--nodes", "7"]
     assert run(words) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["kind"] == "List"
-    assert document["items"] == manifest(ONLY_NODES, [*COMMAND[:4], "--nodes", "7"])
+    assert document == manifest(ONLY_NODES, [*COMMAND[:4], "--nodes", "7"])
     assert run([word for word in words if word != "--json"]) == 0
-    assert capsys.readouterr().out == to_yaml(document["items"])
+    assert json.loads(capsys.readouterr().out) == document
 
 
 def test_pods_wait_until_the_name_of_pod_0_is_known() -> None:

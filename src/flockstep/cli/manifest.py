@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -43,7 +44,7 @@ def manifest(
     as_json: o.Json = False,
 ) -> None:
     """Print a manifest for `kubectl apply -f -`: an indexed Job whose pods are the hosts of a run."""
-    from flockstep.launchers.kubernetes import Pods, require_trains, to_yaml
+    from flockstep.launchers.kubernetes import Pods, require_trains
     from flockstep.launchers.kubernetes import manifest as objects_of
 
     require_trains(command)
@@ -51,9 +52,9 @@ def manifest(
     _require_understood(context, command, pods.nodes)
     objects = objects_of(pods, command)
     if as_json:
-        show.json({"apiVersion": "v1", "kind": "List", "items": objects})
+        show.json(objects)
     else:
-        print(to_yaml(objects), end="")
+        print(json.dumps(objects, indent=2))
 
 
 def _require_understood(context: typer.Context, words: list[str], nodes: int) -> None:

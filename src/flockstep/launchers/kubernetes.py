@@ -6,10 +6,9 @@ an indexed Job, each of whose pods runs the same `flockstep` command, with the p
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +38,8 @@ while True:
 """Program that waits until a name resolves; a cluster needs seconds to publish the name of a pod."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([numkMGTPE]|[KMGTPE]i)?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+GROUP = 1000
+"""Id of the group that may write to the volume of the records; every process of the pods is in this group."""
 CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 Object = dict[str, Any]
@@ -102,8 +103,8 @@ class Pods:
         return f"{self.name}-0.{self.name}"
 
 
-def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
-    """Return the objects of a run: a Secret unless one exists, a Service and a Job.
+def manifest(pods: Pods, command: Sequence[str]) -> Object:
+    """Return a List of the objects of a run, for `kubectl apply`: a Secret unless one exists, a Service and a Job.
 
     Args:
         pods: the pods.
@@ -115,7 +116,7 @@ def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
     """
     require_trains(command)
     made = [] if pods.secret is not None else [_secret(pods.name)]
-    return [*made, _service(pods), _job(pods, command)]
+    return {"apiVersion": "v1", "kind": "List", "items": [*made, _service(pods), _job(pods, command)]}
 
 
 def require_trains(command: Sequence[str]) -> None:
@@ -171,6 +172,7 @@ def _pod(pods: Pods, command: Sequence[str]) -> Object:
         "restartPolicy": "Never",
         "subdomain": pods.name,
         "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "enableServiceLinks": False,
         "initContainers": [
             {
@@ -183,6 +185,7 @@ def _pod(pods: Pods, command: Sequence[str]) -> Object:
         "containers": [_container(pods, command)],
     }
     if pods.claim is not None:
+        spec["securityContext"]["fsGroup"] = GROUP  # without a group of the volume, only root can write to most volumes
         spec["volumes"] = [{"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}}]
     return spec
 
@@ -215,33 +218,3 @@ def _resources(pods: Pods) -> Object:
     if pods.gpus:
         limits["nvidia.com/gpu"] = str(pods.gpus)
     return {name: amounts for name, amounts in (("requests", requests), ("limits", limits)) if amounts}
-
-
-def to_yaml(objects: Sequence[Object]) -> str:
-    """Return the objects as one YAML text, with "---" between them; strings are quoted as in JSON."""
-    return "---\n".join("".join(f"{line}\n" for line in _lines(one)) for one in objects)
-
-
-def _lines(value: Any) -> list[str]:
-    """The lines of a mapping or a sequence in YAML's block style."""
-    lines: list[str] = []
-    items = value.items() if isinstance(value, Mapping) else ((None, one) for one in value)
-    for name, one in items:
-        start = "-" if name is None else f"{_scalar(name)}:"
-        if isinstance(one, str) and "\n" in one:
-            lines += [f"{start} |-", *(f"  {line}" for line in one.split("\n"))]
-        elif not isinstance(one, Mapping | list) or not one:
-            lines.append(f"{start} {_scalar(one)}")
-        elif name is None:
-            first, *rest = _lines(one)
-            lines += [f"- {first}", *(f"  {line}" for line in rest)]
-        else:
-            lines += [start, *(f"  {line}" for line in _lines(one))]
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    """A value in YAML; a word that nothing could take for another kind of value stays bare."""
-    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z./-]*[A-Za-z]", value)
-    ambiguous = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "null", "none")
-    return str(value) if plain and not ambiguous else json.dumps(value)
