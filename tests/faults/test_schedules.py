@@ -6,6 +6,7 @@ its table. A few cells run at every push, at least one for each way in which a r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import sys
@@ -19,12 +20,13 @@ from flockstep.chaos.base import Failpoint
 from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.drivers.script_resizing import require_script_resizable
-from flockstep.errors import FlockstepError
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 from support.jobs import go_on, paced_train
 from support.matrix import few
-from support.processes import RealRun
+from support.processes import PATIENCE, RealRun, wait_until
 from support.torch_scripts import SCHEDULES, write_scheduled_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
@@ -38,6 +40,7 @@ EVENTS = {
     "worker killed": Failpoint("worker-1", "gradient.computed", 50),
     "leave": Failpoint("worker-1", "gradient.computed", 50, signal.SIGTERM),
     "join": None,
+    "killed after a loss": None,
 }
 JOB_SCHEDULES = dict(zip(SCHEDULES, ("constant", "cosine", "step_decay", "linear_warmup"), strict=True))
 """The schedules of jobs that change as those of scripts do."""
@@ -52,13 +55,15 @@ def _strategies() -> list[str]:
 def possible(kind: str, strategy: str, event: str) -> bool:
     """Whether the event can happen to a run with this strategy, and the run has checkpoints."""
     found = Strategy.parse(strategy)
-    traits, changes = found.traits, event in ("worker killed", "leave", "join")
+    traits, changes = found.traits, event in ("worker killed", "leave", "join", "killed after a loss")
     if not (traits.restarts and traits.checkpoints) or (kind == "script" and traits.needs_job):
         return False
     if event == "server killed" and not found.servers_for(2):
         return False
+    if event == "killed after a loss" and not traits.survives:
+        return False
     try:
-        for workers in {"join": (2, 3), "leave": (3, 2), "worker killed": (3, 2)}.get(event, (2,)):
+        for workers in (2, 3) if changes else (2,):
             found.check(workers)
         if changes:
             require_script_resizable(found)
@@ -91,13 +96,30 @@ def table(request: pytest.FixtureRequest) -> Iterator[None]:
         sys.stdout.write("\n")
 
 
+def kill_after_loss(run: RealRun) -> None:
+    """Kill a worker without which the others go on, and all of them once they have written a checkpoint."""
+    run.wait_for_work(40)
+    run.fault(signal.SIGKILL, "worker-1")
+
+    def written() -> bool:
+        with contextlib.suppress(ConfigurationError):  # none yet
+            return bool(disk.newest(run.record).manifest.lost)
+        return False
+
+    wait_until(lambda: written() or not run.going(), PATIENCE, "a checkpoint of the workers that live")
+    steps = disk.newest(run.record).manifest.steps
+    assert set(steps) == {0, 2}
+    run.fault(signal.SIGKILL, "main")
+
+
 CHOSEN: list[Cell] = [
     ("script", "ps(ssp(3))", "step", "all killed"),
     ("script", "ps(ssp(3))", "step", "server killed"),
     ("script", "gossip", "warm-up", "worker killed"),
     ("script", "ps(ssp(3))", "epoch", "leave"),
     ("script", "local_sgd", "step", "join"),
-    ("job", "ps(ssp(3))", "step", "worker killed"),
+    ("script", "gossip", "step", "killed after a loss"),
+    ("job", "ps(ssp(3))", "step", "killed after a loss"),
 ]
 
 
@@ -105,7 +127,7 @@ CHOSEN: list[Cell] = [
 def test_a_run_continues_after_an_event(kind: str, strategy: str, schedule: str, event: str, tmp_path: Path) -> None:
     """A script checks at every step that its learning rate is that of its step."""
     _table[kind, strategy, schedule, event] = "failed"
-    workers = "3" if event in ("worker killed", "leave") else "2"
+    workers = "3" if event in ("worker killed", "leave", "killed after a loss") else "2"
     more = {"join": ["--max-workers", "3"], "leave": ["--min-workers", "1"], "worker killed": ["--min-workers", "1"]}
     if kind == "script":
         script = [write_scheduled_script(tmp_path), strategy, schedule, str(STEPS)]
@@ -120,12 +142,14 @@ def test_a_run_continues_after_an_event(kind: str, strategy: str, schedule: str,
         run.wait_for_work(5)
         assert run_command(["join", str(run.record)]) == 0
         go_on(tmp_path)
+    elif event == "killed after a loss":
+        kill_after_loss(run)
     ended = run.end()
-    if event == "all killed":
+    if event in ("all killed", "killed after a loss"):
         assert ended.code != 0
         go_on(tmp_path)
         ended = RealRun(["resume"], run.record, torch=kind == "script").end()
     assert ended.code == 0, ended.err
-    assert (signalled(tmp_path) is not None) == (event != "join"), "the event has not happened"
+    assert (signalled(tmp_path) is not None) == (point is not None), "the event has not happened"
     assert RunFolder(run.record).read_summary().status == "finished"
     _table[kind, strategy, schedule, event] = "continues"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -20,7 +21,7 @@ from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
-from support.torch_scripts import write_script
+from support.torch_scripts import write_scheduled_script, write_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
 
@@ -279,3 +280,20 @@ def test_a_worker_of_a_script_that_gets_sigterm_leaves_after_a_checkpoint(tmp_pa
     wait_until(lambda: record.read_config().workers == 1, PATIENCE, "the run goes on with one worker")
     note = end(tmp_path, run).read_summary().notes[0]
     assert re.match("worker 1 left after SIGTERM; the other workers continued from step (2[5-9]|[3-9][0-9])", note)
+
+
+def test_workers_that_are_killed_at_once_are_one_change(tmp_path: Path) -> None:
+    words = ["launch", "-n", "3", "--min-workers", "1", "--checkpoint-every", "20"]
+    script = [write_scheduled_script(tmp_path), "all_reduce", "step", "240"]
+    run = RealRun([*words, *script], tmp_path / "run", torch=True)
+    run.wait_for_work(25)
+    os.kill(run.nodes["worker-2"], signal.SIGKILL)
+    run.fault(signal.SIGKILL, "worker-0")
+    record = RunFolder(tmp_path / "run")
+    wait_until(lambda: record.read_config().workers < 3 or not run.going(), PATIENCE, "the run goes on")
+    assert record.read_config().workers == 1
+    summary = end(tmp_path, run).read_summary()
+    assert summary.status == "finished"
+    assert {one.node for one in summary.lost} == {0, 2}
+    (change,) = [note for note in summary.notes if "; the other workers continued from step 2" in note]
+    assert all(f"worker {rank} was killed by SIGKILL" in change for rank in (0, 2))

@@ -31,10 +31,10 @@ class Link:
 class Run:
     """Two workers and a server, whose answers a test gives."""
 
-    def __init__(self, record: Path):
+    def __init__(self, record: Path, strategy: str = "asgd"):
         self.links = {0: Link(), 1: Link(), -1: Link()}
         self.checkpointer = Checkpointer(record, CheckpointInterval(steps=10), 2)
-        self.checkpointer.begin(self.links, Strategy.parse("asgd"), Strategy.parse("asgd").cluster(2))  # type: ignore[arg-type]
+        self.checkpointer.begin(self.links, Strategy.parse(strategy), Strategy.parse("asgd").cluster(2))  # type: ignore[arg-type]
 
     def begin(self) -> None:
         self.checkpointer.look({0: NodeProgress(step=12), 1: NodeProgress(step=10)})
@@ -128,12 +128,12 @@ def test_a_run_that_never_stops_is_told(
 def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, "asgd" if how == "ended" else "ensemble")  # which has no rule for fewer workers
     run.begin()
     if how == "ended":
         run.answer(**{**ALL, "a": (ENDED, 12, 12, 11)})
     else:
-        run.checkpointer.lose(1)
+        run.checkpointer.lose(1, 10)
         assert run.checkpointer.notes == ["no more checkpoints are taken, because worker 1 was lost"]
     assert not run.checkpointer.busy
     assert run.checkpointer.why_not == ("a worker had taken its last step" if how == "ended" else "worker 1 was lost")
@@ -141,6 +141,27 @@ def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
     run.checkpointer.look({0: NodeProgress(step=50), 1: NodeProgress(step=50)})
     assert not run.checkpointer.busy
     capsys.readouterr()
+
+
+def test_after_a_loss_the_checkpoint_is_of_the_nodes_that_live(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    lost = run.links.pop(1)
+    run.checkpointer.lose(1, 10)
+    assert run.checkpointer.busy, "the checkpoint in progress begins again"
+    for _ in range(2):
+        run.answer(a=(STOPPED, 12, 12, 11), s=(STOPPED, 0, 11, 12))
+    (folder,) = disk.folders(tmp_path)
+    for address, step in ((0, 12), (-1, 0)):
+        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": step, "folder": folder.name})
+        shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
+        note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
+    manifest = disk.newest(tmp_path).manifest
+    assert (manifest.workers, manifest.steps, manifest.lost) == (2, {0: 12}, {1: 10})
+    assert "copy" not in [note["do"] for note in lost.told]
+    run.checkpointer.look({0: NodeProgress(step=22), 1: NodeProgress(step=10)})
+    assert run.checkpointer.busy, "the next one is due by the steps of those who live"
 
 
 def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_has_not_failed(

@@ -77,21 +77,6 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     assert checkpoints.busy, "the worker tries to leave again, because the process was asked only once"
 
 
-def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(tmp_path: Path) -> None:
-    """A run with a loss takes no more checkpoints, so the worker leaves as if it were lost."""
-    checkpoints, start = Checkpointer(tmp_path), (lambda node_spec: None, lambda *given: None)
-    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
-    supervisor._state.went = 0.0
-    checkpoints.begin({}, Strategy.parse("gossip"), Cluster(0, 0))
-    supervisor._handle(Message(1, "leave"))
-    supervisor._state.gone.add(0)
-    checkpoints.lose(0)
-    supervisor._changes.look()
-    assert supervisor._state.condemned == {1: "worker 1 left after SIGTERM"}
-    assert supervisor._changes._leavers == set()
-    assert supervisor.outcome.warnings == []
-
-
 def test_a_checkpoint_that_is_due_does_not_let_workers_leave_that_go_on(tmp_path: Path) -> None:
     """A worker leaves at a checkpoint after which the nodes stay stopped."""
     checkpoints = Checkpointer(tmp_path)

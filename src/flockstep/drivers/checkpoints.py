@@ -232,7 +232,8 @@ class NodeCheckpoints:
         if not self._wave:
             return
         node, wave, self._wave = self._runner.node, self._wave, 0
-        sent = sum(count for to, count in node.sent.items() if to != node.address)
+        others = node.lost | {node.address}  # what a lost node has sent or received, no node counts
+        sent = sum(count for to, count in node.sent.items() if to not in others)
         here = (
             STOPPED
             if self._at_rest() and not self._connection.unsettled
@@ -240,7 +241,7 @@ class NodeCheckpoints:
             if self._ended or self._took_all_steps()
             else RUNNING
         )
-        received = sum(count for source, count in node.mailbox.received().items() if source != node.address)
+        received = sum(count for source, count in node.mailbox.received().items() if source not in others)
         counts: Fields = {"sent": sent, "received": received} if self._connection.leads else {"sent": 0, "received": 0}
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
 

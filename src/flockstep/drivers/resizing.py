@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -37,13 +37,18 @@ T = TypeVar("T")
 
 @reporting_users_errors("computing the state of the changed run")
 def resized_checkpoint(
-    engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
+    engine: Engine,
+    plan: Plan,
+    now: Plan,
+    kept: Mapping[Address, NodeCheckpoint],
+    order: Sequence[int],
+    lost: Collection[int] = (),
 ) -> dict[Address, NodeCheckpoint]:
     """Return the states from which the nodes of plan `now` continue a run of `plan` with a different number of workers.
 
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
-    workers at the end of the list leave. Each worker's step count is converted so that all workers together keep their
-    total number of samples.
+    workers at the end of the list leave. `kept` lacks the states of lost workers, which had taken `lost` steps. Each
+    worker's step count is converted so that all workers together keep their total number of samples.
 
     Raises:
         RunError: the strategy, or another component of the user, raised an error.
@@ -56,7 +61,8 @@ def resized_checkpoint(
     kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}
     former, kept = _renamed(former, order), _renamed(kept, order)
     kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
-    samples = sum(plan.samples_at(one.before + one.saved.step) for address, one in kept.items() if address >= 0)
+    steps = [*lost, *(one.before + one.saved.step for address, one in kept.items() if address >= 0)]
+    samples = sum(map(plan.samples_at, steps))
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -61,16 +61,21 @@ def script_plan(strategy: Strategy, rule: str, workers: int, seed: int) -> Plan:
 
 
 def resized_scripts(
-    plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
+    plan: Plan,
+    now: Plan,
+    kept: Mapping[Address, NodeCheckpoint],
+    order: Sequence[int],
+    lost: Collection[int] = (),
 ) -> dict[Address, NodeCheckpoint]:
     """Return the states from which the nodes of plan `now` continue a script's run of `plan`; see `resized_checkpoint`
-    for `order`.
+    for `order` and `lost`.
 
     A worker that joins has the values that the script of worker `order[0]` stored, and that worker's state of the
     optimizer if all workers step along the same gradient.
     """
-    model = _ScriptModel(kept[0].at_boundary.schema, kept[0].saved.params)
-    states = resized_checkpoint(cast(Engine, model), plan, now, kept, order)  # computes no gradient
+    first = kept[order[0]]
+    model = _ScriptModel(first.at_boundary.schema, first.saved.params)
+    states = resized_checkpoint(cast(Engine, model), plan, now, kept, order, lost)  # computes no gradient
     for rank in range(now.cluster.workers):
         joins = rank >= len(order)
         former = kept[order[0 if joins else rank]]

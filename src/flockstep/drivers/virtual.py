@@ -169,16 +169,18 @@ class Simulation:
     def drain(self, kept: Mapping[Address, Saved], before: Mapping[Address, int]) -> dict[Address, Saved]:
         """Run programs that were stopped between two steps to their end, without a further gradient.
 
-        Nothing is evaluated or recorded. `kept` holds the state of each node at a point where its program can restart,
-        with all messages that have arrived. `before` is the number of steps that the run had taken when each node's
-        program last started.
+        Nothing is evaluated or recorded. `kept` holds the state of each node that lives, with all messages that have
+        arrived, at a point where its program can restart. `before` is the number of steps that the run had taken when
+        each node's program last started.
 
         Returns:
-            The state of every node, with all messages used.
+            The state of every node that lives, with all messages used.
 
         Raises:
             RunError: the programs wait for each other forever.
         """
+        for address in self.runners.keys() - kept.keys():
+            self.die(address)  # before the others begin: they know it from their states
         for address, saved in kept.items():
             runner = self.runners[address]
             node = runner.node
@@ -188,11 +190,11 @@ class Simulation:
             if isinstance(node, Worker):
                 node.steps = node.step
                 self._steppers[address].lr = self.plan.lr_at(node.run_step)
-        for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
+        for address in sorted(kept, key=lambda address: (address >= 0, abs(address))):
             runner = self.runners[address]
             runner.restart_from(partial(self._begin, runner), partial(kept[address].settle, runner.node))
         self._end()
-        return self.save()
+        return {address: saved for address, saved in self.save().items() if address in kept}
 
     def stop(self) -> None:
         """End every program at its current point, and write each node's totals."""

@@ -22,6 +22,8 @@ import msgspec
 
 from flockstep import __version__
 from flockstep.drivers.checkpoints import CHECKPOINT, ENDED, STOPPED
+from flockstep.drivers.resizing import require_resizable
+from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.link import ProcessLink
@@ -79,6 +81,8 @@ class Checkpointer:
         self._cluster: Cluster
         self._phase: Stage = "idle"
         self._over = True
+        self._lost: dict[Address, int] = {}
+        """Workers that were lost, without which the checkpoints are taken, with their numbers of steps."""
         self._staying = False
         """Whether the nodes stay stopped when they have copied their states, because the run is about to end."""
         self._cutting = False
@@ -126,7 +130,7 @@ class Checkpointer:
         """Start a checkpoint if the interval since the previous checkpoint has passed."""
         if self.busy or self._over or self._every is None or self.missing:
             return
-        step = min((one.step for address, one in standings.items() if address >= 0), default=0)
+        step = min((standings[address].step for address in self._links if address >= 0), default=0)
         if self._every.due(step - self._step, time.monotonic() - self._since):
             self._step = step - step % self._every.steps if self._every.steps else step
             self._begin()
@@ -183,14 +187,33 @@ class Checkpointer:
             case "fail":
                 self._write(address, str(note["why"]))
 
-    def lose(self, address: Address) -> None:
-        """Take no more checkpoints, because a node is lost and its part of the state with it."""
+    def lose(self, address: Address, step: int | None) -> None:
+        """A node is lost after `step` steps, and its part of the state with it: later checkpoints are of the nodes that
+        live, and one that is in progress begins again. If the run cannot continue with fewer workers, which a `step` of
+        None says, no more checkpoints are taken.
+        """
+        if step is not None and self._can_do_without(address):
+            self._lost[address] = step
+            if self.busy:
+                self._drop()
+                self._begin()
+            return
         if not self._over and self._every is not None:
             self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
         if not self._over:
             self.why_not = f"{node_name(address)} was lost"
         self._over = True
         self._give_up()
+
+    def _can_do_without(self, address: Address) -> bool:
+        """Whether a run without this node can continue from a checkpoint of the others."""
+        if self._over or address < 0 or (self._scripts and not self._hosts.here):
+            return False
+        try:
+            (require_script_resizable if self._scripts else require_resizable)(self._strategy)
+        except CompositionError:
+            return False
+        return True
 
     def interrupt(self, why: str) -> None:
         """Abandon the checkpoint in progress, because the nodes of the run change; later checkpoints are taken as
@@ -325,11 +348,12 @@ class Checkpointer:
                     disk.FORMAT,
                     __version__,
                     str(self._strategy),
-                    sum(address >= 0 for address in self._links),
+                    self._cluster.workers,
                     self._config,
                     max(self._seconds.values()),
                     tuple(sorted(shards, key=lambda shard: shard.node)),
                     self._linked.result(),
+                    self._lost,
                 )
                 disk.write_manifest(self._folder, manifest)
         except OSError as error:
@@ -349,9 +373,12 @@ class Checkpointer:
         if self._cutting:
             self._staying = self._cutting = False
         if self.busy:
-            self._phase = "idle"
-            disk.remove(self._folder)
+            self._drop()
             self._let_go()
+
+    def _drop(self) -> None:
+        self._phase = "idle"
+        disk.remove(self._folder)
 
     def _let_go(self) -> None:
         """Let the nodes go on; scripts do so even if the run is about to end, because they complete their states."""

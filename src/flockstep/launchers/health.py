@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from flockstep.launchers.children import Child, how_it_ended
 from flockstep.launchers.link import ProcessLink
@@ -77,6 +77,12 @@ class Health:
             if code == 0 and link is None
             else how
         )
+
+    def dying(self, addresses: Iterable[Address]) -> bool:
+        """Return whether a node among `addresses` has ended or cannot be reached, and `gone` waits for its last
+        messages.
+        """
+        return any(address in self._since for address in addresses)
 
     def _is_broken(self, address: Address, link: ProcessLink) -> bool:
         if link.disconnected():

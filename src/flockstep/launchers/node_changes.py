@@ -50,6 +50,8 @@ class NodeChanges:
         self._least, self._most, self._back_to = least, most, back_to
         self._joining = frozenset(joining)
         self._leavers = set[int]()
+        self._losses: list[str] = []
+        """Clauses about the lost nodes without which the run is about to continue."""
 
     def require_possible(self, strategy: Strategy) -> None:
         """Raise `CompositionError` if workers may leave or join this run of scripts, and its strategy does not allow
@@ -83,12 +85,15 @@ class NodeChanges:
             self._cutting = True
             self._checkpoints.cut()
         if self._cutting and self._checkpoints.is_cut:
-            names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
-            left = f"{names} left after SIGTERM" if names else self._renewing
-            self._change(set(self._leavers), left, joiners)
+            self._change(self._renewing, joiners)
         elif self._cutting and self._checkpoints.is_cut is False:
             self._cutting = False  # the run is about to end, a node was lost, or the disk is full
             self._could_not_change(self._checkpoints.why_not or "the nodes continued before their states were saved")
+
+    @property
+    def _staying(self) -> int:
+        """Number of workers that live and have not asked to leave."""
+        return len(set(self._state.view.ranks) - self._leavers)
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes have built the job."""
@@ -109,30 +114,29 @@ class NodeChanges:
         self._hosts.refuse_joiners(f"no worker can join now: {why}")
 
     def _could_not_change(self, why: str) -> None:
-        """Let the workers that asked to leave try again later; after a loss that the run survives, they leave at once,
-        as lost workers do, because there are no more checkpoints.
-        """
+        """Let the workers that asked to leave try again later."""
         self.refuse_joiners(why)
         for rank in sorted(self._leavers):
             text = f"{node_name(rank)} did not leave after SIGTERM: {why}"
-            if self._state.missed:
-                self._leave_as_lost(rank)
-            elif text not in self._state.outcome.warnings:
+            if text not in self._state.outcome.warnings:
                 on_stderr(text)
                 self._state.outcome.warnings.append(text)
-        self._leavers -= self._state.condemned.keys()
         self._leave_again = time.monotonic() + LEAVE_AGAIN
 
-    def _leave_as_lost(self, rank: int) -> None:
-        self._state.condemned[rank] = f"{node_name(rank)} left after SIGTERM"
-
-    def _change(self, gone: set[int], left: str, joined: int) -> None:
-        """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
+    def _change(self, loss: str, joined: int) -> None:
+        """Continue without the workers that leave or were lost, and with those that join; `loss`: a clause about a lost
+        node, which is added to those of other losses, or empty.
+        """
         if joined > self._hosts.prepared:
             self._requests.admit()
+        self._losses.append(loss)
+        names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
+        left = f"{names} left after SIGTERM" if names else ""
         text = f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
-        reason = ", and ".join(filter(None, (left, text)))
-        self._state.outcome.change = Change(gone, reason, joined)
+        reason = ", and ".join(filter(None, (*self._losses, left, text)))
+        gone = self._leavers | (set(range(self._state.workers)) - set(self._state.view.ranks))
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        self._state.outcome.change = Change(gone, reason, joined, renamed=newest is not None and bool(newest.lost))
 
     def look_for_requests(self) -> None:
         """Start the processes of workers that want to join the run."""
@@ -161,18 +165,15 @@ class NodeChanges:
     def let_leave(self, ranks: Collection[int]) -> bool:
         """Let workers leave because their host is stopped; return whether the run continues without them."""
         leavers = self._leavers | set(ranks)
-        if self._least is None or self._checkpoints is None or not self._state.running or self._state.missed:
+        if self._least is None or self._checkpoints is None or not self._state.running:
             return False
-        if self._why_not_with(len(self._state.view.ranks) - len(leavers)):
+        if self._why_not_with(len(set(self._state.view.ranks) - leavers)):
             return False
         self._leavers = leavers
         return True
 
     def _why_not_joined_by(self, workers: int) -> str:
         """Why this number of workers cannot join now; empty if they can."""
-        if self._state.missed:
-            lost = node_name(min(self._state.missed))
-            return f"no worker can join, because {lost} was lost and no more checkpoints are taken"
         if self._state.done:
             return "no worker can join, because a worker has taken its last step"
         if self._checkpoints is not None and (missing := self._checkpoints.missing):
@@ -180,7 +181,7 @@ class NodeChanges:
                 f"no worker can join, because {missing}; let the script call flockstep.checkpoint at the top of its "
                 "loop"
             )
-        total = len(self._state.view.ranks) - len(self._leavers) + workers
+        total = self._staying + workers
         if self._most is not None and total > self._most:
             return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
         why = self._why_not_with(total)
@@ -194,10 +195,7 @@ class NodeChanges:
         """
         if self._least is None or self._checkpoints is None or self._state.over or address in self._leavers:
             return
-        if self._state.missed:  # a run with a loss has no checkpoint
-            self._leave_as_lost(address)
-            return
-        if why := self._why_not_with(len(self._state.view.ranks) - len(self._leavers) - 1):
+        if why := self._why_not_with(self._staying - 1):
             raise KeyboardInterrupt(f"{node_name(address)} left after SIGTERM, and {why}")
         self._leavers.add(address)
 
@@ -230,7 +228,7 @@ class NodeChanges:
                 return False
         elif self._fewer_end_the_run(joined):
             return False
-        self._change(set(range(self._state.workers)) - set(self._state.view.ranks), reason, joined)
+        self._change(reason, joined)
         return True
 
     def _fewer_end_the_run(self, joined: int) -> bool:
@@ -243,4 +241,4 @@ class NodeChanges:
         none_leaves = self._least is None and (began or not self._joining.issuperset(self._state.missed))
         if none_leaves or (survives and began):
             return True
-        return bool(self._why_not_with(len(self._state.view.ranks) + joined))
+        return bool(self._why_not_with(self._staying + joined))

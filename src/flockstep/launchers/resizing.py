@@ -120,14 +120,15 @@ def resized_run(
     wanted = dataclasses.replace(config, workers=workers, steps=None)  # refuses what is no number of workers
     steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
     kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
-    order = sorted(range(config.workers), key=lambda rank: rank in gone)
+    manifest = checkpoint.manifest
+    order = sorted(manifest.steps, key=lambda rank: (rank in gone, rank))
     faults = faults_after(plan, kept, order, workers)
     _, now, again = prepare(dataclasses.replace(wanted, steps=steps, faults=faults), None, built)
     changed = dataclasses.replace(config, workers=workers, steps=again.steps, faults=faults)
-    states = resized_checkpoint(built.engine, plan, now, kept, order)
+    states = resized_checkpoint(built.engine, plan, now, kept, order, manifest.lost.values())
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
-    if lost := len({one.tick for one in checkpoint.manifest.unevaluated(evaluated)}):
+    if lost := len({one.tick for one in manifest.unevaluated(evaluated)}):
         notes.append(f"evaluations were dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))
 
@@ -145,9 +146,10 @@ def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone
     require_script_resizable(strategy)
     strategy.check(workers)
     kept = {shard.node: load_node(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
-    plan, now = (script_plan(strategy, kept[0].at_boundary.rule, n, config.seed) for n in (config.workers, workers))
-    order = sorted(range(config.workers), key=lambda rank: rank in gone)
-    states = resized_scripts(plan, now, kept, order)
+    order = sorted(checkpoint.manifest.steps, key=lambda rank: (rank in gone, rank))
+    rule = kept[order[0]].at_boundary.rule
+    plan, now = (script_plan(strategy, rule, n, config.seed) for n in (config.workers, workers))
+    states = resized_scripts(plan, now, kept, order, checkpoint.manifest.lost.values())
     note = (
         f"{workers} workers continue the run of {config.workers} workers, from step {states[0].before}, counted with "
         f"{workers} workers"

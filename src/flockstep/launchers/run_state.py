@@ -70,6 +70,8 @@ class Change:
     reason: str
     joined: int = 0
     """Number of workers that join."""
+    renamed: bool = False
+    """Whether ranks change although the number of workers stays, because the newest checkpoint lacks lost workers."""
     since: float = field(default_factory=time.monotonic)
     """Time at which the nodes had stopped, in seconds of the monotonic clock."""
 

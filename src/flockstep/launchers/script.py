@@ -170,14 +170,14 @@ def _continued(
         record: the run's folder.
         config: the configuration with which the checkpoint was written.
         checkpoint: the checkpoint from which the run continues.
-        workers: number of workers from now on; None: as many as before.
+        workers: number of workers from now on; None: as many as the checkpoint holds.
         left: how the workers have changed during the run; None: the run had stopped.
 
     Returns:
         The configuration and the checkpoint with which the run continues.
     """
-    change = None
-    if workers is not None and workers != config.workers:
+    change, workers = None, workers or len(checkpoint.manifest.steps)
+    if workers != config.workers or checkpoint.manifest.lost:
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
@@ -188,7 +188,7 @@ def _continued(
             config, checkpoint = change.config, change.write(record, checkpoint)
             said += change.notes
             record.write_config(config)
-        record.note(checkpoint.manifest.seconds, said)
+        record.note(checkpoint.manifest.seconds, said, () if left is None else left.lost)
     return config, checkpoint
 
 

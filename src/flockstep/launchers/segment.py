@@ -45,12 +45,16 @@ class NodesChanged(Interrupted):
         """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
         super().__init__(change.reason)
         self.supervisor, self.gone, self.epoch, self.since = supervisor, change.gone, epoch, change.since
+        self.lost = supervisor.outcome.lost.values()
+        """The losses of the segment that has ended."""
         self.others = "the other workers" if change.gone else "the run" if change.joined else _RESTARTED
         """Who continues, for a sentence."""
         staying = [rank for rank in range(workers) if rank not in change.gone]
         self.workers = len(staying) + change.joined
         """Number of workers from now on."""
-        same = self.workers == workers  # then ranks are kept, and workers that join take the places of others
+        same = (
+            self.workers == workers and not change.renamed
+        )  # then ranks are kept, and workers that join take the places of others
         self.remaining = {rank if same else new: rank for new, rank in enumerate(staying)}
         """New rank → old rank of the workers whose processes continue."""
 

@@ -81,11 +81,17 @@ LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
 """Seconds between two polls of the processes."""
+MOMENT = 0.1
+"""Seconds after a loss within which the deaths of other nodes belong to the same change of the nodes: a host or a user
+who kills several processes does not kill them in one instruction.
+"""
 
 
 class Supervisor:
     """Supervises one run of `workers` processes and the servers that their strategy needs."""
 
+    _lost_at = -math.inf
+    """Time of the last loss of a node, in seconds of the monotonic clock."""
     _released = False
     """Whether a later call has ended, and its sockets and files are closed."""
     _memory: SharedMemory | None = None
@@ -411,7 +417,7 @@ class Supervisor:
             for one in list(self._calls):
                 one._turn(result)
             self._changes.look()
-            if self.outcome.change is not None:
+            if self.outcome.change is not None and self._all_losses_known():
                 return
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
@@ -419,6 +425,13 @@ class Supervisor:
                 owner.check(self._record)
                 self._changes.look_for_requests()
         self._show(self._current().standings)
+
+    def _all_losses_known(self) -> bool:
+        """Whether no further node has died at the moment of the last loss: a change of the nodes includes all deaths of
+        one moment.
+        """
+        settled = time.monotonic() - self._lost_at >= MOMENT
+        return settled and not self._health.dying(self.standings.keys() - self._state.gone)
 
     @property
     def _open_calls(self) -> list[Supervisor]:
@@ -440,7 +453,7 @@ class Supervisor:
                 self._release()
             return
         self._look_after_children()
-        if self.outcome.change is not None:  # of a node that was lost just now
+        if self.outcome.change is not None:  # of nodes that were lost just now
             return
         self._wait_monitor.look(self._links.keys(), self._state.done | self._state.gone)
         self._evaluation.go_on()
@@ -759,6 +772,7 @@ class Supervisor:
 
     def _lose_node(self, address: Address, reason: str, quiet: bool = False) -> None:
         self._state.gone.add(address)
+        self._lost_at = time.monotonic()
         if (child := self.children.get(address)) is not None:
             child.kill()
         if (link := self._links.pop(address, None)) is not None:
@@ -779,7 +793,10 @@ class Supervisor:
         if self._state.went is None and not goes_on:
             raise PeerLost(f"{reason} before the run started")
         if self._checkpoints is not None:
-            self._checkpoints.end() if goes_on else self._checkpoints.lose(address)
+            if goes_on:
+                self._checkpoints.end()
+            else:
+                self._checkpoints.lose(address, None if self._parts > 1 else self.standings[address].step)
         if goes_on:
             return
         if self.outcome.change is not None:

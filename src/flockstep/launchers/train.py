@@ -242,7 +242,7 @@ def _continued(
         record: the run's folder.
         show: see `train`.
         jobs: builds the run's job.
-        workers: number of workers from now on; None: as many as before.
+        workers: number of workers from now on; None: as many as the checkpoint holds.
         left: how the nodes have changed, and the processes that continue; None: all processes are started.
     """
     config, checkpoint = record.read_config(), newest(record.path)
@@ -253,8 +253,8 @@ def _continued(
     require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
     if not kept:  # otherwise the job was built when the run began
         require_unchanged(config, again.versions.get(JOB_FILE))
-    change = None
-    if workers is not None and workers != config.workers:
+    change, workers = None, workers or len(checkpoint.manifest.steps)
+    if workers != config.workers or checkpoint.manifest.lost:
         gone = () if left is None else left.gone
         change = resized_run(checkpoint, built, plan, config, workers, gone, evaluated_in(record))
         plan, config = change.plan, change.config
@@ -271,7 +271,7 @@ def _continued(
         if change is not None:
             checkpoint = change.write(record, checkpoint)
             said += change.notes
-        record.note(checkpoint.manifest.seconds, said)
+        record.note(checkpoint.manifest.seconds, said, () if left is None else left.lost)
         if config != record.read_config():
             record.write_config(config)
     if config.park is not None and left is None:

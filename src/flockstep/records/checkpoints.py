@@ -68,6 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds from the start of the run until all nodes had stopped for the checkpoint."""
     shards: tuple[Shard, ...]
     pending: tuple[Pending, ...] = ()
+    lost: dict[int, int] = {}
+    """Lost workers, whose states the checkpoint does not hold: rank → number of steps that the worker had taken."""
     sha256: str = ""
     """Hash of the manifest with this field empty."""
 

@@ -283,13 +283,15 @@ class RunFolder:
         name = "launcher" if node is None else node_name(node).replace(" ", "-")
         return self.path / "events" / f"{name}.jsonl"
 
-    def note(self, seconds: float, texts: Iterable[str]) -> None:
-        """Add sentences about a real run to the launcher's events. They are in every summary of the run from now on,
-        also if this process is killed and the run is resumed.
+    def note(self, seconds: float, texts: Iterable[str], lost: Iterable[LostEvent] = ()) -> None:
+        """Add sentences about a real run, and the nodes without which it continues, to the launcher's events. They are
+        in every summary of the run from now on, also if this process is killed and the run is resumed.
         """
         with EventWriter(self.node_events_file(None)) as events:
             for text in texts:
                 events.write(NoteEvent(seconds, text))
+            for one in lost:
+                events.write(msgspec.structs.replace(one, seconds=seconds))
 
     def read_events(self) -> list[Event]:
         """Return all events on disk, sorted by time; an empty list if no file exists yet."""
