@@ -119,7 +119,7 @@ def test_a_run_that_never_stops_is_told(
     assert run.checkpointer.notes == [
         "no checkpoints are taken, because server 0 did not reach a point where a program can stop"
     ]
-    assert run.last(0)[-1] == {"do": "go on"}
+    assert run.last(0)[-1] == {"do": "go on", "hold": 0}
     assert run.checkpointer.why_not == "server 0 did not reach a point where a program can stop"
     capsys.readouterr()
 
@@ -194,7 +194,7 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
     for address in run.links:
         assert run.last(address)[-1]["do"] == "copy"
         run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0 + address, "step": 10, "folder": folder.name})
-    assert run.last(0)[-1] == {"do": "go on"}, "nodes go on while their states are written"
+    assert run.last(0)[-1] == {"do": "go on", "hold": 0}, "nodes go on while their states are written"
     for address, step in ((0, 12), (1, 10)):
         shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
         note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}

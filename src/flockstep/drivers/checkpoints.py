@@ -196,6 +196,8 @@ class NodeCheckpoints:
         self._wave = 0
         """The wave that is still to be answered; 0: none."""
         self._stopped = False
+        self._held = False
+        """Whether a script waits at its next call of `flockstep.checkpoint`, because the run changes or ends."""
         self._ended = False
         self._thread: Thread | None = None
         self._result: Fields = {}
@@ -210,14 +212,14 @@ class NodeCheckpoints:
         """
         match note["do"]:
             case "stop":
-                self._copied = None  # of a checkpoint that was given up
+                self._copied, self._held = None, False  # of a checkpoint that was given up
                 self._from = int(note["after"])
             case "count":
                 self._wave = int(note["wave"])
             case "copy":
                 self._copy(self._place(str(note["folder"])), at_once=bool(note["wait"]))
             case "go on":
-                self._from, self._wave = None, 0
+                self._from, self._wave, self._held = None, 0, bool(note["hold"])
 
     @property
     def asked(self) -> bool:
@@ -353,7 +355,9 @@ class NodeCheckpoints:
         return self._copied is not None
 
     def complete(self, more: Mapping[str, FlatArray]) -> None:
-        """Start to write the copy of the state, together with the arrays that a script adds."""
+        """Start to write the copy of the state, together with the arrays that a script adds; before a change or the end
+        of the run the script then waits, so that no step is lost.
+        """
         assert self._copied is not None
         (folder, step, at_once, arrays), self._copied = self._copied, None
         arrays |= {OF_SCRIPT + name: array for name, array in more.items()}
@@ -361,6 +365,8 @@ class NodeCheckpoints:
         self._thread.start()
         if self.script is not None:
             self.report(wait=at_once)
+            while self._held:
+                self._connection.attend_stopped()
 
     def drop(self, why: str) -> None:
         """Discard a copy of the state that the script can no longer complete."""

@@ -71,7 +71,8 @@ def resized_scripts(
     for `order` and `lost`.
 
     A worker that joins has the values that the script of worker `order[0]` stored, and that worker's state of the
-    optimizer if all workers step along the same gradient.
+    optimizer if all workers step along the same gradient. A worker that was ahead of worker `order[0]` stays as many
+    steps ahead, because its script is, with its learning-rate schedule.
     """
     first = kept[order[0]]
     model = _ScriptModel(first.at_boundary.schema, first.saved.params)
@@ -82,5 +83,14 @@ def resized_scripts(
         content = former.at_boundary
         if joins and not plan.strategy.traits.alike:
             content = replace(content, states=[{} for _ in content.states])
-        states[rank] = replace(states[rank], at_boundary=content, script=former.script, joins=joins)
+        before = max(0, states[rank].before + _place(former) - _place(first))
+        totals = {**states[rank].totals, "steps": before}
+        states[rank] = replace(
+            states[rank], before=before, totals=totals, at_boundary=content, script=former.script, joins=joins
+        )
     return states
+
+
+def _place(kept: NodeCheckpoint) -> int:
+    """Number of steps that the script of a worker has taken."""
+    return kept.before + kept.saved.step

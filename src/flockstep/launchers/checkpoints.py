@@ -1,10 +1,11 @@
 """Takes the checkpoints of a run: all nodes stop, no message is in transit, and each node writes its state.
 
 Each worker stops at its next step boundary, so workers may stop at different steps. If the other workers then wait for
-a stopped worker, as they do in a sum over all workers, the stopped worker continues for one step. All nodes have
-stopped and no message is in transit when two consecutive rounds of queries find every node stopped, unchanged counts of
-messages, and equal numbers of sent and received messages (Friedemann Mattern, Algorithms for distributed termination
-detection, 1987).
+a stopped worker, as they do in a sum over all workers, the stopped worker continues for one step. Scripts whose workers
+proceed in step stop at the same step, because after a change of the workers all of them continue from one place. All
+nodes have stopped and no message is in transit when two consecutive rounds of queries find every node stopped,
+unchanged counts of messages, and equal numbers of sent and received messages (Friedemann Mattern, Algorithms for
+distributed termination detection, 1987).
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Checkpointer:
                 if len(self._seconds) == len(self._links):
                     self._phase = "writing"
                     reach("states.copied")
-                    self._let_go()
+                    self._let_go(hold=self._staying)
                     self._finish()
             case "write":
                 node = self._cluster.logical(address)
@@ -272,6 +273,11 @@ class Checkpointer:
             return
         still = now == self._before and sum(int(one["sent"]) - int(one["received"]) for one in now.values()) == 0
         self._before = now
+        if self._aligns and (behind := self._behind(now)):
+            for rank, step in behind.items():
+                self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": step})
+            self._ask()
+            return
         if still and all(note["state"] == STOPPED for note in now.values()):
             self._copy()
             return
@@ -288,6 +294,17 @@ class Checkpointer:
             for rank in [rank for rank, step in steps.items() if step == min(steps.values())]:
                 self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
         self._ask()
+
+    @property
+    def _aligns(self) -> bool:
+        """Whether all workers stop at the same step; at the end of a run there is no time for this, and no need."""
+        return self._scripts and self._strategy.traits.in_step and (self._cutting or not self._staying)
+
+    def _behind(self, now: Mapping[Address, Fields]) -> dict[Address, int]:
+        """Stopped workers that have taken fewer steps than others → the step at which they can stop with the others."""
+        steps = {rank: int(note["step"]) for rank, note in now.items() if rank >= 0}
+        furthest = max(steps.values())
+        return {rank: furthest for rank, step in steps.items() if step < furthest and now[rank]["state"] == STOPPED}
 
     def _copy(self) -> None:
         try:
@@ -380,10 +397,12 @@ class Checkpointer:
         self._phase = "idle"
         disk.remove(self._folder)
 
-    def _let_go(self) -> None:
-        """Let the nodes go on; scripts do so even if the run is about to end, because they complete their states."""
+    def _let_go(self, hold: bool = False) -> None:
+        """Let the nodes go on; scripts do so even if the run is about to change or end, because they complete their
+        states, and with `hold` wait then.
+        """
         if not self._staying or self._scripts:
-            self._tell_all({"do": "go on"})
+            self._tell_all({"do": "go on", "hold": int(hold)})
 
     @property
     def missing(self) -> str:
