@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from flockstep.records.curves import curves
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import COMMAND, PATIENCE, RealRun, wait_until
+from support.scripts import NUMPY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -177,6 +179,31 @@ def test_the_losses_that_a_script_gives_are_in_its_record(strategy: str, tmp_pat
     first = min(step for _, step in found)
     for (rank, step), loss in found.items():
         assert loss == (None if step - first == 2 else 10.0 * rank + step - first)
+
+
+METRICS = f"""{NUMPY}
+start("local_sgd(period=2)")
+for number in range(3):
+    steps(2)
+    optimizer.record_metric("accuracy", number / 10 + rank, True, 1 + 2 * rank)
+    optimizer.record_metric("error", 1.0 - number / 10, False, None)
+optimizer.finish()
+optimizer.record_metric("accuracy", 0.9, True, 1)
+"""
+
+
+def test_the_metrics_of_a_script_are_in_its_record_also_that_of_its_result(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(METRICS)
+    assert RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end().code == 0
+    record = RunFolder(tmp_path / "run").read()
+    found = {one.name: [(p.step, p.value) for p in one.points] for one in curves(record.config, record.events)}
+    means = [(2, 0.75), (4, 0.85), (6, 0.95), (6, 0.9)]
+    assert found == {
+        "accuracy": [(n, pytest.approx(value)) for n, value in means],
+        "error": [(2, 1.0), (4, 0.9), (6, 0.8)],
+    }
+    assert record.summary.metrics == {"accuracy": pytest.approx(0.9), "error": 0.8}
 
 
 def test_who_joins_after_the_end_is_told_so(tmp_path: Path) -> None:

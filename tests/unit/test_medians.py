@@ -13,7 +13,9 @@ from flockstep.report.formatting import number
 from flockstep.report.medians import RepeatedRuns, caveats, spreads, title
 from flockstep.report.terminal import TextTable
 
-BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
+BASE = summarize(
+    RunConfig(kind="train", job="digits", strategy="asgd", workers=4, metric="accuracy", target=0.95), [], "finished"
+)
 
 
 def ran(seed: int, best: float, time: float | None = None, lr: float = 0.1, strategy: str = "asgd") -> Summary:

@@ -121,7 +121,7 @@ def test_a_launched_script_is_repeated_with_the_launcher_s_options_only() -> Non
     config = RunConfig(
         kind="launch", job="train.py", strategy="gossip", workers=2, transport="ipc", heartbeat=5.0, lr=0.1
     )
-    assert config.command == "flockstep launch --workers 2 --transport ipc --heartbeat 5 train.py"
+    assert config.command == "flockstep launch --workers 2 --seed 0 --transport ipc --heartbeat 5 train.py"
     assert config.clock == "real"
 
 

@@ -208,7 +208,7 @@ def test_real_and_virtual_runs_share_no_report() -> None:
 
 
 def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
-    config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, target=0.9)
+    config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, metric="accuracy", target=0.9)
     events: list[Event] = [LostEvent(0.5, 1, "killed")]
     empty = Record(config, summarize(config, events, "interrupted", "stopped by Ctrl-C"), events)
     page = render([empty])
@@ -343,7 +343,7 @@ def test_the_reason_is_an_identity() -> None:
     """Time ratio = samples ratio ÷ speed ratio: the sentence gives the latter two of hand-made figures."""
     pair = []
     for name, t, samples in (("quick", 2.0, 3000), ("slow", 8.0, 1500)):
-        config = RunConfig(kind="train", job="j", strategy=name, workers=1, target=0.9)
+        config = RunConfig(kind="train", job="j", strategy=name, workers=1, metric="accuracy", target=0.9)
         events: list[Event] = [
             EvaluationEvent(0.0, 0, 0, 0.0, 2.0, 0.1, None),
             EvaluationEvent(t, 1, samples, 1e6, 0.1, 0.95, None),

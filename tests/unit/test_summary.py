@@ -9,7 +9,7 @@ from flockstep.cli.runs import missed
 from flockstep.records import RunConfig, Summary, summarize
 from flockstep.records.events import EvaluationEvent, Event, LostEvent, NodeEvent, SpanEvent, StepEvent, UpdateEvent
 
-CONFIG = RunConfig(kind="train", job="digits", strategy="gossip", workers=3, target=0.9)
+CONFIG = RunConfig(kind="train", job="digits", strategy="gossip", workers=3, metric="accuracy", target=0.9)
 
 
 def step(t: float, rank: int, number: int, sent: int = 10) -> StepEvent:

@@ -82,6 +82,18 @@ def test_a_recorded_loss_that_is_not_finite_ends_the_run_at_its_step() -> None:
         optimizer.step()
 
 
+def test_a_metric_without_a_name_a_direction_or_a_weight_is_refused() -> None:
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    optimizer.record_metric("accuracy", torch.tensor(0.5), higher_is_better=True)
+    with pytest.raises(ConfigurationError, match="must be the same for all values of accuracy, got True before and"):
+        optimizer.record_metric("accuracy", 0.5, higher_is_better=False)
+    with pytest.raises(ConfigurationError, match=r"the name of a metric must be a text, got ' '"):
+        optimizer.record_metric(" ", 0.5, higher_is_better=True)
+    with pytest.raises(ConfigurationError, match="count must be a number >= 0, got -1"):
+        optimizer.record_metric("accuracy", 0.5, higher_is_better=True, count=-1)
+
+
 @pytest.mark.oracle("optimizer:torch")
 @pytest.mark.parametrize("strategy", [*SELVES[:1], *SERVERS[1:], "scatter_reduce", "tree_server", "hogwild"])
 @pytest.mark.parametrize("kind", ELEMENTWISE)

@@ -599,12 +599,20 @@ def report(
             "flockstep calibrate.",
         ),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Value of a metric to which the times to target refer, such as 0.95 or accuracy=0.95 (default: the "
+            "runs' own target)."
+        ),
+    ] = None,
     imports: o.Imports = None,
 ) -> None:
     """Write an HTML report of recorded runs."""
     from flockstep.cli.compare import report as draw
+    from flockstep.records.config import MetricTarget
 
-    print(draw(folders, out, cluster, imports or ()))
+    print(draw(folders, out, cluster, imports or (), None if target is None else MetricTarget.parse(target)))
 
 
 @app.command(rich_help_panel=RUN)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flockstep.cli import runs, show
 from flockstep.experiments.comparison import Comparison, Grid, carry_out_all, runs_in
-from flockstep.records.config import RunConfig
+from flockstep.records.config import MetricTarget, RunConfig
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
 from flockstep.report.medians import spreads
@@ -65,8 +65,13 @@ def _print(found: Comparison, as_json: bool) -> None:
     print(f"report: {found.report}")
 
 
-def report(folders: Sequence[Path], out: Path, cluster: str | None, imports: Sequence[str]) -> Path:
-    """Write an HTML report of recorded runs, with predictions for `cluster` if a cluster is given; return its path."""
+def report(
+    folders: Sequence[Path], out: Path, cluster: str | None, imports: Sequence[str], target: MetricTarget | None
+) -> Path:
+    """Write an HTML report of recorded runs, with predictions for `cluster` if a cluster is given; return its path.
+
+    `target` replaces the targets of the runs.
+    """
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import for_report
     from flockstep.records.folder import RunFolder
@@ -74,4 +79,4 @@ def report(folders: Sequence[Path], out: Path, cluster: str | None, imports: Seq
 
     found = [folder for given in folders for folder in runs_in(given)]
     predictions = for_report(found, None if cluster is None else load_cluster(cluster), imports)
-    return write_report([RunFolder(folder).read() for folder in found], out, predictions=predictions)
+    return write_report([RunFolder(folder).read() for folder in found], out, predictions=predictions, target=target)

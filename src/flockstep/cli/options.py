@@ -109,7 +109,12 @@ PartitionText = Annotated[
         autocompletion=completed("partition"),
     ),
 ]
-Target = Annotated[float | None, training_option(help="The metric that time-to-target refers to (default: the job's).")]
+Target = Annotated[
+    str | None,
+    training_option(
+        help="Value of the metric to which the time to target refers: 0.95, or accuracy=0.95 (default: the job's)."
+    ),
+]
 UntilTarget = Annotated[
     bool,
     virtual_option("--until-target", help="Stop at the first evaluation that reaches the target (virtual time only)."),
@@ -370,10 +375,13 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
 
     Options that do not apply to the kind of run are left out.
     """
-    from flockstep.records.config import RunConfig
+    from flockstep.records.config import MetricTarget, RunConfig
 
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}
     chosen = {name: value for name, value in given.items() if name in names}
+    if chosen.get("target") is not None:
+        target = MetricTarget.parse(chosen["target"])
+        chosen |= {"target": target.value, "metric": target.metric}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
 

@@ -85,6 +85,16 @@ class Trainer:
         """
         self.loop.loss = float(loss)
 
+    def record_metric(self, name: str, value: Any, *, higher_is_better: bool, count: float | None = None) -> None:
+        """Give a value of a metric of the script's own evaluation to the record of the run, by which reports and
+        comparisons rank runs.
+
+        Without `count`, the value of rank 0 stands for the run, and calls on other ranks do nothing. With `count`, the
+        run's value at a step is the mean over the ranks that have recorded this metric at this step, weighted by their
+        counts. The arguments and errors are those of `DistributedOptimizer.record_metric`.
+        """
+        self.loop.record_metric(name, float(value), higher_is_better, count)
+
     def step(self, grads: Tree) -> Tree:
         """Pass the gradients of one mini-batch to the strategy; return the parameters for the next gradients.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, t
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
 from flockstep.drivers.checkpoints import NodeCheckpoint, load, manifest_of
+from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import (
     Membership,
@@ -58,7 +60,7 @@ from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, 
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
-from flockstep.records.events import DivergedEvent
+from flockstep.records.events import DivergedEvent, MetricEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import require_skippable
 
@@ -146,6 +148,8 @@ class Loop:
     loss: float | None = None
     """Loss of the mini-batch of the next step, for the record; None if the script does not give it."""
     _diverged = False
+    _reports: EventSender | None = None
+    """Takes this worker's events, also after `finish()` if this is the script's first call of `distribute`."""
 
     def __init__(
         self,
@@ -182,6 +186,8 @@ class Loop:
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
         self._connection: NodeConnection | None = None
+        self._directions: dict[str, bool] = {}
+        """Name of each metric that the script has recorded → whether higher values are better."""
         self.membership: Membership | None = None
         """This process's part in the run; None if it trains alone."""
         self._servers: dict[Address, Server] = {}
@@ -235,6 +241,33 @@ class Loop:
             raise
         if self.watch is not None:
             self._note()
+
+    def record_metric(self, name: str, value: float, higher_is_better: bool, count: float | None) -> None:
+        """Give a value of a metric to the record of the run; see `DistributedOptimizer.record_metric`."""
+        if not name.strip():
+            raise ConfigurationError(f'the name of a metric must be a text, got {name!r}; write for example "accuracy"')
+        if count is not None and not 0 <= count < math.inf:
+            raise ConfigurationError(
+                f"count must be a number >= 0, got {count}; give the number of samples that {name} is a mean of"
+            )
+        if self._directions.setdefault(name, higher_is_better) != higher_is_better:
+            raise ConfigurationError(
+                f"higher_is_better must be the same for all values of {name}, got {not higher_is_better} before and "
+                f"{higher_is_better} now; give metrics with different directions different names"
+            )
+        if self._member is None or (count is None and self.rank > 0):
+            return
+        if self._failure is not None:
+            raise self._failure
+        if self._reports is None:
+            raise ConfigurationError(
+                f"the run of a later call of distribute takes no metric after finish(), got {name}; record the metric "
+                "before finish(), for example with the model of consensus()"
+            )
+        number = None if count is None else float(count)
+        self._reports.write(
+            MetricEvent(self._member.seconds(), self.rank, self.steps, name, float(value), higher_is_better, number)
+        )
 
     @property
     def lr(self) -> float:
@@ -486,6 +519,7 @@ class Loop:
             self._member.leave()
             atexit.register(_close_line, self._member, self._process)
         else:
+            self._reports = None
             self._member.close(0.0)
 
     def _take_result(self) -> None:
@@ -539,6 +573,7 @@ class Loop:
             self._member.begin()
         self._worker = worker
         self._connection = NodeConnection(self._member, worker, strategy)
+        self._reports = self._connection.reports
         self._connection.snapshots.buffers = self._buffers
         self._runner = self._connection.runner
         self.gradients = self._connection.home(self.gradients)

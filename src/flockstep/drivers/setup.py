@@ -281,6 +281,12 @@ def prepare(
             )
     if config.until_target and job.target is None:
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
+    metric = job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric")
+    if config.metric not in (None, metric) and config.target is not None:
+        raise ConfigurationError(
+            f"the target must be a value of {metric}, the metric of {job.name}, got {config.metric}={config.target:g}; "
+            f"write {metric}=… or the number alone"
+        )
     optimizer = engine.optimizer
     if config.lr is not None:
         optimizer = optimizer.with_lr(config.lr)
@@ -313,7 +319,7 @@ def prepare(
         batch=job.batch,
         lr=None if math.isnan(optimizer.lr) else optimizer.lr,
         evaluate_every=float(every),
-        metric=job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric"),
+        metric=metric,
         higher_is_better=job.higher_is_better,
         target=job.target,
         facts=facts,

@@ -189,6 +189,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.loop.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
+    def record_metric(
+        self, name: str, value: float | torch.Tensor, *, higher_is_better: bool, count: float | None = None
+    ) -> None:
+        """Give a value of a metric of the script's own evaluation to the record of the run, by which reports and
+        comparisons rank runs.
+
+        Without `count`, the value of rank 0 stands for the run, and calls on other ranks do nothing. With `count`, the
+        run's value at a step is the mean over the ranks that have recorded this metric at this step, weighted by their
+        counts. The value belongs to the number of steps so far and to the time of the call; after `finish()` it
+        describes the run's result. In a script that runs alone the call does nothing.
+
+        Args:
+            name: name of the metric, such as "accuracy"; a script may record any number of metrics.
+            value: the value of this rank, a number or a tensor of one element.
+            higher_is_better: whether a higher value is better; the same for all values of a name.
+            count: weight of the value, >= 0, such as the number of samples that the rank has evaluated; None for the
+                value of rank 0 alone.
+
+        Raises:
+            ConfigurationError: `name` is empty, `count` is negative, `higher_is_better` differs from an earlier value,
+                or the run of a later call of `distribute` has been finished.
+        """
+        self.loop.record_metric(
+            name, float(value.detach() if isinstance(value, torch.Tensor) else value), higher_is_better, count
+        )
+
     def _search(self, closures: ClosureSteps, closure: Callable[[], Any] | None) -> Any:
         """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes."""
         if closure is None:

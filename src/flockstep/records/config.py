@@ -49,8 +49,18 @@ _OPTIONS = (
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
-    *("workers", "transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep"),
-    *("min_workers", "max_workers", "max_gradient_norm", "output", "rank_output"),
+    *(
+        "workers",
+        "seed",
+        "threads",
+        "transport",
+        "heartbeat",
+        "link_timeout",
+        "step_timeout",
+        "checkpoint_every",
+        "keep",
+    ),
+    *("min_workers", "max_workers", "max_gradient_norm", "target", "output", "rank_output"),
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
@@ -93,6 +103,35 @@ class CheckpointInterval:
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
+@dataclass(frozen=True)
+class MetricTarget:
+    """A value of a metric that runs are to reach, written as `accuracy=0.95`, or as `0.95` for the runs' own metric."""
+
+    value: float
+    metric: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | float) -> MetricTarget:
+        """Return the target that a text describes.
+
+        Raises:
+            ConfigurationError: the text has no finite number.
+        """
+        name, _, value = str(text).rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigurationError(
+                f"target must be a number, or a metric and a number, got {text!r}; write it like 0.95 or accuracy=0.95"
+            )
+        return cls(number, name.strip() or None)
+
+    def __str__(self) -> str:
+        return _word(self.value) if self.metric is None else f"{self.metric}={_word(self.value)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`).
@@ -108,6 +147,10 @@ class RunConfig:
     """A workload's expression, or the path of a Python file with a `job()` function."""
     strategy: str
     workers: int
+    strategy_given: bool | None = None
+    """True if `flockstep launch --strategy` gave the strategy, which replaces the one that the script names; None
+    otherwise.
+    """
     system: str | None = None
     """Name by which the strategy was given: a system, or an alias such as `asgd`; None for an expression."""
     seed: int = 0
@@ -141,8 +184,10 @@ class RunConfig:
     strikes: int = 3
     """Number of refused gradients after which `on_bad_gradient="quarantine"` removes a worker."""
     evaluate_every: float | None = None
-    metric: str = "accuracy"
-    """Name of the job's metric in tables and reports."""
+    metric: str | None = None
+    """Name of the metric that measures the run in tables and reports: the job's, or the one that a target of a script
+    names; None for the first that a script records.
+    """
     higher_is_better: bool = True
     target: float | None = None
     """Value of the metric at which the time to target ends."""
@@ -244,9 +289,11 @@ class RunConfig:
     @property
     def command(self) -> str:
         """The shell command that repeats this run."""
-        options = []
+        options = ["--strategy", self.title] if self.strategy_given else []
         for name in _LAUNCH_OPTIONS if self.kind == "launch" else _OPTIONS:
             value = getattr(self, name)
+            if name == "target" and value is not None and self.kind == "launch":
+                value = str(MetricTarget(value, self.metric))
             if value is not None:
                 options += [f"--{name.replace('_', '-')}", _word(value)]
         for name, usual in (("on_bad_gradient", "stop"), ("strikes", 3)):

@@ -181,6 +181,22 @@ class ScalarEvent(msgspec.Struct, tag="scalar", frozen=True, forbid_unknown_fiel
     value: float
 
 
+class MetricEvent(msgspec.Struct, tag="metric", frozen=True, forbid_unknown_fields=True):
+    """A script has recorded a value of a metric of its own on worker `rank`, after `step` local steps.
+
+    `count` is the number of samples or other weight of the value in the mean over the workers; None for a value of rank
+    0 that stands for the run.
+    """
+
+    seconds: float
+    rank: int
+    step: int
+    name: str
+    value: float
+    higher_is_better: bool
+    count: float | None = None
+
+
 class ResultEvent(msgspec.Struct, tag="result", frozen=True, forbid_unknown_fields=True):
     """result.npy holds the run's model at `seconds`; `step` is the mean number of local steps of its `workers`
     workers.
@@ -206,6 +222,7 @@ Event = (
     | NoteEvent
     | ScalarEvent
     | ReplicaEvent
+    | MetricEvent
     | ResultEvent
 )
 HELD_BACK = (StepEvent, UpdateEvent, SpanEvent)

@@ -35,6 +35,7 @@ from flockstep.records.events import (
     Event,
     HostsEvent,
     LostEvent,
+    MetricEvent,
     NodeEvent,
     NoteEvent,
     ReplicaEvent,
@@ -562,6 +563,7 @@ def _not_finite(data: dict[str, Any]) -> Event:
         "evaluation": (EvaluationEvent, ("loss", "metric")),
         "replica": (ReplicaEvent, ("loss", "metric")),
         "scalar": (ScalarEvent, ("value",)),
+        "metric": (MetricEvent, ("value",)),
     }
     if not isinstance(data["type"], str) or data["type"] not in kinds:
         raise msgspec.ValidationError

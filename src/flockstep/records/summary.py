@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ from flockstep.messages import Address, node_name
 from flockstep.partitions.base import Partition
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import SPLIT, ClockKind, RunConfig
+from flockstep.records.curves import MetricCurve, curves
 from flockstep.records.events import (
     DivergedEvent,
     EvaluationEvent,
@@ -33,8 +34,7 @@ Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
 """Statuses of runs whose final model is not reliable."""
 _IDENTITY = (
-    "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "metric",
-    "higher_is_better", "target", "lr",
+    "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "lr",
 )  # fmt: skip
 
 _SECONDS = ("compute_seconds", "wait_seconds", "comm_seconds")
@@ -131,7 +131,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     clock: ClockKind
     """Kind of the seconds in the record: `real` if they were measured, `virtual` if they were modeled."""
-    metric: str
+    metric: str | None
+    """Name of the metric that measures the run's quality: the job's, or of a script the one that --target names,
+    otherwise the first that the script recorded; None if the script recorded none.
+    """
     higher_is_better: bool
     target: float | None
     lr: float | None = None
@@ -153,13 +156,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     it; for medians over seeds, the shortest and the longest time to the target. None if the target was not reached.
     """
     samples_to_target: int | None
-    """Samples used by all workers together up to the evaluation that reaches the target."""
+    """Samples used by all workers together up to the evaluation that reaches the target; None also for scripts."""
     bytes_to_target: float | None
     """Bytes sent per worker up to the evaluation that reaches the target."""
     final_metric: float | None
     """Metric of the last evaluation; None if there is no evaluation or the metric is not finite."""
     best_metric: float | None
     """Best finite metric of all evaluations."""
+    metrics: dict[str, float | None] = {}
+    """Name of each metric of the run → its last value; None if that is not finite."""
     final_loss: float | None
     """Test loss of the last evaluation; None if there is no evaluation or the loss is not finite."""
     samples: int
@@ -271,8 +276,11 @@ def summarize(
     """
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, UpdateEvent)]
-    quality = _quality(config, [event for event in ordered if isinstance(event, EvaluationEvent)])
-    if status == "finished" and (reason := _why_diverged(quality, ordered)) is not None:
+    metrics = [curve for curve in curves(config, ordered) if not curve.is_loss]
+    measured = measure(config, metrics)
+    last = next((event for event in reversed(ordered) if isinstance(event, EvaluationEvent)), None)
+    ends = {curve.name: _finite(curve.points[-1].value) for curve in metrics}
+    if status == "finished" and (reason := _why_diverged(ends.get(measured["metric"], 0.0), last, ordered)) is not None:
         status, error = "diverged", reason
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
@@ -281,33 +289,29 @@ def summarize(
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts, resized)
     workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates, resized)
     agree = _replicas_agree(config.workers, nodes, parts)
-    staleness, hit = _staleness(config.workers // parts, updates), quality.hit
+    staleness = _staleness(config.workers // parts, updates)
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
     alone = _apart(workers, agree)
     said = [event.text for event in ordered if isinstance(event, NoteEvent)]
     said += [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
+        **measured,
         status=status,
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
         notes=said,
         seconds=time_of(ordered[-1]) if ordered else 0.0,
-        seconds_to_target=hit.seconds if hit else None,
-        seconds_to_target_range=(quality.before, hit.seconds) if hit else None,
-        samples_to_target=hit.samples if hit else None,
-        bytes_to_target=hit.sent_bytes if hit else None,
-        final_metric=quality.metric,
-        best_metric=quality.best,
-        final_loss=quality.loss,
-        samples=quality.samples,
+        metrics=ends,
+        final_loss=None if last is None else _finite(last.loss),
+        samples=0 if last is None else last.samples,
         **_traffic(workers),
         staleness_mean=sum(k * n for k, n in staleness.items()) / staleness.total() if staleness else None,
         staleness_max=max(staleness, default=None),
         staleness_counts=dict(sorted(staleness.items())),
         utilization=_mean(w.utilization for w in workers if w.utilization is not None),
-        divergence=0.0 if quality.divergence is None and agree else quality.divergence,
+        divergence=_divergence(last, agree),
         completeness=completeness,
         effective_rate=effective_rate,
         replicas_agree=agree,
@@ -355,38 +359,40 @@ def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
     }
 
 
-class _Quality(NamedTuple):
-    """Evaluation figures of a run: target hit, best and final metric, final loss, samples, divergence."""
+def measure(config: RunConfig, metrics: Sequence[MetricCurve]) -> dict[str, Any]:
+    """Return the fields of a summary that say how good the model is, and when it reached the target.
 
-    hit: EvaluationEvent | None = None
-    before: float = 0.0
-    """Time of the last evaluation before the target was reached; 0 without such an evaluation."""
-    best: float | None = None
-    metric: float | None = None
-    loss: float | None = None
-    samples: int = 0
-    divergence: float | None = None
-    diverged: bool = False
+    The run is measured by the one of its `metrics` that the configuration names, otherwise by the first.
+    """
+    curve = next((curve for curve in metrics if config.metric in (None, curve.name)), None)
+    if curve is None:
+        curve = MetricCurve(config.metric or "", config.higher_is_better, ())
+    target = config.target
+    higher, points = curve.higher_is_better, curve.points
+    hit = curve.first_reaching(target)
+    before = max((point.seconds for point in points if hit is not None and point.seconds < hit.seconds), default=0.0)
+    return {
+        "metric": curve.name or None,
+        "higher_is_better": higher,
+        "target": target,
+        "seconds_to_target": hit.seconds if hit else None,
+        "seconds_to_target_range": (before, hit.seconds) if hit else None,
+        "samples_to_target": hit.samples if hit else None,
+        "bytes_to_target": hit.sent_bytes if hit else None,
+        "final_metric": _finite(points[-1].value) if points else None,
+        "best_metric": (max if higher else min)(curve.finite, default=None),
+    }
 
 
-def _why_diverged(quality: _Quality, events: Sequence[Event]) -> str | None:
-    if quality.diverged:
+def _why_diverged(metric: float | None, last: EvaluationEvent | None, events: Sequence[Event]) -> str | None:
+    if metric is None or (last is not None and not math.isfinite(last.loss)):
         return "the loss or metric of the last evaluation is not finite; lower the learning rate"
     return next((event.reason for event in events if isinstance(event, DivergedEvent)), None)
 
 
-def _quality(config: RunConfig, snapshots: Sequence[EvaluationEvent]) -> _Quality:
-    if not snapshots:
-        return _Quality()
-    hit = next((s for s in snapshots if reaches(config, s.metric)), None)
-    before = max((s.seconds for s in snapshots if hit is not None and s.seconds < hit.seconds), default=0.0)
-    finite = [s.metric for s in snapshots if math.isfinite(s.metric)]
-    best = (max if config.higher_is_better else min)(finite, default=None)
-    last = snapshots[-1]
-    diverged = not (math.isfinite(last.loss) and math.isfinite(last.metric))
-    return _Quality(
-        hit, before, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence, diverged
-    )
+def _divergence(last: EvaluationEvent | None, agree: bool | None) -> float | None:
+    known = None if last is None else last.divergence
+    return 0.0 if known is None and agree else known
 
 
 def reaches(config: RunConfig, metric: float) -> bool:

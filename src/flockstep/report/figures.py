@@ -1,4 +1,6 @@
-"""Figures of the quality of training: metric and loss against seconds, bytes and samples; staleness of updates."""
+"""Figures of the quality of training: metrics and losses against seconds, bytes and samples or steps; staleness of
+updates.
+"""
 
 from __future__ import annotations
 
@@ -7,116 +9,123 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flockstep.records.events import EvaluationEvent
-from flockstep.records.summary import Summary, reaches
-from flockstep.report.style import INK, NARROW, Figure, Panels, Series, axis, key, layout, ref, title_px
+from flockstep.records.curves import CurvePoint
+from flockstep.records.summary import Summary
+from flockstep.report.style import INK, NARROW, Figure, Panels, Series, axis, key, layout, ref, safe, title_px
 
-_X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
-    ("seconds", lambda s: s.seconds),
-    ("MB sent per worker", lambda s: s.sent_bytes / 1e6),
-    ("samples, all workers", lambda s: float(s.samples)),
-)
+Axis = tuple[str, Callable[[CurvePoint], float | None]]
+"""A horizontal axis: its title, and the place of a point on it."""
+_SECONDS: Axis = ("seconds", lambda point: point.seconds)
+_BYTES: Axis = ("MB sent per worker", lambda point: point.sent_bytes / 1e6)
+_SAMPLES: Axis = ("samples, all workers", lambda point: point.samples)
+_STEPS: Axis = ("steps per worker", lambda point: point.step)
+_COLUMNS = 3
+_ROW_PX, _GAP_PX = 319, 76
+"""Height in pixels of a row of plots on a wide page, and of the titles between two rows."""
+_NARROW_PX = 238
+"""Height in pixels of a plot, with its titles, on a narrow page."""
 _MOST_BARS = 40
 
 
 def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Return a figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns).
+    """Return a figure of three plots for each metric and loss (rows), against seconds, bytes, and samples or, where
+    samples are not known, steps (columns).
 
     If `narrow` is set, the plots are one below the other.
 
     The vertical axes leave out the values that all runs have in common at the beginning. A ring marks the point at
     which a run reached the target. A trace's legendgroup is the rank of its run, which the legend of the page uses.
     """
-    first = series[0].record.summary
+    first, shown, across = series[0].record.summary, names(series), axes_across(series)
     data: list[dict[str, Any]] = []
     for one in series:
-        data += _curves(one)
+        for row, name in enumerate(shown):
+            for column, by in enumerate(across):
+                data += _curve(one, name, by, _COLUMNS * row + column)
     shapes = []
-    if first.target is not None:
-        for column in range(3):
-            line = {"color": INK, "width": 1, "dash": "4px,4px"}
-            place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
-            shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
+    has_target = first.target is not None and shown[:1] == [first.metric]
+    for column in range(_COLUMNS if has_target else 0):
+        line = {"color": INK, "width": 1, "dash": "4px,4px"}
+        place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
+        shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
     made = layout(
-        1500 if narrow else 710,
+        72 + (_COLUMNS * _NARROW_PX if narrow else _ROW_PX) * len(shown),
         shapes=shapes,
-        annotations=_target_note(first),
+        annotations=_target_note(first) if has_target else [],
         showlegend=False,
         margin={"l": 64, "r": 12 if narrow else 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(first, _losses(series), narrow, ranges(series), _last_second(series)),
+        **_axes(series, narrow),
     )
     return {"data": data, "layout": made}
 
 
-def _curves(one: Series) -> list[dict[str, Any]]:
-    snapshots = [event for event in one.record.events if isinstance(event, EvaluationEvent)]
-    summary = one.record.summary
-    # not the summary's time, which is a median if the strategy has several runs
-    hit = next((s for s in snapshots if reaches(one.record.config, s.metric)), None)
-    data: list[dict[str, Any]] = []
-    for panel in range(6):
-        row, column = divmod(panel, 3)
-        what, of = (summary.metric, _metric) if row == 0 else ("test loss", _loss)
-        x_name, x_of = _X[column]
-        common = {"legendgroup": str(one.place), "name": one.name, "xaxis": ref("x", panel), "yaxis": ref("y", panel)}
-        data.append(
-            {
-                **common,
-                "type": "scatter",
-                "mode": "lines" if len(snapshots) > 1 else "markers",
-                "x": [x_of(s) for s in snapshots],
-                "y": [of(s) for s in snapshots],
-                "line": {"color": one.color, "dash": one.dash, "width": 2},
-                "hovertemplate": f"%{{x:.4~g}} {x_name}<br>{what} %{{y:.4~g}}<extra>{one.name}</extra>",
-            }
-        )
-        if row == 0 and hit is not None:
-            marker = {"symbol": "circle", "size": 10, "color": "#ffffff", "line": {"color": one.color, "width": 2.5}}
-            text = f"target reached<br>%{{x:.4~g}} {x_name}<extra>{one.name}</extra>"
-            point = {"x": [x_of(hit)], "y": [hit.metric], "mode": "markers", "marker": marker, "hovertemplate": text}
-            data.append({**common, **point, "type": "scatter"})
-    return data
+def names(series: Sequence[Series]) -> list[str]:
+    """Return the names of the curves, one for each row of plots: the metric that ranks the runs, then the other
+    metrics, then the losses.
+    """
+    main = series[0].record.summary.metric
+    found = {curve.name: curve for one in series for curve in one.curves.values()}
+    return sorted(found, key=lambda name: (found[name].is_loss, name != main))
 
 
-def _metric(snapshot: EvaluationEvent) -> float | None:
-    return snapshot.metric if math.isfinite(snapshot.metric) else None
+def axes_across(series: Sequence[Series]) -> tuple[Axis, Axis, Axis]:
+    """Return the horizontal axes: seconds, bytes, and samples if all curves know them, otherwise steps."""
+    points = (curve.points[0] for one in series for curve in one.curves.values())
+    return _SECONDS, _BYTES, _SAMPLES if all(point.samples is not None for point in points) else _STEPS
 
 
-def _loss(snapshot: EvaluationEvent) -> float | None:
-    return snapshot.loss if math.isfinite(snapshot.loss) else None
-
-
-def _losses(series: Sequence[Series]) -> list[float]:
-    return [
-        e.loss for one in series for e in one.record.events if isinstance(e, EvaluationEvent) and math.isfinite(e.loss)
+def _curve(one: Series, name: str, across: Axis, panel: int) -> list[dict[str, Any]]:
+    """The curve of a run in one plot, and the ring where it reached the target; nothing if the run has no such
+    curve.
+    """
+    curve, summary, (x_name, x_of) = one.curves.get(name), one.record.summary, across
+    if curve is None:
+        return []
+    common = {"legendgroup": str(one.place), "name": one.name, "xaxis": ref("x", panel), "yaxis": ref("y", panel)}
+    traces: list[dict[str, Any]] = [
+        {
+            **common,
+            "type": "scatter",
+            "mode": "lines" if len(curve.points) > 1 else "markers",
+            "x": [x_of(point) for point in curve.points],
+            "y": [point.value if math.isfinite(point.value) else None for point in curve.points],
+            "line": {"color": one.color, "dash": one.dash, "width": 2},
+            "hovertemplate": f"%{{x:.4~g}} {x_name}<br>{safe(name)} %{{y:.4~g}}<extra>{one.name}</extra>",
+        }
     ]
+    # not at the summary's time, which is a median if the strategy has several runs
+    hit = None if name != summary.metric else curve.first_reaching(summary.target)
+    if hit is not None:
+        marker = {"symbol": "circle", "size": 10, "color": "#ffffff", "line": {"color": one.color, "width": 2.5}}
+        text = f"target reached<br>%{{x:.4~g}} {x_name}<extra>{one.name}</extra>"
+        point = {"x": [x_of(hit)], "y": [hit.value], "mode": "markers", "marker": marker, "hovertemplate": text}
+        traces.append({**common, **point, "type": "scatter"})
+    return traces
 
 
-def _axes(
-    first: Summary, losses: Sequence[float], narrow: bool, views: dict[str, Ranges], last: float | None
-) -> dict[str, Any]:
-    log = _logarithmic(losses)
-    titles = (first.metric, "test loss (log)" if log else "test loss")
+def _axes(series: Sequence[Series], narrow: bool) -> dict[str, Any]:
+    shown, across, views = names(series), axes_across(series), ranges(series)
+    virtual, last = series[0].record.summary.clock == "virtual", _last_second(series)
     made: dict[str, Any] = {}
-    for panel in range(6):
-        row, column = divmod(panel, 3)
-        across, up = _place(row, column, narrow)
-        x_title = "virtual seconds" if column == 0 and first.clock == "virtual" else _X[column][0]
+    for panel in range(_COLUMNS * len(shown)):
+        row, column = divmod(panel, _COLUMNS)
+        x_domain, y_domain = _place(row, column, len(shown), narrow)
+        log, view = _logarithmic(series, shown[row]), views[key("y", panel)]
+        title = "virtual seconds" if column == 0 and virtual else across[column][0]
         until = {} if column or last is None else {"range": [0, last]}
-        made[key("x", panel)] = axis(x_title, domain=across, anchor=ref("y", panel), rangemode="tozero", **until)
-        own = key("y", panel)
-        made[own] = axis(
-            titles[row] if narrow or column == 0 else "",
-            domain=up,
+        made[key("x", panel)] = axis(title, domain=x_domain, anchor=ref("y", panel), rangemode="tozero", **until)
+        made[key("y", panel)] = axis(
+            (safe(shown[row]) + " (log)" * log) if narrow or column == 0 else "",
+            domain=y_domain,
             anchor=ref("x", panel),
             showticklabels=narrow or column == 0,
-            **({"matches": ref("y", 3 * row)} if column else {}),
-            **({"type": "log", "tickvals": _log_ticks(views[own]), "tickformat": ".4~g"} if row and log else {}),
-            **({"range": views[own].differing} if own in views else {}),
+            **({"matches": ref("y", _COLUMNS * row)} if column else {}),
+            **({"type": "log", "tickvals": _log_ticks(view), "tickformat": ".4~g"} if log else {}),
+            range=view.differing,
         )
-        if row == 0:
-            made[key("x", panel)]["matches"] = ref("x", panel + 3)
+        if row < len(shown) - 1:
+            made[key("x", panel)]["matches"] = ref("x", _COLUMNS * (len(shown) - 1) + column)
     return made
 
 
@@ -132,17 +141,22 @@ def _last_second(series: Sequence[Series]) -> float | None:
     return 1.05 * max(end or 0.0 for end in ends) or None
 
 
-def _place(row: int, column: int, narrow: bool) -> tuple[list[float], list[float]]:
+def _place(row: int, column: int, rows: int, narrow: bool) -> tuple[list[float], list[float]]:
     """Horizontal and vertical range of a plot, as shares of the plotting area."""
     if narrow:
-        top = 1 - (2 * column + row) / 6
-        return [0.0, 1.0], [top - 0.118, top]
-    left, bottom = column * 0.345, 0.0 if row else 0.53
-    return [left, min(left + 0.31, 1.0)], [bottom, bottom + 0.47 - 0.06 * row]
+        height = 1 / (rows * _COLUMNS)
+        top = 1 - (rows * column + row) * height
+        return [0.0, 1.0], [top - 0.7 * height, top]
+    gap = _GAP_PX / (_ROW_PX * rows)
+    height = (1 - gap * (rows - 1)) / rows
+    left, top = column * 0.345, 1 - row * (height + gap)
+    return [left, min(left + 0.31, 1.0)], [max(top - height, 0.0), top]
 
 
-def _logarithmic(losses: Sequence[float]) -> bool:
-    return bool(losses) and min(losses) > 0
+def _logarithmic(series: Sequence[Series], name: str) -> bool:
+    """Whether the curves of this name are losses, all above 0."""
+    found = [one.curves[name] for one in series if name in one.curves]
+    return all(curve.is_loss and min(curve.finite) > 0 for curve in found)
 
 
 def _log_ticks(view: Ranges) -> list[float]:
@@ -190,24 +204,22 @@ def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
     Failed and diverged runs do not widen the range of the differing values, because their last values dwarf all others.
     """
     first = series[0].record.summary
-    log = _logarithmic(_losses(series))
     found: dict[str, Ranges] = {}
-    for row, of in enumerate((_metric, _loss)):
-        curves = [(one.record.summary.useful, _values(one, of, log and row == 1)) for one in series]
-        aim = [first.target] if row == 0 and first.target is not None else []
+    for row, name in enumerate(names(series)):
+        scaled = math.log10 if _logarithmic(series, name) else float
+        curves = [
+            (one.record.summary.useful, [scaled(value) for value in one.curves[name].finite])
+            for one in series
+            if name in one.curves
+        ]
+        aim = [first.target] if name == first.metric and first.target is not None else []
+        useful = [curve for is_useful, curve in curves if is_useful]
+        shared = _shared(useful)
+        differing = [value for curve in useful for value in curve[shared:]] + aim
         values = [value for _, curve in curves for value in curve] + aim
-        if values:
-            useful = [curve for is_useful, curve in curves if is_useful]
-            shared = _shared(useful)
-            differing = [value for curve in useful for value in curve[shared:]] + aim
-            made = Ranges(_around(values), _around(differing or values))
-            found |= {key("y", 3 * row + column): made for column in range(3)}
+        made = Ranges(_around(values), _around(differing or values))
+        found |= {key("y", _COLUMNS * row + column): made for column in range(_COLUMNS)}
     return found
-
-
-def _values(one: Series, of: Callable[[EvaluationEvent], float | None], log: bool) -> list[float]:
-    found = [value for e in one.record.events if isinstance(e, EvaluationEvent) if (value := of(e)) is not None]
-    return [math.log10(value) for value in found] if log else found
 
 
 def _shared(curves: Sequence[Sequence[float]]) -> int:

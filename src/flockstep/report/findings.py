@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
-from flockstep.report.ranking import places, tied
+from flockstep.report.ranking import places, tied, unranked
 from flockstep.report.style import ACTIVITIES, Series
 
 
@@ -19,7 +19,8 @@ class _Hit:
 
     one: Series
     time: float
-    samples: int
+    samples: int | None
+    """None in runs of scripts."""
     sent: float
 
     @property
@@ -39,10 +40,12 @@ def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     usable = [one for one in series if one.record.summary.useful]
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
+    if (why := unranked([one.record.summary for one in series])) is not None:
+        return [why, *_quality(usable), *_caveats(usable, seeds)]
     hits = _hits(usable)
     found = [*_over_one_worker(series, hits, seeds), *_first(usable, hits, seeds)]
     if len(hits) > 1:
-        found += [_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
+        found += [*_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
         found += _fewest_bytes([hit for hit in hits if not hit.one.alone])
     found += _quality(usable)
     return [*found, *_caveats(usable, seeds)]
@@ -52,7 +55,7 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
     hits = []
     for one in series:
         s = one.record.summary
-        if s.seconds_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
+        if s.seconds_to_target is None or s.bytes_to_target is None:
             continue
         hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target))
     return sorted(hits, key=lambda hit: hit.time)
@@ -112,15 +115,19 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
             ratio = formatting.times(_ratio(second.time, hits[0].time))
             text += f" {second.label} followed after {_clock(second)}, {ratio} as long."
     if missed:
-        who = _and([f"{one.label} (best {formatting.metric(one.record.summary.best_metric)})" for one in missed])
+        who = formatting.listed(
+            [f"{one.label} (best {formatting.metric(one.record.summary.best_metric)})" for one in missed]
+        )
         text += f" {who} never reached it."
     return [text]
 
 
-def _why(fast: _Hit, slow: _Hit) -> str:
+def _why(fast: _Hit, slow: _Hit) -> list[str]:
     """Say whether fewer samples or more samples per second made the faster run faster: time to target is samples to
-    target ÷ samples per second.
+    target ÷ samples per second. Nothing for scripts, whose samples are not known.
     """
+    if fast.samples is None or slow.samples is None:
+        return []
     samples = _ratio(fast.samples, slow.samples)
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
     took = formatting.share(_ratio(fast.time, slow.time))
@@ -130,10 +137,10 @@ def _why(fast: _Hit, slow: _Hit) -> str:
     )
     pace = f"{formatting.times(speed)} as many samples a second"
     if samples > 1.03:
-        return f"{head}it needed {formatting.times(samples)} the samples, but it processed {pace}."
+        return [f"{head}it needed {formatting.times(samples)} the samples, but it processed {pace}."]
     if samples < 0.97:
-        return f"{head}it needed only {formatting.times(samples)} the samples, and it processed {pace}."
-    return f"{head}both needed about as many samples, and it processed {pace}."
+        return [f"{head}it needed only {formatting.times(samples)} the samples, and it processed {pace}."]
+    return [f"{head}both needed about as many samples, and it processed {pace}."]
 
 
 def _costs(fast: _Hit, slow: _Hit) -> str:
@@ -148,7 +155,7 @@ def _step(hit: _Hit) -> str:
     total = sum(spent.values())
     if not total or not summary.steps:
         return f"no times are recorded for {hit.label}"
-    parts = _and([f"{formatting.share(seconds / total)} {name}" for name, seconds in spent.items()])
+    parts = formatting.listed([f"{formatting.share(seconds / total)} {name}" for name, seconds in spent.items()])
     sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
     return f"{hit.label} {formatting.seconds(total / summary.steps)}, {parts}, with {formatting.size(sent)} sent"
 
@@ -188,11 +195,13 @@ def _quality(series: Sequence[Series]) -> list[str]:
         if (share := one.record.summary.completeness) is not None and share < 1
     ]
     if partial:
-        found.append(f"Not every update took effect on all nodes: communication completeness was {_and(partial)}.")
+        found.append(
+            f"Not every update took effect on all nodes: communication completeness was {formatting.listed(partial)}."
+        )
     found += [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
     lost = [one.label for one in series if one.record.summary.lost]
     if lost:
-        found.append(f"Nodes were lost during {_and(lost)}; a list below names these nodes.")
+        found.append(f"Nodes were lost during {formatting.listed(lost)}; a list below names these nodes.")
     return found
 
 
@@ -227,7 +236,3 @@ def _clock(hit: _Hit) -> str:
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 1.0
-
-
-def _and(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

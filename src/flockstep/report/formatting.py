@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def metric(value: float | None) -> str:
 def times(value: float) -> str:
     """Format a ratio with two significant digits, for example "3.2 times"."""
     return f"{number(value, 2)} times"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Join texts with commas, and the last one with "and"; an empty text without any."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def staleness(summary: Summary) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
-from flockstep.records.config import SPLIT, RunConfig
+from flockstep.records.config import SPLIT, MetricTarget, RunConfig
 from flockstep.records.events import ClockEvent
 from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
@@ -18,7 +18,7 @@ from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
-from flockstep.report.ranking import labels, order, places, reference, require_comparable
+from flockstep.report.ranking import labels, measured_alike, order, places, reference, require_comparable, unranked
 from flockstep.report.style import ACTIVITIES, Series
 from flockstep.report.table import apart, cells, columns, compared_workers, gradient_notes, ties
 
@@ -28,7 +28,6 @@ _FACTS = (
     ("network", "network"),
     ("compute", "compute time"),
     ("seed", "seed"),
-    ("target", "target"),
     ("batch", "batch per worker"),
     ("steps", "steps per worker"),
     ("epochs", "epochs"),
@@ -40,9 +39,14 @@ _FACTS = (
     ("threads", "threads per process"),
 )
 _PROGRESS = (
-    "The same runs at equal time, equal bytes and equal samples. A ring marks the first evaluation that reached the "
+    "The same runs at equal time, equal bytes and equal {third}. A ring marks the first evaluation that reached the "
     "target. Vertical axes show the range in which the runs differ; “whole range” shows the whole axis. Click a name "
-    "to hide or show a run in all six plots; drag to zoom, double-click to reset."
+    "to hide or show a run in all plots; drag to zoom, double-click to reset."
+)
+_OF_SCRIPTS = (
+    " A script records its metrics itself: a value is the mean over the ranks weighted by their counts, or that of "
+    "rank 0 if it has no count. The training loss is the mean over the workers, and over equally many steps for each "
+    "point."
 )
 _PER_STEP = (
     "Accounted time of all workers divided by their number of steps. Communicating: the worker was blocked by a "
@@ -66,15 +70,17 @@ def write_report(
     path: Path | str,
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
+    target: MetricTarget | None = None,
 ) -> Path:
     """Write the page that compares runs to `path`, whose folder is created if it is missing, and return the path."""
-    return write(render(records, predictions, spread), path)
+    return write(render(records, predictions, spread, target), path)
 
 
 def render(
     records: Sequence[Record],
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
+    target: MetricTarget | None = None,
 ) -> str:
     """Return the page that compares runs, as text.
 
@@ -83,12 +89,15 @@ def render(
         predictions: one for each record, in the same order; None for a run without a prediction.
         spread: groups of runs that differ only in their seed, and the groups whose learning rate is ranked. `records`
             has one record for each ranked group, whose summary is the group's median.
+        target: the target to which times refer; None for the runs' own.
 
     Raises:
-        ConfigurationError: the runs cannot be compared, or the list of runs is empty.
+        ConfigurationError: the runs cannot be compared, no run has the metric of `target`, or the list of runs is
+            empty.
     """
     if not records:
         raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")
+    records = measured_alike(records, target)
     summaries = [record.summary for record in records]
     require_comparable(summaries)
     ranking = order(summaries)
@@ -120,8 +129,12 @@ def render(
         left=[index for index, one in enumerate(shown) if one.text],
         series=series,
         colors=[one.color for one in series],
+        ranked=unranked(summaries) is None,
         best=ranked[0].summary.useful,
-        notes=[*(one.note for one in shown if one.note), *ties([record.summary for record in ranked], seeds)],
+        notes=[
+            *(one.note for one in shown if one.note),
+            *(ties([record.summary for record in ranked], seeds) if unranked(summaries) is None else []),
+        ],
         predicted_headings=HEADINGS,
         predicted=_predicted(series, [predictions[index] for index in ranking] if predictions else []),
         troubles=_troubles(series),
@@ -195,10 +208,11 @@ def _predicted(series: Sequence[Series], predictions: Sequence[Prediction | None
 
 def _drawings(series: Sequence[Series]) -> list[Drawing]:
     drawn = []
-    if any(one.record.summary.best_metric is not None for one in series):
-        metric = series[0].record.summary.metric
-        title = f"{metric[:1].upper()}{metric[1:]} and loss against seconds, bytes and samples"
-        drawn.append(_drawing("progress", title, _PROGRESS, series, figures.progress))
+    if shown := figures.names(series):
+        third = figures.axes_across(series)[2][0].split()[0].removesuffix(",")
+        title = f"{formatting.listed(shown)} against seconds, bytes and {third}"
+        caption = _PROGRESS.format(third=third) + (_OF_SCRIPTS if third == "steps" else "")
+        drawn.append(_drawing("progress", f"{title[:1].upper()}{title[1:]}", caption, series, figures.progress))
     if any(one.record.summary.steps for one in series):
         drawn.append(_drawing("per-step", "Time per local step of a worker", _PER_STEP, series, activity.per_step))
         drawn.append(_drawing("per-worker", "How each worker spent its time", _PER_WORKER, series, activity.per_worker))

@@ -2,47 +2,110 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from flockstep.errors import ConfigurationError
-from flockstep.records.summary import Summary
+from flockstep.records.config import MetricTarget
+from flockstep.records.curves import curves
+from flockstep.records.folder import Record
+from flockstep.records.summary import Summary, measure
+from flockstep.report.formatting import NONE, listed
 
 ONE_WORKER = "one worker"
 """Name of a run of one worker among runs of several workers, which tells what the other workers are worth."""
-_MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": "targets"}
+_MUST_AGREE = {"clock": "clocks", "job": "jobs", "target": "targets"}
+RECORD_LINE = 'optimizer.record_metric("accuracy", value, higher_is_better=True)'
+"""Line that a script needs so that its runs can be ranked."""
 
 
 def rank(summaries: Sequence[Summary]) -> list[Summary]:
     """Sort runs, best first: runs that reach the target before those that do not, by time to target; then by final
     metric, then by bytes per worker.
 
-    Runs that failed or diverged come last, because their final models are not reliable.
+    Runs that failed or diverged come last, because their final models are not reliable. Runs without a common metric
+    keep their order, which is then no ranking.
 
     Raises:
-        ConfigurationError: the runs cannot be compared: their clocks, jobs, metrics or targets differ.
+        ConfigurationError: the runs cannot be compared: their clocks, jobs or targets differ.
     """
     require_comparable(summaries)
     return [summaries[index] for index in order(summaries)]
 
 
 def order(summaries: Sequence[Summary]) -> list[int]:
-    """Return the indices of the summaries in order of rank, best first."""
+    """Return the indices of the summaries in order of rank, best first; in the given order if nothing ranks them."""
+    if unranked(summaries) is not None:
+        return list(range(len(summaries)))
     return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
 
 
 def places(ranked: Sequence[Summary]) -> list[str]:
-    """Return the place of each run of a ranking, such as "1" or, if runs tie, "2=".
+    """Return the place of each run of a ranking, such as "1" or, if runs tie, "2="; a dash if nothing ranks the runs.
 
     A run ties with the best run of a place if the intervals of time in which the two runs reached the target
     overlap.
     """
+    if unranked(ranked) is not None:
+        return [NONE] * len(ranked)
     found, best = list[int](), 0
     for index, summary in enumerate(ranked):
         best = best if index and tied(ranked[best], summary) else index
         found.append(best + 1)
     return [f"{place}=" if found.count(place) > 1 else str(place) for place in found]
+
+
+def unranked(summaries: Sequence[Summary]) -> str | None:
+    """Return a sentence that says why nothing ranks these runs, and what would; None if a common metric ranks them."""
+    names = {summary.metric for summary in summaries}
+    if not names or (len(names) == 1 and None not in names):
+        return None
+    way = f"add {RECORD_LINE} after each evaluation in the script"
+    if len(summaries) == 1:
+        return f"The run has recorded no metric, so nothing says how good its model is; {way}."
+    found = [
+        f"{label} has recorded {listed(list(summary.metrics)) if summary.metrics else 'none'}"
+        for label, summary in zip(labels(summaries), summaries, strict=True)
+        if summary.useful
+    ]
+    return f"The runs are in no order, because no metric is common to all of them: {listed(found)}; {way}."
+
+
+def measured_alike(records: Sequence[Record], target: MetricTarget | None = None) -> list[Record]:
+    """Return the records with summaries that measure all runs by one metric and one target.
+
+    The metric is the one of `target`, otherwise the one by which all runs are measured already, otherwise the first
+    that all useful runs have recorded. Without such a metric no run has one.
+
+    Raises:
+        ConfigurationError: no run has recorded the metric of `target`.
+    """
+    summaries = [record.summary for record in records]
+    if target is None and len({summary.metric for summary in summaries}) <= 1:
+        return list(records)
+    useful = [summary for summary in summaries if summary.useful] or summaries
+    common = [name for name in useful[0].metrics if all(name in summary.metrics for summary in useful)]
+    usual = useful[0].metric if len({summary.metric for summary in useful}) == 1 else next(iter(common), None)
+    name = usual if target is None or target.metric is None else target.metric
+    if target is not None and not any(name in summary.metrics for summary in useful):
+        known = listed(list(dict.fromkeys(name for summary in useful for name in summary.metrics))) or "none"
+        raise ConfigurationError(
+            f"no run has recorded a value for the target {target}, recorded metrics: {known}; name one of them, or add "
+            f"{RECORD_LINE} to the script"
+        )
+    return [_measured(record, name, record.config.target if target is None else target.value) for record in records]
+
+
+def _measured(record: Record, name: str | None, target: float | None) -> Record:
+    """The record with a summary by the metric `name`; None for no metric."""
+    metrics = [curve for curve in curves(record.config, record.events) if name is not None and not curve.is_loss]
+    config = dataclasses.replace(record.config, metric=name, target=target)
+    summary = msgspec.structs.replace(record.summary, **measure(config, metrics))
+    return dataclasses.replace(record, summary=summary)
 
 
 def reference(summaries: Sequence[Summary]) -> Summary | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flockstep.records.curves import MetricCurve, curves
 from flockstep.records.folder import Record
 from flockstep.report.formatting import lines
 
@@ -56,6 +58,12 @@ class Series:
     """Rank of the run; 0 is the best run."""
     alone: bool = False
     """Whether this is the run of one worker with which the others are compared: dark and dashed in every figure."""
+
+    @functools.cached_property
+    def curves(self) -> dict[str, MetricCurve]:
+        """Name → curve of each metric and loss of the run that has a finite value."""
+        found = curves(self.record.config, self.record.events)
+        return {curve.name: curve for curve in found if curve.finite}
 
     @property
     def color(self) -> str:

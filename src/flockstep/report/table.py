@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary, partition_notes, trained_apart
 from flockstep.report import formatting
-from flockstep.report.ranking import labels, places, rank, reference
+from flockstep.report.ranking import labels, places, rank, reference, unranked
 from flockstep.report.terminal import TableColumn, TextTable
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
@@ -18,7 +18,7 @@ def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn
 
     If the table has a run of one worker, `alone`, and a target, two columns compare each run with it.
     """
-    metric, goal = summary.metric, f"{summary.metric} {summary.target:g}" if summary.target is not None else None
+    metric, goal = summary.metric, _goal(summary)
     against = (TableColumn("speed-up over one worker", rank=1, note=_SPEEDUP), TableColumn("worker-seconds", rank=3))
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     return (
@@ -26,7 +26,7 @@ def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn
         TableColumn("strategy", text=True),
         TableColumn(f"seconds to {goal or 'the end'}", note=reached if goal else ""),
         *(against if goal and alone else ()),
-        TableColumn(f"final {metric}"),
+        *([] if metric is None else [TableColumn(f"final {metric}")]),
         TableColumn("MB per worker sent / received", rank=2),
         TableColumn("staleness mean / max", rank=4, note=_STALENESS),
         TableColumn("computing", rank=3, note=_COMPUTING),
@@ -60,10 +60,10 @@ def cells(place: str, label: str, summary: Summary, alone: Summary | None = None
         _time(summary),
         *(
             []
-            if alone is None or summary.target is None
+            if alone is None or _goal(summary) is None
             else [_speedup(summary, alone), _time(summary, summary.workers)]
         ),
-        formatting.metric(summary.final_metric),
+        *([] if summary.metric is None else [formatting.metric(summary.final_metric)]),
         "/".join(
             formatting.number(count / 1e6)
             for count in (summary.sent_bytes_per_worker, summary.received_bytes_per_worker)
@@ -76,11 +76,16 @@ def cells(place: str, label: str, summary: Summary, alone: Summary | None = None
     ]
 
 
+def _goal(summary: Summary) -> str | None:
+    """The target with its metric, such as "accuracy 0.95"; None if the run has no target, or no metric."""
+    return None if summary.target is None or summary.metric is None else f"{summary.metric} {summary.target:g}"
+
+
 def _time(summary: Summary, workers: int = 1) -> str:
     if summary.seconds_to_target is not None:
         return formatting.number(workers * summary.seconds_to_target)
     text = formatting.number(workers * summary.seconds)
-    return text if summary.target is None else f"> {text}"
+    return text if _goal(summary) is None else f"> {text}"
 
 
 def _speedup(summary: Summary, alone: Summary) -> str:
@@ -104,6 +109,8 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
     """Return sentences about how certain the order of the ranked runs is; `seeds` is the number of runs of each
     strategy.
     """
+    if (why := unranked(ranked)) is not None:
+        return [why]
     said = []
     if any("=" in place for place in places(ranked)):
         said.append(
@@ -159,7 +166,7 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
         shown,
         rows,
         title=heading(ranked),
-        styles={0: "bold"} if first.useful else {},
+        styles={0: "bold"} if first.useful and unranked(ranked) is None else {},
         marks=_STYLES,
         notes=[*apart(ranked), *ties(ranked, seeds)],
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
-from flockstep.records.events import EvaluationEvent, Event, ReplicaEvent, ScalarEvent, StepEvent
+from flockstep.records.curves import MetricMeans
+from flockstep.records.events import EvaluationEvent, Event, MetricEvent, ReplicaEvent, ScalarEvent, StepEvent
 from flockstep.records.folder import ENDED, RunFolder
 from flockstep.records.follow import follow
 from flockstep.report.progress import ProgressCallback, silent
@@ -37,10 +38,10 @@ def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCal
     config = record.read_config()
     name, sent, steps = record.path.absolute().name, 0, Counter[str]()
     run = into.begin(name, _settings(config), record.config_file.stat().st_mtime)
-    failed = True
+    metric, means, failed = config.metric or "metric", MetricMeans(config.workers), True
     try:
-        for events in follow(record):
-            points = [point for event in events for point in _points(event, config.metric, steps)]
+        for events in _with_means(follow(record), means):
+            points = [point for event in events for point in _points(event, metric, steps)]
             run.log(points)
             if points:
                 sent += len(points)
@@ -49,6 +50,14 @@ def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCal
     finally:
         run.end(failed)
     return sent
+
+
+def _with_means(parts: Iterable[list[Event]], means: MetricMeans) -> Iterator[list[Event]]:
+    """The events, in which the values of a metric that ranks have recorded are combined."""
+    for events in parts:
+        combined = [mean for event in events if isinstance(event, MetricEvent) for mean in means.add(event)]
+        yield [*(event for event in events if not isinstance(event, MetricEvent)), *combined]
+    yield [*means.rest()]
 
 
 def _settings(config: RunConfig) -> dict[str, str]:
@@ -70,6 +79,8 @@ def _points(event: Event, metric: str, scalars: Counter[str]) -> Iterator[Point]
             spread = {} if event.divergence is None else {"divergence": event.divergence}
             values = {"loss": event.loss, metric: event.metric, "sent_bytes_per_worker": event.sent_bytes, **spread}
             yield Point("evaluation", values, round(event.step), event.seconds)
+        case MetricEvent():
+            yield Point("evaluation", {event.name: event.value}, event.step, event.seconds)
         case ReplicaEvent():
             values = {"loss": event.loss, metric: event.metric}
             yield Point(f"replica-{event.rank}", values, 0, event.seconds)
