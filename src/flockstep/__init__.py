@@ -101,6 +101,7 @@ __all__ = [
     "resume",
     "resumed",
     "run",
+    "seed",
     "shard",
     "simulate",
     "track",
@@ -126,7 +127,8 @@ def distribute(
     Args:
         model: the module to train, built in the same way on every worker.
         optimizer: the optimizer of the module's parameters.
-        strategy: an expression such as "local_sgd(period=8)", or a strategy object.
+        strategy: an expression such as "local_sgd(period=8)", or a strategy object; `flockstep launch --strategy`
+            replaces it.
         buffers: values that BatchNorm's statistics and other buffers take at `finish()` and at `sync_buffers()`: the
             `mean` over all ranks, the values of rank 0 (`rank0`), or each rank's own values (`local`).
         timeout: seconds within which all processes that torchrun, mpirun or srun started must have called `distribute`,
@@ -145,15 +147,14 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.node_spec import joining_run
-    from flockstep.strategies.base import Strategy
+    from flockstep.drivers.node_spec import joining_run, strategy_of_run
 
     with joining_run("distribute", timeout):
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer
 
         return DistributedOptimizer(
-            model, optimizer, Strategy.parse(strategy), buffers, (on_bad_gradient, max_gradient_norm)
+            model, optimizer, strategy_of_run(strategy), buffers, (on_bad_gradient, max_gradient_norm)
         )
 
 
@@ -180,6 +181,21 @@ def workers() -> int:
     from flockstep.drivers.node_spec import place_of_script
 
     return place_of_script()[1]
+
+
+def seed() -> int:
+    """Return the seed of the run, which `flockstep launch --seed` and each run of `flockstep compare --seeds` set; 0 in
+    a script that runs alone.
+
+    Strategies and codecs draw from this seed. A script's own model and data follow it only if the script uses it:
+    `torch.manual_seed(flockstep.seed())`.
+
+    Raises:
+        ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
+    """
+    from flockstep.drivers.node_spec import seed_of_script
+
+    return seed_of_script()
 
 
 def is_main() -> bool:

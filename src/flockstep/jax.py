@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "jax", "flockstep.jax") from error
 
 from flockstep.drivers.jax_loop import Trainer
-from flockstep.drivers.node_spec import joining_run
+from flockstep.drivers.node_spec import joining_run, strategy_of_run
 from flockstep.frameworks.jax import JaxModel
 from flockstep.strategies.base import Strategy
 
@@ -43,4 +43,4 @@ def distribute(
             the script of a launched run has started this process.
     """
     with joining_run("jax.distribute", timeout):
-        return Trainer(params, optimizer, Strategy.parse(strategy), optimizer_state)
+        return Trainer(params, optimizer, strategy_of_run(strategy), optimizer_state)

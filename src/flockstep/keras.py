@@ -24,7 +24,7 @@ from flockstep.collectives.exchange import broadcast_on_tree
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.flat_loop import FiniteGuard, require_elementwise
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import joining_run
+from flockstep.drivers.node_spec import joining_run, strategy_of_run
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
@@ -158,7 +158,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
                 is neither JAX nor PyTorch.
         """
         super().__init__()
-        self._strategy = Strategy.parse(strategy)
+        self._strategy = strategy_of_run(strategy)
         self._given = None if optimizer is None else Optimizer.parse(optimizer)
         self._timeout = timeout
         self._loop: Loop | None = None

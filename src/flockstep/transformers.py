@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "transformers", "flockstep.transformers") from error
 
 from flockstep.accelerate import FlockstepAccelerator, open_group
+from flockstep.drivers.node_spec import strategy_of_run
 from flockstep.drivers.torch_group import meet
 from flockstep.strategies.base import Strategy
 
@@ -48,7 +49,7 @@ class FlockstepMixin:
         Raises:
             ConfigurationError: the strategy is none.
         """
-        self._coordination = Strategy.parse(strategy), buffers, timeout
+        self._coordination = strategy_of_run(strategy), buffers, timeout
         super().__init__(*args, **options)
         in_step = self._coordination[0].traits.delivery == "synchronous"
         if self.args.world_size > 1 and self.args.average_tokens_across_devices and not in_step:

@@ -56,8 +56,14 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--network", "100mbit"], "--network 100mbit has an effect in virtual time only; add --simulate"),
-        (["--compute", "constant(1)"], "--compute constant(1) has an effect in virtual time only; add --simulate"),
+        (
+            ["--network", "100mbit"],
+            "--network 100mbit has an effect in virtual time only; add --simulate, which needs a job",
+        ),
+        (
+            ["--compute", "constant(1)"],
+            "--compute constant(1) has an effect in virtual time only; add --simulate, which needs a job",
+        ),
         (["--fault", "dies(0, 1)"], "dies(node=0, at=1.0) happens in virtual time only; use flockstep simulate, or"),
         (["--simulate", "--transport", "tcp"], "--transport tcp is for real processes only"),
         (["--simulate", "--heartbeat", "4"], "--heartbeat 4.0 is for real processes only"),
@@ -117,10 +123,7 @@ def test_a_scripts_own_debug_option_is_the_scripts(capfd: pytest.CaptureFixture[
         ("script.py --seed=3 --prefix -n4", ["--seed=3 --prefix -n4 are handed to script.py; write them before the"]),
         (
             "script.py -n 2 -s asgd",
-            [
-                "-n 2 is handed to",
-                "-s asgd is handed to script.py; flockstep.distribute in the script names the strategy",
-            ],
+            ["-n 2 -s asgd are handed to script.py; write them before the script if meant for flockstep"],
         ),
         ("-- script.py -n 2", []),
         ("script.py -x -name --nine", []),

@@ -102,7 +102,7 @@ def test_a_bad_file_ends_in_one_sentence(tmp_path: Path, text: str, sentence: st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["train", "simulate", "compare", "plan"])
+@pytest.mark.parametrize("command", ["train", "simulate", "plan"])
 def test_a_training_script_is_refused_before_it_runs(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -359,7 +359,7 @@ def test_the_reason_is_an_identity() -> None:
 
 def reached(name: str, workers: int, seconds: float | None, before: float = 0.0) -> Series:
     """A run that reached its target in the given interval of seconds, or not at all in 9 s."""
-    config = RunConfig(kind="train", job="j", strategy=name, workers=workers, target=0.9)
+    config = RunConfig(kind="train", job="j", strategy=name, workers=workers, metric="accuracy", target=0.9)
     hits = [] if seconds is None else [EvaluationEvent(seconds, 2, 200, 1e6, 0.1, 0.95, None)]
     events = [
         EvaluationEvent(before, 1, 100, 0.0, 2.0, 0.1, None),

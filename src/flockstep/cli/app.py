@@ -341,13 +341,14 @@ def simulate(
 @o.with_hosts
 def compare(
     context: typer.Context,
-    job: o.JobArgument,
+    job: o.ComparedArgument,
     strategy: Annotated[
         list[str],
         typer.Option(
             "--strategy", "-s", help="Strategy to compare; repeat the option for several.", autocompletion=o.STRATEGY
         ),
     ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for a script, after --.")] = None,
     workers: o.Workers = 4,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run in virtual time instead of on real processes.")
@@ -387,21 +388,24 @@ def compare(
     out: o.Out = None,
     as_json: o.Json = False,
 ) -> None:
-    """Run several strategies, print a ranked table, and write one self-contained report.html."""
+    """Run several strategies on a job or on your own script, print a ranked table, and write one self-contained
+    report.html.
+    """
     from flockstep.cli.compare import compare_all
-    from flockstep.experiments.comparison import Grid
+    from flockstep.experiments.comparison import Grid, kind_of
+    from flockstep.launchers.output import Output
 
-    kind: Kind = "simulate" if simulate else "train"
+    kind: Kind = "simulate" if simulate else kind_of(job)
     o.refuse_idle(kind, context)
     o.refuse_by_hand(context, where)
-    base = o.configured(kind, {**locals(), "strategy": ""})
+    base = o.configured(kind, {**locals(), "strategy": "", "arguments": tuple(arguments or ())})
     shape = o.cluster_of(cluster, imports, context)
     grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds, shape, reference)
     place = o.folder(out, f"compare-{job}")
     if where.on == "slurm":
         grid.groups(place)  # what is invalid is told before it waits for its turn
     o.leave_to_slurm(context, where, workers, place)
-    with o.gathered(context, where, workers) as gathering:
+    with o.gathered(context, where, workers, arguments or (), Output("none")) as gathering:
         if gathering is not None:
             grid = replace(grid, base=gathering.over(o.over_hosts(context, base, gathering)))
         code = compare_all(grid, place, as_json, gathering)
@@ -418,6 +422,7 @@ def launch(
         typer.Argument(help="Arguments for the script, also those that look like options of flockstep."),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")] = False,
+    strategy: o.ScriptStrategy = None,
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
@@ -428,6 +433,7 @@ def launch(
     strikes: o.Strikes = 3,
     threads: o.ScriptThreads = None,
     seed: o.ScriptSeed = 0,
+    target: o.Target = None,
     imports: o.Imports = None,
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
@@ -447,23 +453,22 @@ def launch(
     from flockstep.cli.runs import launch_one
     from flockstep.cli.script_arguments import tell_options
     from flockstep.launchers.output import Output
+    from flockstep.launchers.script import require_script, script_of_module, with_strategy
 
     context.obj["debug"] |= debug
     named = {"job": str(script), "strategy": "as the script says"}
     called = {"arguments": tuple(arguments or ()), "module": module or None}
     config = o.configured("launch", {**locals(), **named, **called})
+    if strategy is not None:
+        config = with_strategy(config, strategy)
     tell_options(context, script.name, arguments or ())
     shown = Output(output, prefix, rank_output)
     name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:
-        from flockstep.launchers.script import script_of_module
-
         name, arguments = f"launch-{script}", words
         script = script_of_module(str(script))
     place = o.folder(out, name)
     if where.on == "slurm":
-        from flockstep.launchers.script import require_script
-
         require_script(script)  # before it waits for its turn
     o.leave_to_slurm(context, where, workers, place, words)
     with o.gathered(context, where, workers, arguments or [], shown) as gathering:

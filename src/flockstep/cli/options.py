@@ -56,6 +56,15 @@ JobArgument = Annotated[
         autocompletion=completed("workload"),
     ),
 ]
+ComparedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|SCRIPT",
+        help="A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a training "
+        "script, which is launched with each strategy in place of the one that it names.",
+        autocompletion=completed("workload"),
+    ),
+]
 STRATEGY = completed("strategy")
 StrategyText = Annotated[
     str,
@@ -63,6 +72,16 @@ StrategyText = Annotated[
         "--strategy",
         "-s",
         help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
+        autocompletion=STRATEGY,
+    ),
+]
+ScriptStrategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="How the workers coordinate, in place of the strategy that the script names in every call of distribute "
+        "(default: the script's own).",
         autocompletion=STRATEGY,
     ),
 ]
@@ -359,6 +378,11 @@ BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
 """Options about hosts for runs in which the user starts the command on every host."""
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 """Options that take effect on the host from which a Slurm job is submitted."""
+_OF_JOBS = (
+    *("faults", "epochs", "steps", "batch", "lr", "lr_grid", "schedule", "split", "partition", "evaluate_every"),
+    "result",
+)
+"""Options of comparisons that a script sets itself."""
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
@@ -366,7 +390,7 @@ _NOT_OF = {
         *("checkpoint_every", "keep", "min_workers", "max_workers", "park"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("park", "output", "prefix", "rank_output"),
+    "launch": ("park", "output", "prefix", "rank_output", "network", "compute", "cluster", "until_target", *_OF_JOBS),
 }
 
 
@@ -620,8 +644,15 @@ def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: type
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
     """Refuse options that the user gave although they do not apply to the kind of run."""
+    from flockstep.experiments.comparison import FOR_JOBS
+
+    if kind == "launch":
+        refuse(context, _OF_JOBS, f"{FOR_JOBS}; pass it to the script after --, as in -- --lr 0.1")
+    else:
+        refuse(context, ("arguments",), "is for scripts; leave it out")
     why = "is for real processes only; leave out either this option or --simulate"
-    refuse(context, _NOT_OF[kind], "has an effect in virtual time only; add --simulate" if kind == "train" else why)
+    idle = "has an effect in virtual time only; add --simulate, which needs a job"
+    refuse(context, _NOT_OF[kind], why if kind == "simulate" else idle)
 
 
 def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:

@@ -32,7 +32,11 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering:
         with show.bar(title) as progress:
             return carry_out(config, folder, overwrite, watch=progress).summary
     with show.standings(title) as standings:
-        return carry_out(config, folder, overwrite, standings=standings, gathering=gathering).summary
+
+        def say(stream: int, data: bytes) -> None:
+            show.note(data.decode(errors="replace").removesuffix("\n"))
+
+        return carry_out(config, folder, overwrite, standings=standings, gathering=gathering, say=say).summary
 
 
 def run_one(

@@ -12,8 +12,6 @@ from flockstep.cli import show
 
 OPTION = re.compile(r"--[\w-]+|-\w(?=$|=|\d)")
 """The name at the beginning of an option: `--seed` of `--seed=1`, `-n` of `-n4`."""
-STRATEGY = ("-s", "--strategy")
-"""Options of other commands, for which `flockstep launch` has no option."""
 
 
 def tell_options(context: typer.Context, script: str, arguments: Sequence[str]) -> None:
@@ -24,14 +22,11 @@ def tell_options(context: typer.Context, script: str, arguments: Sequence[str]) 
     typed = context.obj["arguments"]
     if "--" in typed[typed.index("launch") : len(typed) - len(arguments)]:
         return
-    takes_value = dict.fromkeys(STRATEGY, True)
+    takes_value: dict[str, bool] = {}
     for parameter in context.command.params:
         takes_value |= dict.fromkeys(parameter.opts, not getattr(parameter, "is_flag", False))
     found = _options(list(takewhile(lambda word: word != "--", arguments)), takes_value)
-    strategies = [option for option in found if option.startswith(STRATEGY)]
-    others = [option for option in found if option not in strategies]
-    _tell(others, script, f"write {_it(others)} before the script if meant for flockstep")
-    _tell(strategies, script, "flockstep.distribute in the script names the strategy")
+    _tell(found, script, f"write {_it(found)} before the script if meant for flockstep")
 
 
 def _options(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[str]:

@@ -73,7 +73,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
         def show(nodes: dict[Address, NodeProgress], steps: int) -> None:
-            progress.update(task, completed=int(_mean_step(nodes)), total=steps)
+            progress.update(task, completed=int(_mean_step(nodes)), total=steps or None)  # a script does not tell them
             live.update(Group(progress, node_table(nodes)))
 
         yield show

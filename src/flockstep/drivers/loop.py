@@ -72,7 +72,8 @@ other workers.
 """
 
 
-def _check(strategy: Strategy, workers: int) -> None:
+def require_for_scripts(strategy: Strategy, workers: int) -> None:
+    """Raise an error unless a script can train with this strategy on so many workers."""
     strategy.check(workers)
     if strategy.traits.needs_job:
         raise CompositionError(
@@ -194,7 +195,7 @@ class Loop:
         """Servers that run in this process."""
         node_spec = claim_spec()
         self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
-        _check(strategy, self.workers)
+        require_for_scripts(strategy, self.workers)
         if node_spec is None:
             self._alone(schema, stepper, server_optimizer)
         else:

@@ -178,6 +178,8 @@ class NodeSpec:
     """Number of the call to `distribute` that uses this specification, from 1."""
     seed: int = 0
     """Seed of the nodes' random streams."""
+    strategy: str = ""
+    """Strategy that replaces the one that a script names; empty if the script's own is used."""
     imports: tuple[str, ...] = ()
     """Files that register custom components, for a script to import."""
     bad_gradients: BadGradients = dataclasses.field(default_factory=BadGradients)

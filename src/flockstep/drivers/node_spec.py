@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 
 import msgspec
@@ -16,6 +16,7 @@ from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.drivers.membership import first_membership
 from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.strategies.base import Strategy
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification to a script's process."""
@@ -83,6 +84,23 @@ def claim_spec() -> NodeSpec | None:
     return node_spec.of_call(node_spec.claimed + 1)
 
 
+def strategy_of_run(strategy: str | Strategy) -> Strategy:
+    """Return the strategy that `flockstep launch --strategy` gave to this process's run; without one, `strategy`, the
+    one that the script names.
+
+    Raises:
+        ConfigurationError: the text is no strategy.
+    """
+    named, node_spec = Strategy.parse(strategy), _spec_of_script()
+    if node_spec is None or not node_spec.strategy:
+        return named
+    given = Strategy.parse(node_spec.strategy)
+    if given != named and node_spec.address == 0 and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a closed pipe, or a closed file
+            sys.stderr.write(f"flockstep: --strategy {given} replaces {named}, the strategy that the script names\n")
+    return given
+
+
 def spec_to_text(node_spec: NodeSpec) -> str:
     """Return the node specification as text for the environment variable."""
     return msgspec.json.encode(asdict(node_spec)).decode()
@@ -99,6 +117,13 @@ def place_of_script() -> tuple[int, int]:
         return node_spec.address, node_spec.workers
     place = place_from(os.environ)
     return (0, 1) if place is None else (place.rank, place.workers)
+
+
+def seed_of_script() -> int:
+    """Return the seed of the run of this process's script; 0 for a script that was not launched."""
+    place_of_script()  # refuses processes that would train independently
+    node_spec = _spec_of_script()
+    return 0 if node_spec is None else node_spec.seed
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from flockstep.drivers.node_spec import joining_run
+from flockstep.drivers.node_spec import joining_run, strategy_of_run
 from flockstep.drivers.torch_buffers import Policy
 from flockstep.drivers.torch_group import meet
 from flockstep.drivers.torch_loop import DistributedOptimizer
@@ -25,7 +25,7 @@ class Coordinated:
         """Set the strategy of the optimizers that are prepared from now on. The arguments are those of
         `flockstep.distribute`.
         """
-        self.coordination = Strategy.parse(strategy)
+        self.coordination = strategy_of_run(strategy)
         self._settings = buffers, timeout
         self.distributed: list[DistributedOptimizer] = []
         """The optimizers of flockstep, one for each of the script's."""

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flockstep import registry
-from flockstep.drivers.setup import canonical, check, partition_of, prepare
-from flockstep.errors import ConfigurationError, Interrupted, RunError
+from flockstep.drivers.setup import canonical, check, digest, partition_of, prepare, require_unchanged
+from flockstep.errors import CompositionError, ConfigurationError, Interrupted, RunError
 from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.single import RunResult, carry_out, on_cluster
+from flockstep.frameworks.job import defines_job
 from flockstep.planning.check import for_report
-from flockstep.records.config import RunConfig
+from flockstep.records.config import Kind, MetricTarget, RunConfig
 from flockstep.records.folder import RunFolder, no_run
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
+from flockstep.report import formatting
 from flockstep.report.html import write_report
 from flockstep.report.medians import RepeatedRuns, best, caveats
-from flockstep.report.ranking import ONE_WORKER, names, rank
+from flockstep.report.ranking import ONE_WORKER, measured_alike, names, rank
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 ALONE = "all_reduce"
 """Strategy of one worker alone, which has nobody to exchange with: the job's optimizer, and nothing is sent."""
-
+FOR_JOBS = "is for jobs, and a script without job() sets this itself"
+"""Reason for which options about training are refused if a script is compared."""
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
 that the folder holds.
@@ -85,7 +88,6 @@ class Grid:
         steps, every = self.base.steps, self.base.evaluate_every
         return dataclasses.replace(
             self.base,
-            strategy=ALONE,
             workers=1,
             steps=None if steps is None else steps * replicas,
             evaluate_every=None if every is None else every * replicas,
@@ -102,7 +104,7 @@ class Grid:
         Raises:
             ConfigurationError: a strategy or an option is invalid, or a strategy is given twice.
         """
-        configs = [on_cluster(dataclasses.replace(self.base, strategy=text), self.cluster) for text in self.strategies]
+        configs = [self._with(self.base, text) for text in self.strategies]
         for config in configs:
             check(config)
         named = list(map(canonical, configs))
@@ -116,12 +118,20 @@ class Grid:
                 )
         found, places = [], _names(texts)
         if self.alone is not None:
-            configs, places = [*configs, on_cluster(self.alone, self.cluster)], [*places, slug(ONE_WORKER)]
+            configs, places = [*configs, self._with(self.alone, ALONE)], [*places, slug(ONE_WORKER)]
         for config, name in zip(configs, places, strict=True):
             for lr in self.rates or (self.base.lr,):
                 rated, place = dataclasses.replace(config, lr=lr), f"{name}-lr-{lr:g}" if self.rates else name
                 found.append([self._planned(rated, out / place, index) for index in range(self.seeds)])
         return found
+
+    def _with(self, base: RunConfig, strategy: str) -> RunConfig:
+        """The configuration with a strategy; the output of scripts is hidden."""
+        if base.kind == "launch":
+            from flockstep.launchers.script import with_strategy
+
+            return with_strategy(dataclasses.replace(base, output="none"), strategy)
+        return on_cluster(dataclasses.replace(base, strategy=strategy), self.cluster)
 
     def title(self, config: RunConfig) -> str:
         """Return the name of a run's strategy, with the learning rate and the seed where they differ from those of its
@@ -218,7 +228,7 @@ def compare(
     schedule: str | None = None,
     split: str = "iid",
     partition: str | None = None,
-    target: float | None = None,
+    target: float | str | None = None,
     until_target: bool = False,
     evaluate_every: int | None = None,
     result: str | None = None,
@@ -227,9 +237,10 @@ def compare(
     step_timeout: float | None = None,
     threads: int = 1,
     imports: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     out: Path | str | None = None,
 ) -> Comparison:
-    """Run several strategies on one job and rank them, as `flockstep compare` does.
+    """Run several strategies on one job or script and rank them, as `flockstep compare` does.
 
     A comparison that was interrupted continues when it is called again with the same `out`. A script must guard a
     comparison on real processes, as it guards `run`.
@@ -237,7 +248,8 @@ def compare(
     Arguments not listed here are as in `run`.
 
     Args:
-        job: a built-in workload, or the path of a Python file with a function `job()`.
+        job: a built-in workload, or the path of a Python file. A file without `job` at its top level is a training
+            script, which is launched with each strategy in place of the one that it names.
         strategies: expressions or strategy objects.
         simulated: whether to run in virtual time instead of on processes of this machine.
         network: network between the nodes, as in `simulate`. `network`, `compute`, `cluster` and `until_target` are
@@ -248,8 +260,10 @@ def compare(
         lr_grid: learning rates to try for each strategy; a strategy is ranked by its best learning rate.
         reference: whether one worker alone is trained beside the strategies, with as many samples.
         partition: how each replica is split over workers, as in `simulate`; for simulated runs.
+        target: value of the metric to reach, such as 0.95 or, for a script with several metrics, "accuracy=0.95".
         transport: how messages move between the processes, as in `run`. `transport`, `heartbeat` and `step_timeout` are
             refused with `simulated`.
+        arguments: command-line arguments of a script.
         out: folder of the comparison; None for a new folder in runs/.
 
     Returns:
@@ -266,16 +280,26 @@ def compare(
     else:
         modeled = {"network": network, "compute": compute, "cluster": cluster, "until_target": until_target or None}
         _refuse_idle(modeled, "has an effect in virtual time only; add simulated=True")
+    kind: Kind = "simulate" if simulated else kind_of(job)
+    of_jobs = {
+        "epochs": epochs, "steps": steps, "batch": batch, "lr": lr, "lr_grid": lr_grid or None, "schedule": schedule,
+        "partition": partition, "evaluate_every": evaluate_every, "result": result, "faults": faults or None,
+        "split": None if split == "iid" else split,
+    }  # fmt: skip
+    _refuse_idle(of_jobs if kind == "launch" else {}, f"{FOR_JOBS}; pass arguments=[…]")
+    _refuse_idle({} if kind == "launch" else {"arguments": arguments or None}, "is for scripts; leave it out")
+    goal = None if target is None else MetricTarget.parse(target)
     shape = cluster_of(cluster, network, compute, listed("imports", imports))
     rates = checked_rates(listed("lr_grid", lr_grid), lr)
     texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
     base = RunConfig(
-        kind="simulate" if simulated else "train", job=str(job), strategy="", workers=workers, seed=seed, epochs=epochs,
-        network=usual(network, USUAL_NETWORK if simulated else None), faults=faults,
-        compute=usual(compute, USUAL_COMPUTE if simulated else None),
+        kind=kind, job=str(job), strategy="", arguments=listed("arguments", arguments), workers=workers,
+        seed=seed, epochs=epochs, network=usual(network, USUAL_NETWORK if simulated else None),
+        faults=faults, compute=usual(compute, USUAL_COMPUTE if simulated else None),
         transport=usual(transport, None if simulated else "shared_memory"),
         heartbeat=usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
-        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition, target=target,
+        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition,
+        target=None if goal is None else goal.value, metric=None if goal is None else goal.metric,
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
         imports=listed("imports", imports),
     )  # fmt: skip
@@ -285,6 +309,13 @@ def compare(
         return carry_out(config, place, overwrite).summary
 
     return carry_out_all(grid, folder(out, f"compare-{job}"), execute, lambda line: None, lambda found: None)
+
+
+def kind_of(job: str | Path) -> Kind:
+    """Return the kind of real run that compares strategies on `job`: a script's if it is a Python file that defines no
+    `job` at its top level.
+    """
+    return "launch" if Path(job).is_file() and Path(job).suffix == ".py" and not defines_job(job) else "train"
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
@@ -324,7 +355,7 @@ def carry_out_all(
         ConfigurationError: a strategy or an option is invalid; nothing was started.
         Interrupted: the comparison was interrupted; the same call continues the comparison.
     """
-    if grid.base.kind == "train":
+    if grid.base.kind != "simulate":
         from flockstep.launchers.children import refuse_program
 
         refuse_program()  # before the folder is made
@@ -355,7 +386,9 @@ def _carry_out(run: _Planned, title: str, execute: Execute, say: Callable[[str],
         say(f"{title}: {_in_short(execute(run.config, run.folder, title, again))}")
     except Interrupted:
         raise
-    except RunError as error:
+    except (RunError, ConfigurationError, CompositionError) as error:
+        if not RunFolder(run.folder).config_file.exists():  # refused before anything was started
+            raise
         say(f"{title}: {RunFolder(run.folder).read_summary().status}: {error}")
 
 
@@ -368,7 +401,9 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     record = RunFolder(folder)
     if not record.config_file.exists() or record.unfinished:
         return False
-    if not record.holds_finished(prepare(config)[2]):
+    if config.kind == "launch":
+        require_unchanged(record.read_config(), digest(Path(config.job)))
+    if not record.holds_finished(config if config.kind == "launch" else prepare(config)[2]):
         raise ConfigurationError(
             f"{folder} holds a finished run of another configuration; choose another folder with --out, or "
             "delete this folder"
@@ -377,15 +412,16 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
 
 
 def _in_short(summary: Summary) -> str:
-    metric = "?" if summary.final_metric is None else f"{summary.final_metric:.4f}"
+    metric = "" if summary.metric is None else f"{summary.metric} {formatting.metric(summary.final_metric)}"
     reached = "" if summary.seconds_to_target is None else f", target after {summary.seconds_to_target:.2f} s"
-    return f"{summary.metric} {metric}{reached} ({summary.clock} {summary.seconds:.2f} s)"
+    return f"{metric}{reached} ({summary.clock} {summary.seconds:.2f} s)".strip()
 
 
 def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comparison:
     """Rank the runs that have a record so far, and write the report."""
     there = [[run.folder for run in group if RunFolder(run.folder).config_file.exists()] for group in groups]
-    read = {folder: RunFolder(folder).read() for group in there for folder in group}
+    folders = [folder for group in there for folder in group]
+    read = dict(zip(folders, measured_alike([RunFolder(folder).read() for folder in folders]), strict=True))
     made = [RepeatedRuns(tuple(read[folder].summary for folder in group)) for group in there if group]
     found = Comparison(
         tuple(RunResult(folder, record.config, record.summary) for folder, record in read.items()),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.node_progress import NodeProgress
+    from flockstep.launchers.output import Sink
     from flockstep.messages import Address
     from flockstep.records.events import Event
     from flockstep.strategies.base import Strategy
@@ -279,8 +280,10 @@ def carry_out(
     watch: Watch | None = None,
     standings: Callable[[dict[Address, NodeProgress], int], Any] | None = None,
     gathering: Gathering | None = None,
+    say: Sink | None = None,
 ) -> RunResult:
-    """Train or simulate with a configuration, and record the run.
+    """Train, simulate or launch with a configuration, and record the run. The output of a launched script is hidden;
+    if the script fails, the end of its standard error is shown.
 
     Args:
         config: the run's configuration; its `kind` selects real processes or virtual time.
@@ -290,17 +293,26 @@ def carry_out(
         standings: function that is called from time to time with the state of every node of a real run, and the steps
             of each worker.
         gathering: the hosts of a real run, which this host coordinates; None if all processes are on this machine.
+        say: shows the output of a script that fails; None for this process's standard error.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """
+    tell = standings or (lambda nodes, steps: None)
     if config.kind == "simulate":
         from flockstep.launchers import simulate as virtual
 
         virtual.simulate(config, folder, watch or (lambda done, every, t: None), overwrite)
+    elif config.kind == "launch":
+        from flockstep.launchers import script
+        from flockstep.launchers.output import Output, to_terminal
+
+        output = Output("none", show=say or to_terminal)
+        program, words = script.program_of(config)
+        script.launch(program, words, config, folder, output, overwrite, lambda nodes: tell(nodes, 0), gathering)
     else:
         from flockstep.launchers import train as real
 
-        real.train(config, folder, standings or (lambda nodes, steps: None), overwrite, gathering)
+        real.train(config, folder, tell, overwrite, gathering)
     return RunResult.read(folder)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import shlex
+import symtable
 import sys
 import traceback
 import weakref
@@ -169,12 +170,17 @@ def launch_instead(path: str | Path) -> str:
 
 def train_instead(path: str) -> str:
     """Return the clause that says which command trains a job file; an empty text if the file defines no `job()`."""
-    try:
-        body = ast.parse(Path(path).read_bytes()).body
-    except (SyntaxError, ValueError, OSError):
+    if not defines_job(path):
         return ""
-    has = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in body)
-    return f"; this file has job(): to train the job, write flockstep train {shlex.quote(path)}" if has else ""
+    return f"; this file has job(): to train the job, write flockstep train {shlex.quote(path)}"
+
+
+def defines_job(path: str | Path) -> bool:
+    """Return whether a Python file defines, imports or assigns `job` at its top level, without running the file."""
+    try:
+        return symtable.symtable(Path(path).read_text("utf-8"), str(path), "exec").lookup("job").is_assigned()
+    except (KeyError, SyntaxError, ValueError, OSError):
+        return False
 
 
 def may_define(file: Path, name: str) -> bool:

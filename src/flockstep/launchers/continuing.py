@@ -36,7 +36,7 @@ def continuation(config: RunConfig, folder: Path) -> Continuation:
     if record.begun is None:
         return Continuation()
     held = record.read_config()
-    if config.kind == "launch":  # the script has named its strategy
+    if config.kind == "launch" and not config.strategy_given:  # the script has named its strategy
         config = replace(config, strategy=held.strategy)
     if not any(_same(config, one) for one in (held, *_kept(record, config))):
         name = next(name for name in _names() if getattr(config, name) != getattr(held, name))

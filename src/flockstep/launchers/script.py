@@ -13,9 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.loop import require_for_scripts
 from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
-from flockstep.drivers.setup import JOB_FILE, digest, require_unchanged
+from flockstep.drivers.setup import JOB_FILE, canonical, check, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components, train_instead
 from flockstep.launchers import module_entry, script_entry
@@ -259,8 +260,21 @@ def _checkpointer(
 
 
 def _unnamed(config: RunConfig) -> RunConfig:
-    """The configuration before the script has named its strategy."""
-    return dataclasses.replace(config, strategy=AS_THE_SCRIPT_SAYS)
+    """The configuration before the script has named its strategy; unchanged if the user has given the strategy."""
+    return config if config.strategy_given else dataclasses.replace(config, strategy=AS_THE_SCRIPT_SAYS)
+
+
+def with_strategy(config: RunConfig, text: str) -> RunConfig:
+    """Return the configuration of a script's run whose strategy is `text` in place of the one that the script names.
+
+    Raises:
+        ConfigurationError: the text is no strategy, or the strategy cannot have so many workers.
+        CompositionError: the strategy needs a job.
+    """
+    given = dataclasses.replace(config, strategy=text, strategy_given=True)
+    require_for_scripts(check(given), config.workers)
+    named = canonical(given)
+    return dataclasses.replace(given, strategy=named.strategy, system=named.system)
 
 
 def launch_for(
@@ -505,6 +519,7 @@ class _ScriptRun:
             epoch=self.epoch,
             back_to=back_to(config, resumed, left) if self.hosts.here else None,
             unjoined=train_instead(config.job),
+            strategy=config.strategy if config.strategy_given else "",
         )
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:

@@ -132,6 +132,7 @@ class Supervisor:
         back_to: int | None = None,
         parts: InitialParts | None = None,
         unjoined: str = "",
+        strategy: str = "",
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -148,7 +149,8 @@ class Supervisor:
         of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
         server ends the run. `parts`: the parts of a split model; None if every worker holds a whole replica.
-        `unjoined`: clause about a script that ends without joining the run.
+        `unjoined`: clause about a script that ends without joining the run. `strategy`: the strategy that replaces
+        the one that a script names; empty for the script's own.
         """
         sizes, self._initial = () if parts is None else parts.sizes, parts
         self.outcome = Outcome(workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
@@ -163,7 +165,7 @@ class Supervisor:
         self._record, self._show = record, show
         self._patience = patience
         self._hosts = hosts or OtherHosts()
-        self._seed, self._imports = seed, imports
+        self._seed, self._imports, self._strategy = seed, imports, strategy
         self._bad_gradients = bad_gradients or BadGradients()
         self._every, self._begin_call, self._checkpoints = every, begin_call, checkpoints
         self._changes = NodeChanges(
@@ -348,6 +350,7 @@ class Supervisor:
             self._workers,
             os.getpid(),
             seed=self._seed,
+            strategy=self._strategy,
             imports=self._imports,
             bad_gradients=self._bad_gradients,
             secret=self._secret.hex(),

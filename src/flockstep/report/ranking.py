@@ -72,6 +72,8 @@ def unranked(summaries: Sequence[Summary]) -> str | None:
         for label, summary in zip(labels(summaries), summaries, strict=True)
         if summary.useful
     ]
+    if not found:
+        return "The runs are in no order, because none of them ended without an error."
     return f"The runs are in no order, because no metric is common to all of them: {listed(found)}; {way}."
 
 
