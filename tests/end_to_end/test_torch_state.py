@@ -131,11 +131,14 @@ def test_buffers_of_rank_0_at_the_start_and_on_demand(tmp_path: Path) -> None:
     """Rank 0 alone has a checkpoint's statistics; two ranks with unequal numbers of steps; buffers exceed the model."""
     body = """
 model.register_buffer("table", torch.full((4096,), float(rank)))
-model.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+model.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+model.register_buffer("bank", torch.zeros(0, 4))
+model.register_parameter("frozen", nn.Parameter(torch.full((40_000,), float(rank)), requires_grad=False))
 with torch.no_grad():
     model[1].running_mean += 5.0 - 5 * rank
 optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "asgd", buffers="rank0")
-save("start", model.state_dict())
+save("start", {**model.state_dict(), "cache": model.cache})
+model.bank = torch.ones(3 + rank, 4)
 for step in range(2 + 2 * rank):
     gradient(step)
     optimizer.step()
@@ -146,10 +149,13 @@ model.table += rank
 optimizer.finish()
 save("end", model.state_dict())
 """
-    fine(outcome(NET + body, tmp_path))
+    ended = outcome(NET + body, tmp_path)
+    assert (ended.code, ended.out, ended.err.count("buffer bank has changed its shape")) == (0, "", 2), ended.err
     start, before, after, end = (saved(tmp_path, name) for name in ("start", "before", "after", "end"))
     assert [s["1.running_mean"].tolist() for s in start] == [[5.0] * 3] * 2
+    assert [(s["cache"].tolist(), float(s["frozen"].sum())) for s in start] == [([0.0], 0.0)] * 2
     assert [int(s["1.num_batches_tracked"]) for s in before] == [2, 4]
+    assert [len(s["bank"]) for s in end] == [3, 4]
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked", "table"):
         assert torch.equal(after[0][name], before[0][name]), name
         assert torch.equal(after[1][name], before[0][name]), name
@@ -344,6 +350,7 @@ def test_a_run_with_servers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 LOADED_BY_RANK_0 = """
 import flockstep.errors
+model.append(nn.Linear(2, 20_000)).append(nn.Linear(20_000, 2))  # its state is longer than a message
 inner = torch.optim.AdamW(model.parameters(), lr=0.05)
 optimizer = flockstep.distribute(model, inner, "all_reduce")
 for step in range(3):

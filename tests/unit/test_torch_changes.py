@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import ClassVar
 
@@ -13,13 +12,11 @@ from torch import nn
 
 import flockstep
 from flockstep.codecs.dgc import Dgc
-from flockstep.drivers.torch_buffers import Buffers, first_packed
 from flockstep.drivers.torch_guard import Guard
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.frameworks import torch_flat
 from flockstep.frameworks.torch_flat import FlatModule
-from flockstep.messages import Message
 from flockstep.nodes import Cluster, Node
 from flockstep.strategies.encoding import codec_for
 from flockstep.strategies.local_sgd import LocalSGD
@@ -132,51 +129,6 @@ def test_an_optimizer_holds_what_the_module_trains_and_no_more(strategy):
         match=r"the optimizer must hold every trainable parameter, but 2.bias is missing; .*once for each optimizer",
     ):
         optimizer.step()
-
-
-def test_a_buffer_whose_elements_share_memory_stays_as_it_is():
-    """torch cannot write to it, which only matters where ranks differ."""
-    model = net()
-    model.register_buffer("mask", torch.ones(3).expand(4, 3))
-    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
-    step(model, optimizer)
-    optimizer.sync_buffers()
-    optimizer.finish()
-    buffers = Buffers(model)
-    other = buffers.packed().copy()
-    other[0] ^= 1
-    with pytest.raises(ConfigurationError, match=r"buffer mask must have separate memory .*expand.*clone\(\)"):
-        buffers.take({0: other})
-
-
-@pytest.mark.parametrize(("policy", "bytes_of_0"), [("mean", 4), ("rank0", 4)])
-def test_a_rank_without_buffers_is_not_taken_for_equal(policy, bytes_of_0):
-    with pytest.raises(ConfigurationError, match=r"got 4 bytes on rank 0 and 0 on this rank"):
-        Buffers(net(), policy).take({0: torch.zeros(bytes_of_0, dtype=torch.uint8).numpy()})
-
-
-def test_local_buffers_are_neither_sent_nor_changed():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model(torch.randn(4, 2))
-    before, whole = [one.clone() for one in model.buffers()], Buffers(model, "rank0").packed()
-    local = Buffers(model, "local")
-    assert (local.packed().size, whole.size > 0) == (0, True)
-    local.take({0: np.zeros(0, np.uint8), 1: np.zeros(0, np.uint8)})
-    assert all(torch.equal(one, old) for one, old in zip(model.buffers(), before, strict=True))
-
-
-def test_another_policy_on_rank_0_is_refused():
-    """Without the check the ranks would wait for each other forever."""
-
-    class Rank1:
-        rank = 1
-
-        async def receive(self, tag, source):
-            return Message(source, tag, np.zeros(1, np.uint8), {"policy": "mean"})
-
-    with pytest.raises(ConfigurationError, match="got 'local' on rank 1 and 'mean' on rank 0; pass the same value"):
-        asyncio.run(first_packed(Rank1(), np.zeros(1, np.uint8), "local"))
-    assert asyncio.run(first_packed(Rank1(), np.ones(1, np.uint8), "mean")) == {0: np.zeros(1, np.uint8)}
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(2)"])

@@ -1,4 +1,6 @@
-"""Synchronizes a module's buffers, such as the running statistics of BatchNorm, between the ranks of a script."""
+"""Makes the tensors of a module that no optimizer trains, such as the running statistics of BatchNorm, equal on the
+ranks of a script.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ import torch.distributed as dist
 
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.node_metrics import fingerprint
+from flockstep.drivers.payloads import receive_pieces, send_pieces
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.frameworks.torch_state import bytes_of, tensor_of
+from flockstep.frameworks.torch_state import bytes_of, packed, tensor_of, unpacked
 from flockstep.nodes import Worker
 
 Policy = Literal["mean", "rank0", "local"]
@@ -21,10 +25,13 @@ POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
 
 
 class Buffers:
-    """The buffers in a module's `state_dict`, and the policy by which ranks make them equal.
+    """The buffers of a module and its frozen parameters, and the policy by which ranks make the buffers equal.
 
-    `mean`: floating-point buffers become the mean over all ranks, in float64; other buffers (counts) become the buffers
-    of the lowest rank. `rank0`: all buffers become the buffers of the lowest rank. `local`: each rank keeps its own.
+    When training starts, every rank takes rank 0's frozen parameters and, unless the policy is `local`, rank 0's
+    buffers. The policy says what becomes of the buffers in the module's `state_dict` at the end. `mean`: floating-point
+    buffers become the mean over all ranks, in float64; other buffers (counts) become the buffers of the lowest rank.
+    `rank0`: all buffers become the buffers of the lowest rank. `local`: each rank keeps its own. A buffer whose shape
+    has changed on some rank since the start stays each rank's own.
     """
 
     def __init__(self, module: torch.nn.Module, policy: Policy = "mean"):
@@ -34,41 +41,40 @@ class Buffers:
             )
         self.policy = policy
         self._module = module
+        self._shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
 
     def __bool__(self) -> bool:
-        return self.policy != "local" and bool(self._named())
+        return self.policy != "local" and bool(self._kept())
 
     def packed(self) -> FlatArray:
-        """Return the bytes (uint8) of all buffers in the order of `named_buffers`; empty with the policy `local`."""
-        parts = [bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
-        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        """Return the names and values (uint8) of the buffers in the `state_dict` that still have their first shape;
+        empty with the policy `local`. Sparse buffers are left out.
+        """
+        dense = {name: tensor for name, tensor in self._kept().items() if tensor.layout == torch.strided}
+        same = {name: tensor for name, tensor in dense.items() if self._shapes.get(name) == tensor.shape}
+        return packed(same) if self else np.empty(0, np.uint8)
 
-    def take(self, packed: Mapping[int, FlatArray]) -> None:
+    def take(self, arrays: Mapping[int, FlatArray]) -> list[str]:
         """Set the buffers by the policy, from the packed buffers of several ranks (rank → bytes of `packed()`).
 
-        Raises:
-            ConfigurationError: the ranks' buffers differ in size.
+        Returns the names of the buffers that stay each rank's own, because their shape has changed on some rank.
         """
-        if not packed or self.policy == "local":
-            return
-        mine = len(self.packed())
-        for rank, other in packed.items():
-            if len(other) != mine:
-                raise ConfigurationError(
-                    f"all ranks must have the same buffers, got {len(other)} bytes on rank {rank} and {mine} on this "
-                    "rank; use buffers='local', or register buffers that differ with persistent=False"
-                )
-        start, arrays = 0, [packed[rank] for rank in sorted(packed)]
-        for name, tensor in self._named():
-            stop = start + tensor.numel() * tensor.element_size()
-            values = [tensor_of(array[start:stop], tensor.dtype, tensor.shape) for array in arrays]
-            averaged = self.policy == "mean" and tensor.is_floating_point() and len(values) > 1
-            _set(name, tensor, torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
-            start = stop
+        if not arrays or self.policy == "local":
+            return []
+        ranks = [unpacked(arrays[rank]) for rank in sorted(arrays) if len(arrays[rank])]
+        left = []
+        for name, tensor in self._kept().items():
+            values = [rank[name] for rank in ranks if name in rank and rank[name].shape == tensor.shape]
+            if len(values) == len(arrays):
+                averaged = self.policy == "mean" and tensor.is_floating_point() and len(values) > 1
+                self._put(name, torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
+            elif tensor.layout == torch.strided:
+                left.append(name)
+        return left
 
-    def restore(self, packed: FlatArray) -> None:
+    def restore(self, array: FlatArray) -> None:
         """Restore the buffers that `packed` returned on this rank."""
-        self.take({0: packed})
+        self.take({0: array})
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return name → buffer for every buffer of the module, whatever the policy; the buffers are not copied.
@@ -78,46 +84,129 @@ class Buffers:
         return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
 
     def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Restore the buffers that `values` returned.
-
-        A buffer that is not in the module's `state_dict`, such as a cache, may have another shape in the module, and a
-        registered buffer may be None, as a cache is before the first forward pass.
+        """Restore the buffers that `values` returned. Their shapes may have changed in training, and a registered
+        buffer may be None, as a cache is before the first forward pass.
 
         Raises:
-            ConfigurationError: the module's `state_dict` has a buffer that `values` lacks or that has another shape
-                there, or `values` has a buffer that the module did not register.
+            ConfigurationError: the module's `state_dict` has a buffer that `values` lacks, or `values` has a buffer
+                that the module did not register.
         """
-        own, kept = self.values(), self._module.state_dict().keys()
-        loose = (own.keys() - kept) | self._unfilled()
-        there, here = (
-            {name: tuple(one.shape) for name, one in each.items() if name not in loose} for each in (values, own)
-        )
-        if there != here:
-            name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
+        missing = self._kept().keys() - values.keys()
+        strange = values.keys() - self._registered()
+        if missing or strange:
+            name = min(missing | strange)
             raise ConfigurationError(
-                f"buffer {name} has the shape {here.get(name, 'of no buffer')} in the script and "
-                f"{there.get(name, 'of no buffer')} in the checkpoint; restore the script as it was"
+                f"buffer {name} is in the {'script' if missing else 'checkpoint'} only, and not in the "
+                f"{'checkpoint' if missing else 'script'}; restore the script as it was"
             )
         for name, value in values.items():
-            if name in loose and (name not in own or _needs_memory(own[name], value)):
-                like = own.get(name, next(self._module.parameters(), value))
-                owner, _, last = name.rpartition(".")
-                setattr(self._module.get_submodule(owner), last, value.to(like.device, copy=True))
-            else:
-                _set(name, own[name], value)
+            self._put(name, value)
 
-    def _unfilled(self) -> set[str]:
-        """Names of the registered buffers that are None."""
-        return {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, one in self._module.named_modules()
-            for name, buffer in one._buffers.items()
-            if buffer is None
-        }
+    async def take_first(self, me: Worker) -> None:
+        """Take the frozen parameters and the buffers of the lowest rank where those of this rank differ.
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        Raises:
+            ConfigurationError: a tensor differs that cannot be sent or that a rank lacks, or the ranks' policies
+                differ.
+        """
+        if not me.peers:
+            return
+        root, held = min(me.rank, *me.peers), self._held()
+        own = {name: _described(name, tensor) for name, tensor in held.items()}
+        if me.rank == root:
+            send_pieces(me, me.peers, "held", packed({"policy": self.policy, "tensors": own}))
+            for peer in me.peers:
+                with contextlib.suppress(PeerLost):
+                    for name in unpacked(await receive_pieces(me, peer, "wanted"))["names"]:
+                        send_pieces(me, [peer], "tensor", bytes_of(held[name]))
+            return
+        first = unpacked(await receive_pieces(me, root, "held"))
+        if first["policy"] != self.policy:
+            raise ConfigurationError(
+                f"all ranks must pass the same buffers argument to distribute, got {self.policy!r} on rank {me.rank} "
+                f"and {first['policy']!r} on rank {root}; pass the same value on every rank"
+            )
+        wanted = self._wanted(own, first["tensors"], me.rank, root)
+        send_pieces(me, [root], "wanted", packed({"names": list(wanted)}))
+        for name, (_, kind, shape, _) in wanted.items():
+            value = tensor_of(await receive_pieces(me, root, "tensor"), getattr(torch, kind), shape)
+            self._put(name, value)
+
+    def _wanted(
+        self, own: Mapping[str, _Description], first: Mapping[str, _Description], rank: int, root: int
+    ) -> dict[str, _Description]:
+        """Descriptions of the tensors of rank `root` that this rank must take."""
+        wanted, buffers = {}, self._registered()
+        for name in {**first, **own}:
+            mine, theirs = own.get(name), first.get(name)
+            if mine == theirs:
+                continue
+            alike = mine is None or theirs is None or mine[1] == theirs[1]
+            same_shape = mine is not None and theirs is not None and mine[2] == theirs[2]
+            if theirs is None or theirs[0] != "strided" or not alike or not (same_shape or name in buffers):
+                raise ConfigurationError(
+                    f"{name} must be the same on all ranks and cannot be copied from rank {root}, where it is "
+                    f"{_in_words(theirs)}, to rank {rank}, where it is {_in_words(mine)}; build the model with the "
+                    "same values on every rank"
+                )
+            wanted[name] = theirs
+        return wanted
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The tensors that must be equal at the start, besides the trained parameters."""
+        frozen = {name: p.detach() for name, p in self._module.named_parameters() if not p.requires_grad}
+        return frozen if self.policy == "local" else {**frozen, **self.values()}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """The buffers in the module's `state_dict`."""
         kept = self._module.state_dict().keys()
-        return [(name, buffer.detach()) for name, buffer in self._module.named_buffers() if name in kept]
+        return {name: buffer for name, buffer in self.values().items() if name in kept}
+
+    def _registered(self) -> set[str]:
+        """Names of all buffers of the module, also of those that are None."""
+        modules = self._module.named_modules(remove_duplicate=False)
+        return {f"{prefix}.{name}".lstrip(".") for prefix, one in modules for name in one._buffers}
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        """Set a buffer or a frozen parameter; the tensor stays the same object, which other modules may share."""
+        prefix, _, last = name.rpartition(".")
+        owner = self._module.get_submodule(prefix)
+        tensor = getattr(owner, last)
+        if tensor is None:
+            device = next(self._module.parameters(), value).device
+            setattr(owner, last, value.to(device, copy=True))
+        elif tensor.shape == value.shape and not _is_expanded(tensor):
+            tensor.detach().copy_(value)
+        elif not torch.equal(tensor, new := value.to(tensor.device, tensor.dtype, copy=True)):
+            tensor.data = new
+
+
+_Description = tuple[str, str, list[int], str]
+"""Layout, dtype, shape and digest of a tensor."""
+
+
+def _described(name: str, tensor: torch.Tensor) -> _Description:
+    """Describe a tensor, so that tensors with equal descriptions have equal values.
+
+    Raises:
+        ConfigurationError: the values cannot be read.
+    """
+    layout, kind = str(tensor.layout).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
+    try:
+        dense = tensor.layout == torch.strided
+        entries = None if dense else tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+        parts = [tensor] if entries is None else [entries.indices(), entries.values()]
+        digests = [fingerprint(bytes_of(part)) for part in parts]
+    except (NotImplementedError, RuntimeError, TypeError):
+        raise ConfigurationError(
+            f"the values of {name} must be comparable between ranks, got {layout} {kind} on {tensor.device}; give "
+            "the tensor values and a dense or sparse layout, or keep it outside of the module"
+        ) from None
+    return layout, kind, list(tensor.shape), " ".join(digests)
+
+
+def _in_words(described: _Description | None) -> str:
+    return "missing" if described is None else f"{described[0]} {described[1]} {tuple(described[2])}"
 
 
 async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
@@ -144,24 +233,6 @@ def require_separate_statistics(module: torch.nn.Module, workers: int) -> None:
     )
 
 
-async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[int, FlatArray]:
-    """Return the buffers of rank 0, after a check that all ranks use the same policy.
-
-    Raises:
-        ConfigurationError: the policies differ, so ranks would wait for each other forever.
-    """
-    if me.rank == 0:
-        me.send_all(me.peers, "buffers", packed, {"policy": policy})
-        return {0: packed}
-    first = await me.receive("buffers", 0)
-    if first.note["policy"] != policy:
-        raise ConfigurationError(
-            f"all ranks must pass the same buffers argument to distribute, got {policy!r} on rank {me.rank} and "
-            f"{first.note['policy']!r} on rank 0; pass the same value on every rank"
-        )
-    return {0: to_host(first.payload)}
-
-
 async def _from(me: Worker, rank: int) -> FlatArray | None:
     """The buffers that a rank sent; None if the rank died."""
     with contextlib.suppress(PeerLost):
@@ -171,24 +242,6 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
             f"rank {rank} has called finish() already; call sync_buffers() on every rank before finish()"
         )
     return None
-
-
-def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` into a buffer; a buffer whose elements share memory (`expand`) must already have that value."""
-    if _needs_memory(tensor, value):
-        raise ConfigurationError(
-            f"the elements of buffer {name} must have separate memory to take other values, got an expanded tensor; "
-            "register it with .expand(...).clone(), or with persistent=False"
-        )
-    if not _is_expanded(tensor):
-        tensor.copy_(value)
-
-
-def _needs_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `value` cannot be copied into a buffer: it has another shape, or the buffer's elements share memory."""
-    if tensor.shape != value.shape:
-        return True
-    return _is_expanded(tensor) and not np.array_equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype)))
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

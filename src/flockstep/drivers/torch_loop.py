@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
@@ -12,7 +13,7 @@ from flockstep.arrays.namespace import as_tensor, copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import BackwardHooks
-from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed, require_separate_statistics
+from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, require_separate_statistics
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_closure import (
     ClosureSteps,
@@ -114,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         require_separate_statistics(module, self.loop.workers)
         require_unwrapped(module, self.loop.workers)
-        self._take_first_buffers()
+        self.loop.exchange("buffers", self.buffers.take_first)
         self.flat.move_gradients(self.loop.gradients)
         self.flat.gather_in_backward()  # before other hooks, which look at gradients in their places
         self._backward = BackwardHooks(self.flat, self.loop)
@@ -395,7 +396,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if running:  # afterwards they are the script's own
             self.flat.keep_gradients(self.loop.gradients)
             self.flat.write_parameters()
-        self.buffers.take(self.loop.handed)
+        self._take_buffers(self.loop.handed)
         self.loop.handed.clear()
 
     def _check_at_end(self) -> None:
@@ -420,7 +421,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._memory.restart()
         self._guard.unsent = False
         self._backward.begin()
-        self._take_first_buffers()
+        self.loop.exchange("buffers", self.buffers.take_first)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -456,9 +457,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.flat.params[:] = params
         self.flat.write_parameters()
 
-    def _take_first_buffers(self) -> None:
-        packed, policy = self.buffers.packed(), self.buffers.policy
-        self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, packed, policy)))
+    def _take_buffers(self, packed: Mapping[int, FlatArray]) -> None:
+        left = self.buffers.take(packed)
+        if left and self.loop.rank == 0:
+            warnings.warn(
+                f"buffer {left[0]} has changed its shape since flockstep.distribute, so that each rank keeps its own "
+                "values of it; keep one shape during training if all ranks need the same values",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks by the policy given to `distribute`; call this on every rank.
@@ -467,7 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigurationError: the ranks' buffers differ in size, or the run has been finished.
         """
         if self.buffers:
-            self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
+            self._take_buffers(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the slices of the optimizer's state on rank `to`, which may then call `state_dict` until its next

@@ -11,6 +11,7 @@ from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import slices
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_metrics import fingerprint
+from flockstep.drivers.payloads import receive_pieces, send_pieces
 from flockstep.drivers.program_restart import common_steps, notes_of_all
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -123,9 +124,10 @@ class WorkerMemory(_Memory):
     async def _copied(self, me: Worker, source: int, takers: set[int]) -> None:
         """Send the state of `source` to `takers`, which load it."""
         if me.rank == source:
-            me.send_all(sorted(takers), "state", packed(self._optimizer.state_dict()) if takers else None)
+            if takers:  # its size may be several times the model's
+                send_pieces(me, sorted(takers), "state", packed(self._optimizer.state_dict()))
         elif me.rank in takers:
-            array = to_host((await me.receive("state", source)).payload)
+            array = await receive_pieces(me, source, "state")
             self._taking = True
             self._optimizer.load_state_dict(unpacked(array))
             self._taking = False

@@ -134,6 +134,8 @@ def bytes_of(tensor: torch.Tensor) -> FlatArray:
 
 def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor, given as bytes that `bytes_of` returned."""
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(to_host(data).copy()).view(dtype).reshape(tuple(shape))
 
 
