@@ -56,7 +56,9 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
 
 
 def left(address: int, step: int) -> Message:
-    return Message(LAUNCHER, "left", note={"address": address, "step": step})
+    return Message(
+        LAUNCHER, "left", note={"address": address, "step": step, "how": f"worker {address} left after step {step}"}
+    )
 
 
 @pytest.mark.parametrize("gone", [0, 1])

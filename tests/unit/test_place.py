@@ -122,7 +122,8 @@ def test_every_variable_is_needed(launcher: str) -> None:
     given = LAUNCHERS[launcher]
     size = {"torchrun": "WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}[launcher]
     for name in given.keys() - {size, "TORCHELASTIC_RUN_ID"}:
-        said = f"{launcher} set {size}=4, but not {name}, .*; let {launcher} start .* or unset {size}"
+        advice = f"let {launcher} start the script again, or unset {size} to train in one process"
+        said = f"^{launcher} set {size}=4, but not {name}, [^;]*; {advice}$"
         with pytest.raises(ConfigurationError, match=said):
             place_from({one: value for one, value in given.items() if one != name})
 

@@ -652,6 +652,8 @@ class Loop:
                 if self.workers > 1:
                     with self._telling():
                         self.require_used()
+                if self._member is not None:
+                    self._member.tell("unfinished", None, {"step": self._worker.run_step})
                 self.finish()
                 others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
                 changed = others or self._changed_by_finish(before)

@@ -8,7 +8,7 @@ node ⇄ node         greetings of their buses, until all pairs are connected; t
 node ⇄ supervisor   "clock", a few times, to measure the offset between the node's clock and the supervisor's clock
 node → supervisor   "ready"; supervisor → node "go": the time on the supervisor's clock at which the run's clock started
 node → supervisor   "alive" after some time without a message; sending it fails if the link is broken
-node → supervisor   "events" for the record; "waiting": what the node waits for; "done" or "failed";
+node → supervisor   "events" for the record; "waiting": what the node waits for; "unfinished", "done" or "failed";
                     "quarantine": a worker to remove from the run;
                     "snapshot", followed by its parameters in one or more "part" messages
 supervisor → node   "taken" for each "part"

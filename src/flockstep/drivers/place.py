@@ -194,8 +194,9 @@ def _hydra(its: _Variables) -> Place:
 
 def _srun(its: _Variables) -> Place:
     names, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+    listed, counted = its.text(names), its.text(tasks)  # outside of try: what `text` raises is a ValueError, too
     try:
-        hosts, counts = list(host_names(its.text(names))), tasks_per_node(its.text(tasks))
+        hosts, counts = list(host_names(listed)), tasks_per_node(counted)
     except ValueError as error:
         raise its.error(f"srun set {its.shown(names)} and {its.shown(tasks)}: {error}") from None
     if len(hosts) != len(counts) or sum(counts) != its.workers:

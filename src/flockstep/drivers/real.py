@@ -74,7 +74,8 @@ class NodeConnection(Messenger):
         self._noted: Wanted | Work | None = None
         """What this node waited for when it last noted so."""
         self._wanted: Wanted | Work | None = None
-        self._left: dict[Address, int] = {}
+        self._left: dict[Address, tuple[int, str]] = {}
+        """Node that has left → its last step, and how it left, as a sentence."""
         self._gone: set[Address] = set()
         self._memory: RunMemory | HostMemory | None = None
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
@@ -379,7 +380,7 @@ class NodeConnection(Messenger):
         elif message.tag == CHECKPOINT:
             self.checkpoints.hear(message.note)
         elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
-            self._left[address] = int(message.note["step"])
+            self._left[address] = int(message.note["step"]), str(message.note["how"])
             self._release(address)
 
     def note_loss(self, address: Address, reason: str) -> None:
@@ -409,10 +410,10 @@ class NodeConnection(Messenger):
         """
         for peer in self._bus.broken(LOSS_TOLD * self._member.node_spec.heartbeat) - self.node.lost - self.gone:
             raise PeerLost(f"{self._bus.why_broken(peer)}, although both processes are alive; {self._doing()}")
-        for address, step in self._left.items():
+        for address, (step, how) in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(
-                    f"{node_name(address)} left after step {step}; {self._doing()}; if batches run out at different "
+                    f"{how}; {self._doing()}; if batches run out at different "
                     "steps on different ranks, train under optimizer.join()"
                 )
 

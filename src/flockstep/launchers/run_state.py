@@ -90,6 +90,10 @@ class RunState:
     """Nodes that have reported that they are ready to begin."""
     done: set[Address] = field(default_factory=set)
     """Nodes whose programs have ended."""
+    unfinished: dict[Address, int] = field(default_factory=dict)
+    """Worker whose script has ended without `finish()` → its last step."""
+    early: dict[Address, str] = field(default_factory=dict)
+    """Those of these workers that have taken fewer steps than another worker → sentence about the end of the script."""
     gone: set[Address] = field(default_factory=set)
     """Addresses of the nodes that were lost."""
     condemned: dict[Address, str] = field(default_factory=dict)

@@ -460,6 +460,7 @@ class Supervisor:
             return
         self._wait_monitor.look(self._links.keys(), self._state.done | self._state.gone)
         self._evaluation.go_on()
+        self._tell_early_ends()
         if not self._finished():
             if self._checkpoints is not None:
                 with undisturbed():
@@ -470,6 +471,7 @@ class Supervisor:
         for address in missed - self._state.done:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
+        self._lose_early_ends()
         self._dismiss(result(self.outcome))
         self._state.over = True
 
@@ -665,7 +667,7 @@ class Supervisor:
             case "part":
                 self._links[address].tell("taken")
                 self._records.take(address, message.payload)
-            case "done" | "left":
+            case "unfinished" | "done" | "left":
                 self._leave(address, message.tag, int(note["step"]))
             case "checkpoint":
                 self._hear_of_checkpoint(address, note)
@@ -724,12 +726,41 @@ class Supervisor:
                 one._wait_monitor.note_sign(address)
 
     def _leave(self, address: Address, how: str, step: int) -> None:
-        """Handle a node whose program has ended, or that takes no more steps."""
+        """Handle a node whose script or program has ended, or that takes no more steps."""
+        if how == "unfinished":
+            self._state.unfinished[address] = step
+            return
         if how == "done":
             self._state.done.add(address)
             self.standings[address].state = "done"
             self.standings[address].step = step
-        self._tell_others("left", address, {"address": address, "step": step})
+        self._tell_others("left", address, {"address": address, "step": step, "how": self._how_left(address, step)})
+
+    def _how_left(self, address: Address, step: int) -> str:
+        if address in self._state.unfinished:
+            return f"the script of {node_name(address)} ended after step {step} without optimizer.finish()"
+        return f"{node_name(address)} left after step {step}"
+
+    def _tell_early_ends(self) -> None:
+        """Say once of every script that has ended without `finish()` that another worker has taken more steps. If the
+        strategy needs all workers, the other worker says so when it ends the run.
+        """
+        if not self._survived:
+            return
+        first = max(range(self._workers), key=lambda rank: self.standings[rank].step)
+        for rank, step in self._state.unfinished.items():
+            if step < self.standings[first].step and rank not in self._state.early:
+                self._state.early[rank] = f"{self._how_left(rank, step)}, and {node_name(first)} went on"
+                on_stderr(self._state.early[rank])
+                self.outcome.warn(self._state.early[rank])
+
+    def _lose_early_ends(self) -> None:
+        """Count the scripts that ended early as lost, so that the result of the run is that of the other workers."""
+        if self._state.unfinished.keys() >= {rank for rank in self._state.done if rank >= 0}:
+            return  # no script calls finish(), so that an early end may be meant
+        assert self._state.went is not None
+        for rank, reason in self._state.early.items():
+            self.outcome.lost[rank] = LostEvent(time.monotonic() - self._state.went, rank, reason)
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
         self.standings[address].state = "failed"
@@ -864,7 +895,7 @@ class Supervisor:
                 deadline += 1.0
             self._collect(LAST_POLL)
         self._collect(0.0)
-        if error is None and self._patience is None:
+        if self._patience is None and (error is None or isinstance(error, PeerLost)):
             self._check_exits()
 
     def _processes(self) -> list[Child]:
@@ -905,7 +936,12 @@ class Supervisor:
         self._open.close()
 
     def _check_exits(self) -> None:
-        for address, child in ((address, child) for one in self._calls for address, child in one.children.items()):
-            code = child.exit_code()
-            if code not in (0, None, ENDED) and not any(address in one._state.gone for one in self._calls):
-                self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")
+        """Name a script that has failed by its exit code, rather than what its end led to on other workers."""
+        for one in self._calls:
+            for address, code in ((address, child.exit_code()) for address, child in one.children.items()):
+                if code in (0, None, ENDED) or any(address in call._state.gone for call in self._calls):
+                    continue
+                step = one._state.unfinished.get(address)
+                when = "the run had ended" if step is None else f"step {step}, before optimizer.finish()"
+                if self.outcome.error is None or (step is not None and code > 0):
+                    self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after {when}")
