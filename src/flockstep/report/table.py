@@ -19,7 +19,10 @@ def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn
     If the table has a run of one worker, `alone`, and a target, two columns compare each run with it.
     """
     metric, goal = summary.metric, _goal(summary)
-    against = (TableColumn("speed-up over one worker", rank=1, note=_SPEEDUP), TableColumn("worker-seconds", rank=3))
+    against = (
+        TableColumn("speed-up over one worker", rank=1, note=_SPEEDUP),
+        TableColumn("worker-seconds", rank=7, note=_WORKER_SECONDS),
+    )
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     return (
         TableColumn("#"),
@@ -36,10 +39,8 @@ def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn
     )
 
 
-_SPEEDUP = (
-    "speed-up over one worker: seconds to the target of one worker alone ÷ those of the strategy. worker-seconds: "
-    "seconds to the target × workers, which is what a cluster is paid for."
-)
+_SPEEDUP = "speed-up over one worker: seconds to the target of one worker alone ÷ those of the strategy."
+_WORKER_SECONDS = "worker-seconds: seconds to the target × workers, which is what a cluster is paid for."
 _STALENESS = "staleness: number of updates applied between reading the parameters and applying the gradient."
 _COMPUTING = "computing: share of a worker's time; the rest is communicating and waiting."
 _DIVERGENCE = "divergence: root mean square distance of the replicas from their mean at the last evaluation."
