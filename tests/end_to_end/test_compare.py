@@ -117,7 +117,10 @@ def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.Cap
     assert said.startswith(f"{differ}1 to 2 runs each")
 
 
-def test_every_comparison_holds_one_worker_which_uses_as_many_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_comparison_holds_one_worker_which_uses_as_many_samples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # for all columns
     words = ["compare", "softmax", "--simulate", "-n", "4", "--steps", "40", "--target", "0.7", "--out", "c"]
     words += ["-s", "all_reduce", "-s", "local_sgd(period=4)"]
     assert run([*words, "--json"]) == 0

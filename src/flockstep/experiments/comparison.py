@@ -387,7 +387,9 @@ def _carry_out(run: _Planned, title: str, execute: Execute, say: Callable[[str],
     except Interrupted:
         raise
     except (RunError, ConfigurationError, CompositionError) as error:
-        if not RunFolder(run.folder).config_file.exists():  # refused before anything was started
+        # a script may refuse one strategy only; what a job refuses, it refuses for all, and so does what never started
+        refused = not isinstance(error, RunError)
+        if not RunFolder(run.folder).config_file.exists() or (refused and run.config.kind != "launch"):
             raise
         say(f"{title}: {RunFolder(run.folder).read_summary().status}: {error}")
 
