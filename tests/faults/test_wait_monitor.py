@@ -6,7 +6,9 @@ import errno
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -25,13 +27,18 @@ class Monitored:
         self.waits = WaitMonitor(workers, limit, self.lines.append, 10.0, lambda: self.time, joins)
         self.joined, self.ended = set(range(workers)), set[int]()
 
-    def until(self, time: float, *waiting: int, moving: tuple[int, ...] = ()) -> list[str]:
-        """Second by second; some say that they wait, some take steps. Returns what was said."""
+    def until(
+        self, time: float, *waiting: int, moving: tuple[int, ...] = (), calls: Mapping[int, str] = MappingProxyType({})
+    ) -> list[str]:
+        """Second by second; some say that they wait, some take steps. Returns what was said. `calls`: rank → the call
+        that every rank must make in which the rank waits.
+        """
         before = len(self.lines)
         while self.time < time:
             self.time += 1.0
             for rank in waiting:
-                self.waits.hear(rank, {"step": 8, "for": f"'reduce' from worker {rank - 1}"})
+                what = f"'reduce' from worker {rank - 1}"
+                self.waits.hear(rank, {"step": 8, "for": what, "together": calls.get(rank, "")})
             for rank in moving:
                 self.waits.hear(rank, {"step": int(self.time)})
             self.waits.look(self.joined, self.ended)
@@ -103,6 +110,40 @@ def test_that_nobody_has_joined_is_said_after_a_minute() -> None:
 
 def test_a_deadlock_names_everyone() -> None:
     assert Monitored(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
+
+
+def test_a_call_that_the_others_do_not_make_ends_the_run_in_a_minute() -> None:
+    """Of nine workers the last one makes the call; four are shown, one of each kind."""
+    monitored, alone = Monitored(9), {8: "consensus"}
+    said = monitored.until(59, *range(9), calls=alone)
+    assert said[0].endswith("; the run ends after 60 s of this")
+    with pytest.raises(
+        RunError, match=r"every worker .* 60 s: worker 0 .*; worker 8 .*; call consensus\(\) on every rank"
+    ):
+        monitored.until(60, *range(9), calls=alone)
+    monitored = Monitored(2)
+    monitored.ended = {1}
+    with pytest.raises(RunError, match=r"call sync\(\) on every rank, or on none"):
+        monitored.until(60, 0, calls={0: "sync"})
+
+
+@pytest.mark.parametrize(
+    ("calls", "limit"),
+    [({}, None), ({0: "sync", 1: "sync"}, None), ({0: "finish"}, None), ({0: "sync"}, 300.0)],
+    ids=["steps", "one call", "finish", "a limit of the user"],
+)
+def test_a_wait_that_may_end_does_not_end_the_run(calls: dict[int, str], limit: float | None) -> None:
+    said = Monitored(2, limit=limit).until(250, 0, 1, calls=calls)
+    assert all(line.endswith("; add --step-timeout SECONDS to end such a run") for line in said)
+    assert said
+
+
+def test_the_others_make_the_call_later() -> None:
+    """Worker 1 takes a long step and waits in between: the run goes on."""
+    monitored = Monitored(2)
+    monitored.until(50, 0, 1, calls={0: "sync"})
+    monitored.until(51, 0, moving=(1,), calls={0: "sync"})
+    monitored.until(100, 0, 1, calls={0: "sync", 1: "sync"})
 
 
 def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:
@@ -199,9 +240,9 @@ class Strict(wait_monitor.WaitMonitor):
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
         self._given = self._limit
-    def look(self, joined, ended):
+    def look(self, joined, ended, lost):
         self._limit = self._given if {when} else None
-        super().look(joined, ended)
+        super().look(joined, ended, lost)
 supervisor.WaitMonitor = functools.partial(Strict, period=2.0)
 """
 """The limit holds from the fault on: until then a busy machine may take longer."""
@@ -251,10 +292,9 @@ def test_a_call_that_other_ranks_do_not_make_is_named_with_its_line(tmp_path: Pa
         "            print('alone')\n"
         "optimizer.finish()\n"
     )
-    run = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", before=OFTEN, torch=True)
-    wait_until(lambda: "every worker has waited" in run.err, PATIENCE, "the sentence")
-    run.fault(signal.SIGINT, "main")
-    ended = run.end()
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", before=OFTEN, torch=True).end()
+    assert ended.code == 1
+    assert ended.err.endswith("; call consensus() on every rank, or on none\n")
     said = "waits for the other ranks in consensus() (script.py, line 9), which every rank must call"
     assert f"worker 0 at step 4 {said}" in ended.err
     assert re.search(r"worker 1 at step \d waits for .* in step\(\) \(script.py, line 7\)", ended.err)

@@ -360,16 +360,13 @@ class NodeConnection(Messenger):
         if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
             self._moved = now
             self.reports.flush()
-            self._member.tell("waiting", None, {"step": self.node.run_step, "for": self._awaited()})
-
-    def _awaited(self) -> str:
-        """What this worker waits for, with the call of the user's script in which it waits."""
-        call, wanted = script_call(), self._wanted
-        if call is None:
-            return str(wanted)
-        if isinstance(wanted, Wanted) and wanted.by_script:
-            return f"the other ranks in {call}, which every rank must call"
-        return f"{wanted} in {call}"
+            call, wanted = script_call(), self._wanted
+            together = isinstance(wanted, Wanted) and wanted.by_script
+            what = str(wanted) if call is None else f"{wanted} in {call}"
+            if call is not None and together:
+                what = f"the other ranks in {call}, which every rank must call"
+            name = "" if not together else "finish" if call is None else call.function
+            self._member.tell("waiting", None, {"step": self.node.run_step, "for": what, "together": name})
 
     def take(self, message: Message) -> None:
         """Deliver a message from a peer, or carry out an instruction of the supervisor."""

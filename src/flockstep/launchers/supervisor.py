@@ -71,6 +71,10 @@ from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
 """Seconds that processes have to end by themselves after a failure, before they are killed."""
+LAST_CODE = 15.0
+"""Seconds that processes have after a failure if a script has ended without `finish()`; an interpreter with PyTorch
+takes several seconds to end on a busy machine.
+"""
 TURN = 4 * WINDOW
 """Maximum number of messages of one node that are handled before those of the next node, so that no node can block the
 others.
@@ -184,7 +188,9 @@ class Supervisor:
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
         self._health = Health(self.children, self._links, heartbeat, hint=unjoined)
-        self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
+        joins = JOINS_SCRIPT if patience is None else JOINS_JOB
+        interruption = 0.0 if self._hosts.here else 2 * link_timeout
+        self._wait_monitor = WaitMonitor(workers, step_timeout, joins=joins, interruption=interruption)
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._state.done)
         data = DataDigests(workers)
@@ -458,7 +464,8 @@ class Supervisor:
         self._look_after_children()
         if self.outcome.change is not None:  # of nodes that were lost just now
             return
-        self._wait_monitor.look(self._links.keys(), self._state.done | self._state.gone)
+        gone = self._state.gone
+        self._wait_monitor.look(self._links.keys(), self._state.done | gone, gone)
         self._evaluation.go_on()
         self._tell_early_ends()
         if not self._finished():
@@ -883,6 +890,8 @@ class Supervisor:
             for one in self._calls:
                 one._stop_all(error)
         patience = self._patience if error is None else GRACE
+        if error is not None and any(one._state.unfinished for one in self._calls):
+            patience = LAST_CODE  # the exit code of such a script says why the run has ended
         deadline = None if patience is None else time.monotonic() + patience
         last = math.inf if deadline is None else deadline + 2 * GRACE
         while not all(one._health.ended(address) for one in self._calls for address in one.standings):

@@ -18,11 +18,16 @@ STARTING = 6
 """Number of periods after which a run reports workers that have not joined, because a script's imports may be slow.
 From then on, each interval between two reports is twice the previous one.
 """
+STANDSTILL = 6
+"""Number of periods after which a run ends if every worker waits and not all of them wait in one call that every rank
+must make. `--step-timeout` replaces this limit.
+"""
 RAREST = 60
 """Maximum interval between two reports of a wait, in periods of `PERIOD` seconds."""
 FRESH = 5.0
 """Seconds for which a worker's report that it waits remains valid; a waiting worker repeats the report every second."""
 
+ADVICE = "add --step-timeout SECONDS to end such a run"
 SHOWN = 4
 """Maximum number of workers that one sentence names; further workers are only counted."""
 
@@ -71,18 +76,24 @@ class WaitMonitor:
         period: float = PERIOD,
         now: Callable[[], float] = time.monotonic,
         joins: str = JOINS_SCRIPT,
+        interruption: float = 0.0,
     ):
         """`limit`: seconds that a step, or joining the run, may take before the run ends; None: no limit. `joins`: what
-        a worker does before it joins, after "it is still".
+        a worker does before it joins, after "it is still". `interruption`: seconds for which a connection between
+        workers may be interrupted while all of them wait.
         """
         self._joins = joins
         self._limit = limit
         self._say = say
         self._period = period
+        self._standstill = STANDSTILL * period + interruption
         self._now = now
         self._since = dict.fromkeys(range(workers), now())
         self._steps: dict[int, int] = {}
-        self._waiting: dict[int, tuple[float, str]] = {}
+        self._waiting: dict[int, tuple[float, str, str]] = {}
+        """Worker → time of its last report that it waits, what it waits for, and the call that every rank must make in
+        which it waits; no name if it waits elsewhere.
+        """
         self._said = now()
         self._interval = period
         """Seconds between the last report and the next one."""
@@ -99,7 +110,7 @@ class WaitMonitor:
         """Handle a worker's step, or its report of the reason for which it waits."""
         self._steps[rank] = int(note["step"])
         if "for" in note:
-            self._waiting[rank] = self._now(), str(note["for"])
+            self._waiting[rank] = self._now(), str(note["for"]), str(note.get("together", ""))
         else:
             self._since[rank] = self._now()
             self._waiting.pop(rank, None)
@@ -108,11 +119,11 @@ class WaitMonitor:
         """Record that a worker took a step in a later call to `distribute`, which shows that it does not hang."""
         self._since[rank] = self._now()
 
-    def look(self, joined: Collection[int], ended: Collection[int]) -> None:
-        """Report the workers that the run waits for, if a report is due.
+    def look(self, joined: Collection[int], ended: Collection[int], lost: Collection[int] = ()) -> None:
+        """Report the workers that the run waits for, if a report is due; those in `ended` include those in `lost`.
 
         Raises:
-            RunError: the run has waited for longer than its limit.
+            RunError: the run has waited for longer than its limit, or its workers wait for one another.
         """
         now = self._now()
         there = [rank for rank in self._since if rank not in ended]
@@ -129,6 +140,9 @@ class WaitMonitor:
         if not late:
             return
         sentence = self._sentence(late, [r for r in waiting if r not in late], joined, longest, stuck)
+        apart = self._apart(late, set(ended).difference(lost)) if stuck else ""
+        if apart and self._limit is None and longest >= self._standstill:
+            raise RunError(f"{sentence}; call {apart}() on every rank, or on none")
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
@@ -139,11 +153,19 @@ class WaitMonitor:
             self._said = now
             if longest >= STARTING * self._period:
                 self._interval = min(2 * self._interval, RAREST * self._period)
-            self._say(f"{sentence}; add --step-timeout SECONDS to end such a run")
+            end = f"the run ends after {self._standstill:g} s of this" if apart and self._limit is None else ADVICE
+            self._say(f"{sentence}; {end}")
 
     def _last_sign(self, rank: int) -> float:
         """Time of a worker's last step, or of its last report that it waited, whichever is later."""
-        return max(self._since[rank], self._waiting.get(rank, (0.0, ""))[0])
+        return max(self._since[rank], self._waiting.get(rank, (0.0, "", ""))[0])
+
+    def _apart(self, waiting: list[int], ended: Collection[int]) -> str:
+        """The call in which some of the workers, all of which wait, wait for others that will never make the call:
+        these wait elsewhere, or have ended. Empty if there is no such call.
+        """
+        calls = {self._waiting[rank][2] for rank in waiting} | ({"finish"} if ended else set())
+        return next(iter(sorted(calls - {"", "finish"})), "") if len(calls) > 1 else ""
 
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
         """Whether any worker is known to wait for the late workers."""
@@ -168,9 +190,9 @@ class WaitMonitor:
         return "; ".join([f"waiting for {names}: no step for {seconds:.0f} s", *self._held(waiting)])
 
     def _held(self, ranks: list[int]) -> list[str]:
-        return [
-            f"{node_name(r)} at step {self._steps.get(r, 0)} waits for {self._waiting[r][1]}" for r in ranks[:SHOWN]
-        ]
+        first = {self._waiting[rank][2]: rank for rank in reversed(ranks)}  # one worker of each call is shown
+        shown = sorted(sorted(ranks, key=lambda rank: (rank not in first.values(), rank))[:SHOWN])
+        return [f"{node_name(r)} at step {self._steps.get(r, 0)} waits for {self._waiting[r][1]}" for r in shown]
 
 
 def joined_and(names: Iterable[str]) -> str:
