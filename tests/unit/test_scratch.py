@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import flockstep.launchers.fork_server as fork_server_module
+import flockstep.records.scratch as scratch_module
 from flockstep.records.owner import OWNER
 from flockstep.records.scratch import MARK, scratch
 
@@ -22,6 +23,7 @@ from flockstep.records.scratch import MARK, scratch
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch_module, "LONGEST", 200)
     return tmp_path
 
 
@@ -38,6 +40,19 @@ def test_a_folder_goes_with_its_process(place: Path) -> None:
         assert folder.parent == place
         (folder / "socket").touch()
     assert list(place.iterdir()) == []
+
+
+def test_sockets_are_in_a_short_folder_if_the_temporary_folder_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = tmp_path / ("x" * 100), tmp_path / "short"
+    long.mkdir()
+    short.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setattr(scratch_module, "SHORT", str(short))
+    with scratch() as folder:
+        assert folder.parent == short
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_run(place: Path) -> None:

@@ -29,7 +29,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.shared_heap import PeerMemory
-from flockstep.transports.streams import StreamBus
+from flockstep.transports.streams import BESIDE, StreamBus
 from flockstep.transports.wire import SenderIdentity, encode
 from support.buses import (
     OVER_TCP,
@@ -453,7 +453,7 @@ def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPat
 
 @LINUX
 def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
-    location = make(0, "tcp(memory=true)").address.partition(" ")[2]
+    location = make(0, "tcp(memory=true)").address.partition(BESIDE)[2]
     assert PeerMemory(location, 1) is not None
     with pytest.raises(CompositionError, match="has an unexpected layout"):
         PeerMemory("00" * 16 + location[32:], 1)

@@ -16,19 +16,11 @@ from flockstep.records.scratch import MARK, is_scratch, scratch
 
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
-LONGEST = 50
-"""Maximum length of a temporary folder's path in bytes; the fork server's socket in it may have a path of at most 104
-bytes.
-"""
 
 
 @functools.cache
 def house_fork_server() -> None:
-    """Put the socket of multiprocessing's fork server into a folder of `scratch`, until this process exits. If the path
-    would be too long for a socket, multiprocessing chooses its own folder.
-    """
-    if len(tempfile.gettempdir()) > LONGEST:
-        return
+    """Put the socket of multiprocessing's fork server into a folder of `scratch`, until this process exits."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(scratch())
     util.Finalize(None, stack.close, exitpriority=AFTER_MULTIPROCESSING)

@@ -21,6 +21,10 @@ MARK = ".sockets"
 """Name of an empty file that marks a folder as made by `scratch`. An owner file does not show this, because records
 have one, too.
 """
+LONGEST = 50
+"""Maximum length of a temporary folder's path in bytes; the path of a socket below it may have at most 104 bytes."""
+SHORT = "/tmp"  # noqa: S108 - the folders in it are private, with random names
+"""Temporary folder in place of one whose path is longer."""
 
 
 def private_folder(place: Path, prefix: str = PREFIX) -> Path:
@@ -52,10 +56,12 @@ def require_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def scratch(place: Path | None = None) -> Iterator[Path]:
-    """Context manager that creates a private folder owned by this process in `place`, by default the temporary folder,
-    and removes the folders there that killed processes have left.
+    """Context manager that creates a private folder owned by this process in `place`, by default the temporary folder
+    or, if its path is too long for sockets, `SHORT`, and removes the folders there that killed processes have left.
     """
-    pid, place = os.getpid(), place or Path(tempfile.gettempdir())
+    pid, usual = os.getpid(), tempfile.gettempdir()
+    if place is None:
+        place = Path(SHORT if len(os.fsencode(usual)) > LONGEST and os.access(SHORT, os.W_OK) else usual)
     sweep(place)
     folder = private_folder(place)
     try:

@@ -55,6 +55,8 @@ from flockstep.transports.wire import (
     encode,
 )
 
+BESIDE = "\t"
+"""Separates an address from the location of the memory beside it; a path may contain spaces."""
 QUEUED = 10_000
 """Maximum number of messages queued for one peer; a sender waits while the queue is full."""
 AHEAD = 1 << 26
@@ -274,21 +276,21 @@ class StreamBus(Bus):
         self._next_look = 0.0 if self._host else math.inf
         """Time of the next `_look`, in seconds of the monotonic clock."""
         if self._heap is not None:
-            self.address += f" {self._heap.location}"
+            self.address += BESIDE + self._heap.location
 
     def connect(self, peers: Mapping[Address, str]) -> None:
         """Connect to the peers with lower addresses; peers with higher addresses connect to this node."""
         if self._heap is not None and len(peers) < NODES:
             for peer, address in peers.items():
                 with contextlib.suppress(CompositionError):  # on another host: its messages go through the socket
-                    self._me.peer_memory[peer] = PeerMemory(address.partition(" ")[2], self._me.address)
+                    self._me.peer_memory[peer] = PeerMemory(address.partition(BESIDE)[2], self._me.address)
         with self._lock:
             self._expected = set(peers)
             for connection in list(self._connections.values()):
                 self._admit(connection)
             now = time.monotonic()
             self._dials = {
-                peer: _Dial(where := address.partition(" ")[0], self._key_for(host_of(where)), now)
+                peer: _Dial(where := address.partition(BESIDE)[0], self._key_for(host_of(where)), now)
                 for peer, address in peers.items()
                 if peer < self._me.address
             }
