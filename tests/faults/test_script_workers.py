@@ -244,6 +244,8 @@ def test_workers_that_cannot_join_a_script_are_refused_and_the_run_continues(
     record = end(tmp_path, run)
     assert record.read_config().workers == 2
     assert not (record.path / "checkpoints").exists(), "no node was stopped"
+    idle = "--max-workers has no effect so far, because the scripts of workers 0 and 1 have not called flockstep."
+    assert run.err.count(idle) == 1
 
 
 @pytest.mark.parametrize(

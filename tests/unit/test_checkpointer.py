@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from flockstep.drivers.checkpoints import ENDED, RUNNING, STOPPED
+from flockstep.errors import RunError
 from flockstep.launchers import checkpoints
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.node_progress import NodeProgress
+from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval
 from flockstep.strategies.base import Strategy
@@ -180,6 +182,35 @@ def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_
     assert ended((), False) == said.format("scripts of workers 0 and 1 have")
     assert ended((0,), False) == said.format("script of worker 1 has")
     assert ended((0, 1), False) == ended((), True) == ""
+
+
+def test_a_run_ends_where_its_first_checkpoint_is_due_and_a_script_takes_none(tmp_path: Path) -> None:
+    """Not before its second step: a script may call `flockstep.checkpoint` at the end of the body of its loop."""
+    strategy, links = Strategy.parse("asgd"), dict.fromkeys((1, 0, -1), Link())
+
+    def begun(every: CheckpointInterval) -> Checkpointer:
+        checkpointer = Checkpointer(tmp_path, every, scripts=True)
+        checkpointer.begin(links, strategy, strategy.cluster(2))  # type: ignore[arg-type]
+        checkpointer.hear(0, {"did": "offer"})
+        return checkpointer
+
+    def at(first: int, second: int) -> dict[Address, NodeProgress]:
+        return {0: NodeProgress(step=first), 1: NodeProgress(step=second), -1: NodeProgress()}
+
+    checkpointer = begun(CheckpointInterval(steps=10))
+    checkpointer.look(at(11, 9))
+    said = (
+        "at step 10, because the script of worker 1 has not called flockstep.checkpoint; call it at the top of the loop"
+    )
+    with pytest.raises(RunError, match=said):
+        checkpointer.look(at(11, 10))
+    checkpointer = begun(CheckpointInterval(seconds=1e-9))
+    checkpointer.look(at(11, 1))
+    with pytest.raises(RunError, match="at step 2, because"):
+        checkpointer.look(at(11, 2))
+    checkpointer.hear(1, {"did": "offer"})
+    checkpointer.look(at(11, 11))
+    assert checkpointer.busy
 
 
 @pytest.mark.parametrize("fails", [False, True])

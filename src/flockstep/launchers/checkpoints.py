@@ -25,7 +25,7 @@ from flockstep import __version__
 from flockstep.drivers.checkpoints import CHECKPOINT, ENDED, STOPPED
 from flockstep.drivers.resizing import require_resizable
 from flockstep.drivers.script_resizing import require_script_resizable
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, RunError
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
@@ -42,6 +42,10 @@ from flockstep.strategies.base import Strategy
 MOST_RELEASES = 200
 """Maximum number of times that stopped workers continue for one step, because other workers wait for them, before the
 checkpoint is abandoned.
+"""
+CALLED = 2
+"""Number of steps of every worker after which a script that takes part in checkpoints has called
+`flockstep.checkpoint`, also if it does so at the end of the body of its loop.
 """
 Stage = Literal["idle", "stopping", "copying", "writing"]
 
@@ -128,11 +132,23 @@ class Checkpointer:
         self._since = time.monotonic()
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
-        """Start a checkpoint if the interval since the previous checkpoint has passed."""
-        if self.busy or self._over or self._every is None or self.missing:
+        """Start a checkpoint if the interval since the previous checkpoint has passed.
+
+        Raises:
+            RunError: the scripts have taken steps without a call of `flockstep.checkpoint`, so that no checkpoint can
+                be taken.
+        """
+        if self.busy or self._over or self._every is None:
             return
         step = min((standings[address].step for address in self._links if address >= 0), default=0)
         if self._every.due(step - self._step, time.monotonic() - self._since):
+            if self.missing and step < CALLED:
+                return
+            if self.missing:
+                raise RunError(
+                    f"no checkpoint can be taken at step {step}, because {self.missing}; call it at the top of the "
+                    "loop over batches, or leave out --checkpoint-every, --min-workers and --max-workers"
+                )
             self._step = step - step % self._every.steps if self._every.steps else step
             self._begin()
 

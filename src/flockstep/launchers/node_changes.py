@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import FlockstepError, RunError
-from flockstep.launchers.checkpoints import Checkpointer, require_checkpoints
+from flockstep.launchers.checkpoints import CALLED, Checkpointer, require_checkpoints
 from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomers
@@ -78,6 +78,7 @@ class NodeChanges:
         """
         if self._checkpoints is None or not self._state.running or self._state.outcome.change is not None:
             return
+        self._tell_idle()
         joiners = self._joiners()
         if not (self._leavers or joiners or self._renewing):
             return
@@ -94,6 +95,16 @@ class NodeChanges:
     def _staying(self) -> int:
         """Number of workers that live and have not asked to leave."""
         return len(set(self._state.view.ranks) - self._leavers)
+
+    def _tell_idle(self) -> None:
+        """Say once that workers cannot join, because a script does not call `flockstep.checkpoint`."""
+        missing = "" if self._checkpoints is None or self._most is None else self._checkpoints.missing
+        steps = (one.step for address, one in self._state.standings.items() if address >= 0)
+        if missing and min(steps, default=0) >= CALLED:
+            text = f"--max-workers has no effect so far, because {missing}; call it at the top of the loop over batches"
+            if text not in self._state.outcome.warnings:
+                on_stderr(text)
+            self._state.outcome.warn(text)
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes have built the job."""
