@@ -112,7 +112,7 @@ __all__ = [
 def distribute(
     model: nn.Module,
     optimizer: optim.Optimizer,
-    strategy: str | Strategy,
+    strategy: str | Strategy | None = None,
     *,
     buffers: Policy = "mean",
     timeout: float = 600.0,
@@ -128,7 +128,7 @@ def distribute(
         model: the module to train, built in the same way on every worker.
         optimizer: the optimizer of the module's parameters.
         strategy: an expression such as "local_sgd(period=8)", or a strategy object; `flockstep launch --strategy`
-            replaces it.
+            replaces it. There is no default.
         buffers: values that BatchNorm's statistics and other buffers take at `finish()` and at `sync_buffers()`: the
             `mean` over all ranks, the values of rank 0 (`rank0`), or each rank's own values (`local`).
         timeout: seconds within which all processes that torchrun, mpirun or srun started must have called `distribute`,

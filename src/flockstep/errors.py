@@ -110,12 +110,15 @@ class UnknownName(ConfigurationError):
         If no name is similar, the error lists the names in `listed`, or all known names. If more than `SHOWN` names are
         known and `command` is given, the error names this command, which lists them. `further` is a clause that says
         how values without a name are written. A name that begins with a quantity, such as 10mbit, is similar only to
-        names with the same quantity.
+        names with the same quantity; every other name only to names with the same first letter, because a name that
+        shares only its end with another one, such as codec with nodes, is seldom meant.
         """
         names = sorted(known)
         quantity = _QUANTITY.match(name.lower())
-        alike = {one.lower(): one for one in names if quantity is None or one.lower().startswith(quantity[0])}
-        near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
+        bare = name.lower().lstrip("-")
+        start = bare[:1] if quantity is None else quantity[0]
+        alike = {one.lower().lstrip("-"): one for one in names if one.lower().lstrip("-").startswith(start)}
+        near = difflib.get_close_matches(bare, alike, n=1, cutoff=0.6)
         if (present := RENAMED.get(name)) in names:
             hint = f"it is now called {present!r}"
         elif (ours := ELSEWHERE.get(name)) in names:

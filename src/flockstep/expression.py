@@ -118,6 +118,10 @@ def parse(text: str, base: type[C]) -> C:
         return parse(alias, base)
     if not text.strip().isidentifier() and text.strip() in registry.names(base.noun):  # such as 1f1b
         return typing.cast(C, _build(_class(text.strip(), base), {}, _from_node))
+    if re.fullmatch(
+        r"\d[\d.]* ?[a-zA-Z][\w./ -]{0,39}", text.strip()
+    ):  # a quantity with its unit, such as 10 Gbit/s or 1gbt
+        raise registry.unknown(base.noun, text.strip())
     try:
         component = _from_tree(_read(text), base, base.noun)
     except (SyntaxError, RecursionError):

@@ -21,7 +21,12 @@ __all__ = ["JaxModel", "Trainer", "distribute"]
 
 
 def distribute(
-    params: Any, optimizer: Any, strategy: str | Strategy, *, optimizer_state: Any = None, timeout: float = 600.0
+    params: Any,
+    optimizer: Any,
+    strategy: str | Strategy | None = None,
+    *,
+    optimizer_state: Any = None,
+    timeout: float = 600.0,
 ) -> Trainer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
@@ -33,7 +38,7 @@ def distribute(
             on every worker.
         optimizer: an optax optimizer, if the strategy's workers run the optimizer; an expression such as
             "adam(lr=0.001)", or an `Optimizer`, under every strategy.
-        strategy: an expression such as "local_sgd(period=8)", or a strategy object.
+        strategy: an expression such as "local_sgd(period=8)", or a strategy object; there is no default.
         optimizer_state: an earlier `trainer.optimizer_state` to continue from; None for a fresh state.
         timeout: seconds within which all processes that torchrun, mpirun or srun started must have called `distribute`,
             as in `flockstep.distribute`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from flockstep.records.folder import RunFolder
 from support.processes import RealRun
 
 FAST = ["--steps", "20", "--seed", "1"]
+NO_STRATEGY = (["train", "softmax"], ["simulate", "softmax"], ["compare", "softmax"], ["chaos", "softmax"])
 
 
 def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -69,7 +71,22 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             ["compare", "softmax", "-s", "gossip", "-s", "gosgd", "--simulate"],
             "gossip is given 2 times; give every strategy once",
         ),
-        (["launch", "nowhere.py"], "there is no script nowhere.py"),
+        (["launch", "nowhere.py"], "the script must be a Python file, and nowhere.py does not exist; give the path"),
+        (["launch", "."], "the script must be a Python file, and . is a folder; give the path of a .py file"),
+        (["launch", "run.toml"], "the script must be a Python file, and run.toml is a .toml file; give the path"),
+        (["launch", "-n", "2", "wrong.py"], "the script wrong.py cannot run, because of a syntax error in line 2: "),
+        (["launch", "-n", "100000", "right.py"], "would not all answer within --heartbeat 5; use at most "),
+        (["train", "softmax", "-s", "bsp", "-n", "100000"], "would not all answer within --heartbeat 5; use at most "),
+        (
+            [*("train", "softmax", "-s", "bsp", "--target", "0.9"), *("--steps", "20", "--evaluate-every", "20")],
+            "--target 0.9 needs an evaluation before the last step, got --evaluate-every 20 and --steps 20; lower",
+        ),
+        (["train", "softmax", "-s", "bsp", "--steps", "1e3"], "got '1e3'; write it like 1000"),
+        (["simulate", "softmax", "-s", "bsp", "--network", "10 Gbit/s"], "'10 Gbit/s'; did you mean '10gbit'?"),
+        (["simulate", "softmax", "-s", "bsp", "--network", "7.5Gbps"], "write link('10mbit', '1ms') for any other"),
+        (["train", "softmax", "-s", "bsp", "--codec", "topk"], "because a codec is an argument of the strategy; write"),
+        (["simulate", "softmax", "-s", "bsp", "--cluster", "nowhere"], "no cluster is called 'nowhere'; known: "),
+        (["manifest"], "flockstep manifest needs COMMAND: command of the run, written as for one host: flockstep"),
         (["launch", "--stps", "nowhere.py"], "flockstep launch has no option --stps"),
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
         (["list", "BigDl"], "no kind or component is called 'BigDl'; did you mean 'BigDL'?"),
@@ -78,7 +95,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["resume", "nowhere"], "there is no folder nowhere; name the folder of a run"),
         (["report", "."], "contains no run: config.toml is missing; name the folder of a run or of a comparison"),
         (["trian", "softmax"], "No such command 'trian'"),
-        (["train", "softmax"], "Missing option"),
+        *((words, f"flockstep {words[0]} needs a strategy after -s, such as all_reduce, ") for words in NO_STRATEGY),
         (
             ["plan", "softmax", "--need", "elastic"],
             "no option of flockstep plan is called '--need'; it is now called '--require'",
@@ -97,6 +114,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_bad_input_ends_with_a_sentence_before_anything_starts(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name, text in (("wrong.py", "x = 1\nif:\n"), ("right.py", "print('begun')\n"), ("run.toml", "[run]\nx = 1\n")):
+        Path(name).write_text(text)
     code, out, err = outcome(arguments, capsys)
     assert code == 2
     assert sentence in err
@@ -419,7 +438,19 @@ def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -
     assert Path("both.html").stat().st_size > 10_000
 
 
-APART = "no worker sent or received a message in 20 steps: each worker trained by itself"
+def test_help_is_printed_in_an_encoding_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+    assert run(["launch", "--help"]) == 0
+    assert b"--workers" in printed.getvalue()
+
+
+def test_a_command_that_a_signal_ends_names_the_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("stops.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    assert outcome(["list", "--import", "stops.py"], capsys) == (130, "", "flockstep: stopped by SIGTERM\n")
+
+
+APART = "no worker sent or received parameters in 20 steps: each worker trained by itself"
 
 
 def test_workers_that_never_exchanged_are_told_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,6 +466,15 @@ def test_workers_that_never_exchanged_are_told_under_the_table(capsys: pytest.Ca
     ]
     assert sorted(len(each) for each in notes) == [0, 1]
     assert "trained by itself" in Path("c/report.html").read_text()
+
+
+def test_gossip_that_drew_no_exchange_says_how_many_it_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = ["simulate", "softmax", "-s", "gossip", "-n", "2", "--seed", "0", "--steps", "24", "--out", "g"]
+    code, out, _ = outcome(drawn, capsys)
+    assert code == 0
+    said = "No worker sent or received parameters in 24 steps, where gossip is expected to send 4.8 times: each worker"
+    assert said[1:] in " ".join(out.split())
+    assert RunFolder(Path("g")).read_summary().notes[0].startswith(said)
 
 
 def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:

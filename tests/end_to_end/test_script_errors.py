@@ -36,6 +36,16 @@ def test_a_wrong_strategy_is_one_sentence(tmp_path):
     assert "exited with code" not in done.err
 
 
+def test_a_program_that_launches_itself_without_end_is_one_sentence(tmp_path):
+    """As a worker does that imports a program without a main guard."""
+    done = run(tmp_path, "import flockstep\ndef train():\n    pass\nflockstep.launch(train)\n")
+    assert done.code == 2, done.err
+    assert done.err.startswith(
+        "flockstep: every process of a run, or of a pool, imports the program that starts the run"
+    )
+    assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -239,6 +239,8 @@ def test_clusters_are_found_by_name_and_by_path(tmp_path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(GOOD)
     assert load_cluster(file) == load_cluster(str(file)) == read_cluster(GOOD, name="mine")
+    file.write_text(GOOD, encoding="utf-8-sig")  # with a byte-order mark, as editors on Windows write
+    assert load_cluster(file) == read_cluster(GOOD, name="mine")
     with pytest.raises(UnknownName, match=r"did you mean 'edge'\? \(or give the path of a \.toml file\)"):
         load_cluster("egde")
     with pytest.raises(UnknownName, match=r"did you mean 'here'\?"):

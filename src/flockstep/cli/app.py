@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from flockstep.records.config import Kind
 
 NAME = "flockstep"
+PARTS = ("codec", "collective", "consistency", "feedback", "topology")
+"""Components that are arguments of strategies, and for which no command has an option."""
 INTERRUPTED = 130
 """Exit code of a command that a signal has ended: 130."""
 RUN, LOOK_UP, PLAN, HERE, HELP = "Train and compare", "Look up", "Before a run", "This machine", "Help"
@@ -46,14 +51,17 @@ def run(arguments: list[str]) -> int:
     """Run a command; return its exit code: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
     ours, scripts = _divided(arguments)
     rest = [argument for argument in ours if argument != "--debug"] + scripts
-    said: dict[str, Any] = {"debug": "--debug" in ours, "arguments": rest}
-    signal.signal(signal.SIGTERM, _interrupt)
+    said: dict[str, Any] = {"debug": "--debug" in ours, "arguments": rest, "stopped": "interrupted"}
+    interrupt = functools.partial(_interrupt, said)
+    signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
-        signal.signal(signal.SIGHUP, _interrupt)
+        signal.signal(signal.SIGHUP, interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding such as latin-1 lacks characters of help and tables
+        sys.stdout.reconfigure(errors="replace")
     try:
         code: int | None = app(rest, prog_name=NAME, standalone_mode=False, obj=said)
         if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
-            raise Interrupted("interrupted")
+            raise Interrupted(said["stopped"])
         print(end="", flush=True)  # what fails here would otherwise fail after the exit code is settled
         return code or 0
     except FlockstepError as error:
@@ -61,7 +69,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:
-        return _say(_unknown_option(error) or _no_number(error) or error, 2, said["debug"])
+        return _say(_unknown_option(error) or _missing(error) or _no_number(error) or error, 2, said["debug"])
     except (KeyboardInterrupt, typer.Abort) as error:
         return _say(
             Interrupted(str(error) or "interrupted"),
@@ -86,7 +94,27 @@ def _unknown_option(error: TyperException) -> UnknownName | None:
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
     if context.command.name == "train" and name in ("--network", "--compute", "--cluster"):
         return UnknownName(f"{name} has an effect in virtual time only; leave it out, or use flockstep simulate")
-    return UnknownName.among(f"option of {context.command_path}", name, known)
+    if (noun := name.removeprefix("--")) in PARTS:
+        return UnknownName(
+            f"{context.command_path} has no option {name}, because a {noun} is an argument of the strategy; write it "
+            f"there, as in all_reduce(codec=half); flockstep list {noun} shows all"
+        )
+    command = f"flockstep help {context.command_path.partition(' ')[2]}"
+    return UnknownName.among(f"option of {context.command_path}", name, known, command=command)
+
+
+def _missing(error: TyperException) -> ConfigurationError | None:
+    """The error for an argument or an option that is required; None if `error` has another reason."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if type(error).__name__ != "MissingParameter" or parameter is None or context is None:
+        return None
+    if parameter.name == "strategy":
+        from flockstep.strategies.base import missing_strategy
+
+        return missing_strategy(context.command_path, " after -s")
+    name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name.upper()
+    what = f"{parameter.help[:1].lower()}{parameter.help[1:]}".removesuffix(".")
+    return ConfigurationError(f"{context.command_path} needs {name}: {what}")
 
 
 def _no_number(error: TyperException) -> ConfigurationError | None:
@@ -99,13 +127,15 @@ def _no_number(error: TyperException) -> ConfigurationError | None:
     if found["type"] not in kinds:
         return None
     wanted, example = kinds[found["type"]]
+    if re.fullmatch(r"[0-9.]{1,9}[eE]\+?[0-9]", str(found["input"])):
+        example = f"{float(found['input']):.0f}"
     return ConfigurationError(f"{parameter.opts[0]} must be {wanted}, got {found['input']!r}; write it like {example}")
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    if signum == signal.SIGHUP:
-        raise KeyboardInterrupt("stopped by SIGHUP because the terminal has closed")
-    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}")
+def _interrupt(said: dict[str, Any], signum: int, frame: FrameType | None) -> None:
+    why = " because the terminal has closed" if signum == signal.SIGHUP else ""
+    said["stopped"] = f"stopped by {signal.Signals(signum).name}{why}"  # typer drops the text of the exception
+    raise KeyboardInterrupt(said["stopped"])
 
 
 def _say(error: Exception, code: int, debug: bool) -> int:
@@ -451,7 +481,7 @@ def launch(
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli.runs import launch_one
-    from flockstep.cli.script_arguments import tell_options
+    from flockstep.cli.script_arguments import refuse_misplaced
     from flockstep.launchers.output import Output
     from flockstep.launchers.script import require_script, script_of_module, with_strategy
 
@@ -461,7 +491,7 @@ def launch(
     config = o.configured("launch", {**locals(), **named, **called})
     if strategy is not None:
         config = with_strategy(config, strategy)
-    tell_options(context, script.name, arguments or ())
+    refuse_misplaced(context, script.name, arguments or ())
     shown = Output(output, prefix, rank_output)
     name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:

@@ -17,7 +17,9 @@ def manifest(
     context: typer.Context,
     command: Annotated[
         list[str],
-        typer.Argument(help="Command of the run, written as for one host: launch -n 4 train.py, or train JOB -s …."),
+        typer.Argument(
+            help="Command of the run, written as for one host: flockstep manifest --image IMAGE launch -n 4 train.py."
+        ),
     ],
     image: Annotated[
         str, typer.Option(help="Container image that contains flockstep and everything the command needs.")

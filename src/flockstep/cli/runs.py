@@ -17,7 +17,7 @@ from flockstep.errors import Interrupted
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
-from flockstep.records.summary import Summary
+from flockstep.records.summary import Summary, trained_apart
 from flockstep.report import formatting
 from flockstep.report.table import gradient_notes, table
 
@@ -118,6 +118,8 @@ def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
         show.json(as_data(summary, folder))
     else:
         show.note(f"record: {folder}")
+    if (alone := trained_apart(summary)) is not None:
+        show.note(f"flockstep: {alone}")
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:

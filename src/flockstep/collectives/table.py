@@ -55,7 +55,7 @@ def read_table(path: str) -> tuple[Measured, ...]:
     """
     way_out = "write a table with: flockstep bench collectives --save FILE"
     try:
-        data: Any = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data: Any = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the table of collectives {path}: {error}; {way_out}") from None
     rows = data.get("measured")

@@ -66,7 +66,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
             raise UnknownName(f"{unknown} (or give the path of a .toml file)")
         path = FOLDER / f"{name}.toml"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigurationError(
             f"there is no file {path}; give the file of a cluster, or one of the names {_or(names())}"

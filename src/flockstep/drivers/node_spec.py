@@ -16,7 +16,7 @@ from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.drivers.membership import first_membership
 from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.strategies.base import Strategy
+from flockstep.strategies.base import Strategy, missing_strategy
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification to a script's process."""
@@ -84,16 +84,21 @@ def claim_spec() -> NodeSpec | None:
     return node_spec.of_call(node_spec.claimed + 1)
 
 
-def strategy_of_run(strategy: str | Strategy) -> Strategy:
+def strategy_of_run(strategy: str | Strategy | None) -> Strategy:
     """Return the strategy that `flockstep launch --strategy` gave to this process's run; without one, `strategy`, the
     one that the script names.
 
     Raises:
-        ConfigurationError: the text is no strategy.
+        ConfigurationError: the text is no strategy, or neither names one.
     """
-    named, node_spec = Strategy.parse(strategy), _spec_of_script()
+    node_spec = _spec_of_script()
     if node_spec is None or not node_spec.strategy:
-        return named
+        if strategy is None:
+            raise missing_strategy('flockstep.distribute(model, optimizer, "…")')
+        return Strategy.parse(strategy)
+    if strategy is None:
+        return Strategy.parse(node_spec.strategy)
+    named = Strategy.parse(strategy)
     given = Strategy.parse(node_spec.strategy)
     if given != named and node_spec.address == 0 and sys.stderr is not None:
         with suppress(OSError, ValueError):  # a closed pipe, or a closed file

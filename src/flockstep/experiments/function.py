@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flockstep.drivers.node_spec import refuse, spec_from_environment
 from flockstep.drivers.state import from_bytes
-from flockstep.errors import FlockstepError, Interrupted, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, RunError
 from flockstep.experiments.arguments import listed
 from flockstep.experiments.folders import folder
 from flockstep.experiments.single import RunResult
+from flockstep.launchers.children import GUARD
 from flockstep.launchers.function_entry import PROGRAM, VALUES, error_file, result_file
 from flockstep.launchers.function_source import program_of
 from flockstep.launchers.output import OUT, Output
@@ -84,6 +86,10 @@ def launch(
             finished, but a result cannot be sent back. If the function raised an exception, a note of the error holds
             its traceback.
     """
+    if (node_spec := spec_from_environment()) is not None:  # a worker would start the run again, without end
+        unguarded = ConfigurationError(GUARD)
+        refuse(unguarded, node_spec)
+        raise unguarded
     program = program_of(function, tuple(args))
     name = function.__name__
     config = RunConfig(
@@ -119,8 +125,10 @@ def _print(stream: int, data: bytes) -> None:
 
 
 def _add_traceback(error: FlockstepError, shared: Path, workers: int) -> None:
-    """Add the traceback of the function's own error to the error of the run, unless the run has told of it already."""
-    if getattr(error, "__notes__", ()) or isinstance(error, Interrupted):
+    """Add the traceback of the function's own error to the error of the run, unless the run has told of it already, or
+    has refused what the function would have joined.
+    """
+    if getattr(error, "__notes__", ()) or isinstance(error, (Interrupted, ConfigurationError)):
         return
     for rank in range(workers):
         if (file := error_file(shared, rank)).exists():

@@ -44,7 +44,7 @@ NODE = "flockstep-node"
 """Name of every process that is forked for a run; from this name, the process knows that it belongs to a run before it
 imports the user's program.
 """
-_GUARD = (
+GUARD = (
     "every process of a run, or of a pool, imports the program that starts the run, and this program starts a run "
     'while it is being imported; put the call under if __name__ == "__main__":'
 )
@@ -206,7 +206,7 @@ def end_if_unguarded() -> None:
         return
     if process.name == NODE:
         os._exit(UNGUARDED)
-    raise ConfigurationError(_GUARD)
+    raise ConfigurationError(GUARD)
 
 
 def refuse_program() -> None:
@@ -231,7 +231,7 @@ def refuse_program() -> None:
 def refuse_unguarded(child: Child) -> None:
     """Raise `ConfigurationError` if a forked process has ended because the program's call is unguarded."""
     if isinstance(child, Forked) and child.exit_code() == UNGUARDED:
-        raise ConfigurationError(_GUARD)
+        raise ConfigurationError(GUARD)
 
 
 def how_it_ended(code: int) -> str:

@@ -1,9 +1,8 @@
-"""Checks the limit of open files before a run starts, because a process that reaches the limit fails at unpredictable
-places.
-"""
+"""Checks, before a run starts, that this machine can hold its processes: open files and cores."""
 
 from __future__ import annotations
 
+import math
 import os
 
 from flockstep.errors import ConfigurationError
@@ -18,6 +17,25 @@ event file.
 
 A process of the run needs fewer descriptors than the supervisor.
 """
+
+SHARE = 6.0
+"""Largest number of workers on one core for each second of the heartbeat: more of them do not answer in time."""
+
+
+def require_cores(workers: int, heartbeat: float) -> None:
+    """Check that `workers` workers of this machine get a turn within the heartbeat.
+
+    Raises:
+        ConfigurationError: the machine has too few cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > SHARE * heartbeat * cores:
+        needed = math.ceil(workers / SHARE / cores)
+        raise ConfigurationError(
+            f"{workers} workers on the {cores} cores of this machine would not all answer within --heartbeat "
+            f"{heartbeat:g}; use at most {int(SHARE * heartbeat * cores)} workers (-n), or --heartbeat {needed}, or "
+            "flockstep simulate, which trains any number of workers in virtual time"
+        )
 
 
 def require_open_files(processes: int, more: int = FILES_OF_SUPERVISOR) -> None:

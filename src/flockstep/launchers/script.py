@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -29,7 +30,7 @@ from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
-from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
 from flockstep.launchers.run_state import Outcome
@@ -51,6 +52,8 @@ AS_THE_SCRIPT_SAYS = "as the script says"
 MODULE_ENTRY = Path(module_entry.__file__)
 """Path of the script that runs a module in place of `python -m`."""
 
+NO_SCRIPT = {".ipynb", ".json", ".sh", ".toml", ".yaml", ".yml"}
+"""Suffixes of files that Python might read as a program although they are none."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every
 core. JAX reads `JAX_THREADS` instead.
@@ -100,6 +103,7 @@ def launch(
     config = output.kept_in(config)
     if gathering is not None:
         config = gathering.over(config)
+    require_cores(len(_ranks_here(config, gathering)), config.heartbeat or HEARTBEAT)
     require_open_files(config.workers)
     require_limits(config)
     _require_unchanging(config, gathering)
@@ -349,10 +353,10 @@ def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict
 
 
 def require_script(script: Path) -> None:
-    """Check that a script exists.
+    """Check that a script exists and that Python can read it, because otherwise every worker would say so.
 
     Raises:
-        ConfigurationError: there is no such file.
+        ConfigurationError: there is no such file, or it is not a Python program.
     """
     refuse_program()
     if not script.is_file() and str(script).startswith("-"):
@@ -361,7 +365,20 @@ def require_script(script: Path) -> None:
             "script follow the script's path"
         )
     if not script.is_file():
-        raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
+        what = "is a folder" if script.is_dir() else "does not exist"
+        raise ConfigurationError(f"the script must be a Python file, and {script} {what}; give the path of a .py file")
+    if script.suffix in NO_SCRIPT:
+        raise ConfigurationError(
+            f"the script must be a Python file, and {script} is a {script.suffix} file; give the path of a .py file"
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the script's own processes print them
+            compile(script.read_bytes(), script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ConfigurationError(
+            f"the script {script} cannot run, because of a syntax error in line {error.lineno}: {error.msg}; correct "
+            "this line"
+        ) from None
 
 
 def _ranks_here(config: RunConfig, gathering: Gathering | None) -> range:

@@ -16,11 +16,11 @@ from flockstep.frameworks.job import without_whole
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.gathering import Gathering, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
-from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.parking import ParkedWorkers
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_run
 from flockstep.launchers.segment import NodesChanged, RunSegment, Show, continued_from, evaluated_in
@@ -71,6 +71,8 @@ def train(
     if gathering is not None:
         config = gathering.over(config)
         require_one_machine(config)
+    else:
+        require_cores(config.workers, config.heartbeat or HEARTBEAT)
     jobs = _Jobs(test)
     built = jobs.built(config)
     plan, config = prepare(config, test, built)[1:]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from flockstep.errors import ConfigurationError
 from flockstep.messages import Address, node_name
 from flockstep.partitions.base import Partition
 from flockstep.partitions.unsplit import Unsplit
@@ -29,6 +30,7 @@ from flockstep.records.events import (
     StepEvent,
     UpdateEvent,
 )
+from flockstep.strategies.base import Strategy
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
@@ -291,7 +293,7 @@ def summarize(
     agree = _replicas_agree(config.workers, nodes, parts)
     staleness = _staleness(config.workers // parts, updates)
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
-    alone = _apart(workers, agree)
+    alone = _apart(workers, agree, config.strategy)
     said = [event.text for event in ordered if isinstance(event, NoteEvent)]
     said += [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
     return Summary(
@@ -326,28 +328,39 @@ def trained_apart(summary: Summary) -> str | None:
     """Return a sentence if some workers exchanged nothing according to the record; None if all workers exchanged
     data.
     """
-    return _apart(summary.per_worker, summary.replicas_agree)
+    return _apart(summary.per_worker, summary.replicas_agree, summary.strategy)
 
 
-def _apart(workers: Sequence[WorkerTotals], agree: bool | None) -> str | None:
+def _apart(workers: Sequence[WorkerTotals], agree: bool | None, strategy: str) -> str | None:
     if len(workers) < 2 or agree is not False:  # equal parameters: one worker is left, or all write to one array
         return None
-    silent = [one for one in workers if one.steps and not one.messages_sent + one.messages_received]
+    # Bytes of arrays, not messages: workers that never exchanged still tell each other that they have finished.
+    silent = [one for one in workers if one.steps and not one.sent_bytes + one.received_bytes]
     if not silent:
         return None
     steps = max(one.steps for one in silent)
     taken = f"{steps} step{'s' * (steps > 1)}"
     if len(silent) == len(workers):
         return (
-            f"No worker sent or received a message in {taken}: each worker trained by itself, so the result is not "
-            "that of the strategy; train longer (--epochs, --steps), or let the strategy exchange more often."
+            f"No worker sent or received parameters in {taken}{_expected(strategy, len(workers), steps)}: each worker "
+            "trained by itself, so the result is not that of the strategy; train longer (--epochs, --steps), or let "
+            "the strategy exchange more often."
         )
     ranks = ", ".join(str(one.rank) for one in silent)
     many = len(silent) > 1
     return (
-        f"Worker{'s' * many} {ranks} sent and received no message in {taken}, and therefore trained independently of "
-        "the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
+        f"Worker{'s' * many} {ranks} sent and received no parameters in {taken}, and therefore trained independently "
+        "of the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
     )
+
+
+def _expected(strategy: str, workers: int, steps: int) -> str:
+    """Clause with the number of exchanges that a strategy which draws them is expected to make."""
+    try:
+        expected = Strategy.parse(strategy).expected_sends(workers, steps)
+    except ConfigurationError:  # of a custom strategy that this process has not imported
+        return ""
+    return "" if expected is None else f", where {strategy} is expected to send {expected:.3g} times"
 
 
 def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:

@@ -49,6 +49,15 @@ class TaxonomyEntry:
     topology: Places
 
 
+def missing_strategy(what: str, where: str = "") -> ConfigurationError:
+    """Return the error for a call or a command, named `what`, that was given no strategy; `where` it is written."""
+    return ConfigurationError(
+        f"{what} needs a strategy{where}, such as all_reduce, which keeps the parameters of all workers equal, "
+        "local_sgd(period=8), which exchanges parameters every 8 steps, or ps(consistency=ssp(3)), which lets fast "
+        "workers be 3 steps ahead of slow ones; flockstep list strategies shows all"
+    )
+
+
 class Strategy(Component):
     """A distributed training algorithm: when nodes exchange messages, with whom, what the messages contain, and how a
     node applies the received arrays.
@@ -105,6 +114,12 @@ class Strategy(Component):
     def replicas(self) -> int:
         """Number of backups of each server: processes that run the server's program on the same messages."""
         return 0
+
+    def expected_sends(self, workers: int, steps: int) -> float | None:
+        """Return the expected number of times that a worker sends parameters or an update, all workers together, if
+        the workers draw at random whether to send; None if nothing is drawn.
+        """
+        return None
 
     def beside(self, workers: int) -> tuple[int, ...]:
         """Return, for each server, the rank of the worker on whose host the server runs; empty if servers are assigned

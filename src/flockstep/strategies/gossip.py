@@ -114,6 +114,9 @@ class Gossip(Strategy):
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
         return former.params, former.state.mass / TOTAL_MASS
 
+    def expected_sends(self, workers: int, steps: int) -> float:
+        return workers * steps * self.p
+
     def worker_state(self, me: Worker) -> GossipState:
         """Return a state with the worker's share of the mass: 1/n of the units, plus one unit on the first ranks if n
         does not divide the total.

@@ -67,6 +67,9 @@ class PartialBroadcast(Strategy):
 
     taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
+    def expected_sends(self, workers: int, steps: int) -> float | None:
+        return None if self.rest == "defer" else workers * (workers - 1) * steps * self.share
+
     def worker_state(self, me: Worker) -> PartialState:
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0
         exact_sum = ExactSum.of(me.params) if me.workers > 1 else None
