@@ -418,9 +418,7 @@ def compare(
     out: o.Out = None,
     as_json: o.Json = False,
 ) -> None:
-    """Run several strategies on a job or on your own script, print a ranked table, and write one self-contained
-    report.html.
-    """
+    """Run several strategies on a job or a script, print a ranked table, and write one self-contained report.html."""
     from flockstep.cli.compare import compare_all
     from flockstep.experiments.comparison import Grid, kind_of
     from flockstep.launchers.output import Output
