@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+import flockstep
 from flockstep.cli.app import run
+from flockstep.errors import ConfigurationError
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
@@ -84,6 +86,14 @@ def test_what_a_script_cannot_take_is_refused_before_anything_starts(
     assert run(["compare", "script.py", "-n", "2", "-s", "all_reduce", *words, "--out", "c"]) == 2
     assert sentence in capsys.readouterr().err
     assert not Path("c").exists()
+
+
+def test_settings_of_jobs_are_refused_in_python_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"lr=0\.1 is for jobs, and a script without job"):
+        flockstep.compare("script.py", ["all_reduce"], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"arguments=\['2'\] is for scripts; leave it out"):
+        flockstep.compare("quadratic", ["all_reduce"], arguments=["2"])
+    assert not Path("runs").exists()
 
 
 def test_a_target_of_another_metric_than_the_job_s_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
