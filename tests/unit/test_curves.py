@@ -19,7 +19,7 @@ from flockstep.records.folder import EventWriter, Record, RunFolder
 from flockstep.records.summary import Status
 from flockstep.report.figures import names, progress
 from flockstep.report.html import render
-from flockstep.report.ranking import measured_alike, order
+from flockstep.report.ranking import measured_alike, order, unranked
 from flockstep.report.style import Series
 from flockstep.report.table import table
 from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun
@@ -134,6 +134,11 @@ def test_runs_without_a_common_metric_are_in_no_order() -> None:
     ) in " ".join(text.getvalue().split())
     assert "1 " not in [line[:2] for line in text.getvalue().splitlines()]
     assert "final" not in text.getvalue()
+    bare = [record("one", step(1)), record("two", step(1), status="failed")]
+    assert unranked([one.summary for one in bare]) == (
+        f"The runs are in no order, because none of them has recorded a metric; add {LINE} after each evaluation in "
+        "the script."
+    )
     page = render(runs)
     assert ">Ranking<" not in page
     assert 'class="best"' not in page

@@ -67,13 +67,12 @@ def unranked(summaries: Sequence[Summary]) -> str | None:
     way = f"add {RECORD_LINE} after each evaluation in the script"
     if len(summaries) == 1:
         return f"The run has recorded no metric, so nothing says how good its model is; {way}."
+    if not any(summary.metrics for summary in summaries):
+        return f"The runs are in no order, because none of them has recorded a metric; {way}."
     found = [
         f"{label} has recorded {listed(list(summary.metrics)) if summary.metrics else 'none'}"
         for label, summary in zip(labels(summaries), summaries, strict=True)
-        if summary.useful
     ]
-    if not found:
-        return "The runs are in no order, because none of them ended without an error."
     return f"The runs are in no order, because no metric is common to all of them: {listed(found)}; {way}."
 
 
