@@ -278,16 +278,20 @@ def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
     return joining.join(max_bytes, timeout)
 
 
-def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
+def shard(
+    loader: Iterable[B], epoch: int | None = None, private: bool = False, *, seed: int | None = None
+) -> Iterable[B]:
     """Return this worker's part of the batches in `loader`.
 
     In a run with one worker, the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
-    continues from a checkpoint. With `private`, the loader holds data of any size that only this worker has: the worker
-    uses all of these data, and an epoch ends on all workers together. See also `flockstep.drivers.shards.shard`.
+    continues from a checkpoint. `seed` is the seed of the order of shuffled data, equal on all workers; without it,
+    loaders in use at the same time have different seeds. With `private`, the loader holds data of any size that only
+    this worker has: the worker uses all of these data, and an epoch ends on all workers together. See also
+    `flockstep.drivers.shards.shard`.
     """
     from flockstep.drivers.shards import shard
 
-    return shard(loader, epoch, private)
+    return shard(loader, epoch, private, seed=seed)
 
 
 def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:

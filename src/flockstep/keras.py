@@ -123,6 +123,14 @@ class _KerasStepper:
             "such as keras.callbacks.LearningRateScheduler may change"
         )
 
+    @property
+    def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        try:
+            groups = [{"lr": self.lr}]
+        except ConfigurationError:  # of a schedule, which counts the same steps on all workers
+            groups = []
+        return type(self._optimizer).__name__, groups
+
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
         arrays = self._weights.arrays

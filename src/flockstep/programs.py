@@ -236,6 +236,12 @@ class Stepper(Protocol):
     def lr(self) -> float:
         """Learning rate of the optimizer's next step."""
 
+    @property
+    def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        """Class of the optimizer, and name → value of the settings of each of its parameter groups for the next step,
+        as far as they can be compared with those of other workers.
+        """
+
     def step(self, params: Array, gradient: Array, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,).
 

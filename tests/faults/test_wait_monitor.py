@@ -15,6 +15,7 @@ import pytest
 from flockstep.errors import RunError
 from flockstep.launchers.duplicate_batches import GradientFingerprints
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor
+from flockstep.messages import Message
 from support.matrix import few
 from support.processes import MEMORY, PATIENCE, RealRun, wait_until
 
@@ -199,7 +200,7 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
     monkeypatch.setattr(sys, "stderr", Full() if broken else None)
     draws = GradientFingerprints(2)
     for rank in range(2):
-        draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
+        draws.hear(Message(rank, "gradient", note={"step": 1, "gradient": "abc"}))
     assert draws.reported
 
 
@@ -212,19 +213,8 @@ def test_workers_that_shard_too_few_samples_are_not_sent_to_shard(
 ) -> None:
     draws = GradientFingerprints(2, lambda: sharded)
     for rank in range(2):
-        draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
+        draws.hear(Message(rank, "gradient", note={"step": 1, "gradient": "abc"}))
     assert f"so they draw the same batches; {way}" in capsys.readouterr().err
-
-
-def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate of 0 counts for nothing: that worker had no gradient, or replicas may differ."""
-    draws = GradientFingerprints(3)
-    for step, rates in enumerate([(0.1, 0.0, 0.1), (0.1, 0.2, 0.1), (0.1, 0.1, 0.3)], 1):
-        for rank, lr in enumerate(rates):
-            draws.hear(rank, {"step": step, "gradient": str(rank), "lr": lr})
-    errors = capsys.readouterr().err
-    assert errors.count("different learning rates") == 1
-    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so their parameters diverge; use one schedule" in errors
 
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -18,15 +21,23 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 import flockstep
+from flockstep.drivers import epochs
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
-from flockstep.drivers.torch_data import set_epoch, split
+from flockstep.drivers.torch_data import identity, sampled, split
 from flockstep.errors import ConfigurationError, MissingDependency
+from flockstep.launchers.duplicate_batches import DataDigests
+from flockstep.messages import Message
 
 WORKERS = 3
 
@@ -68,7 +79,13 @@ class Doubling(DataLoader[int]):
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Each rank counts its loaders and their epochs by itself, as in a process of its own."""
+    counters: dict[int, tuple[Any, list[Any]]] = {}
+
     def become(rank: int, workers: int = WORKERS) -> None:
+        places, counts = counters.setdefault(rank, (weakref.WeakKeyDictionary(), []))
+        monkeypatch.setattr(epochs, "_places", places)
+        monkeypatch.setattr(epochs, "_counts", counts)
         node_spec = NodeSpec(
             "run", rank, "ipc://control", str(tmp_path), "ipc", 5.0, str(tmp_path), workers, os.getpid()
         )
@@ -118,7 +135,7 @@ def test_a_stream_is_split_by_batches(loading: int, as_rank: Become) -> None:
 @pytest.mark.parametrize("loading", [0, 2])
 def test_a_shuffled_stream_is_split_without_overlap_and_anew_each_epoch(loading: int, as_rank: Become) -> None:
     loaders = [DataLoader(Stream(18, shuffled=True), batch_size=2, num_workers=loading) for _ in range(WORKERS)]
-    epochs = []
+    found = []
     for _ in range(2):
         taken = []
         for rank, loader in enumerate(loaders):
@@ -127,8 +144,8 @@ def test_a_shuffled_stream_is_split_without_overlap_and_anew_each_epoch(loading:
         assert [len(one) for one in taken] == [3, 3, 3]
         if loading == 0:  # otherwise loader workers shuffle apart from each other
             assert sorted(flat(taken)) == list(range(18))
-        epochs.append(taken)
-    assert epochs[0] != epochs[1]
+        found.append(taken)
+    assert found[0] != found[1]
 
 
 @pytest.mark.filterwarnings("ignore:flockstep.shard leaves out")
@@ -166,15 +183,15 @@ def test_samples_are_split_as_distributed_data_parallel_splits_them(options: dic
 
 def test_each_epoch_is_shuffled_anew_and_the_same_on_all_workers(as_rank: Become) -> None:
     loaders = [DataLoader(Numbers(18), batch_size=2, shuffle=True) for _ in range(WORKERS)]
-    epochs = []
+    found = []
     for _ in range(2):
         taken = []
         for rank, loader in enumerate(loaders):
             as_rank(rank)
             taken.append(listed(flockstep.shard(loader)))
         assert sorted(flat(taken)) == list(range(18))
-        epochs.append(taken)
-    assert epochs[0] != epochs[1]
+        found.append(taken)
+    assert found[0] != found[1]
 
 
 def seen_by(worker: int) -> None:
@@ -228,16 +245,16 @@ def test_epochs_go_on_where_a_checkpoint_was_written(kind: str, as_rank: Become)
             return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
         return DataLoader(Numbers(), batch_size=2, shuffle=True)
 
-    def epochs(count: int, *first: int) -> list[Batches]:
+    def passes(count: int, *first: int) -> list[Batches]:
         one = loader()
         part = flockstep.shard(one, *first)
         return [[batch.tolist() for batch in part] for _ in range(count)]
 
     as_rank(1)
-    whole = epochs(4)
+    whole = passes(4)
     assert whole[0] != whole[2]
-    assert epochs(2, 2) == whole[2:]
-    assert epochs(2) == whole[:2]
+    assert passes(2, 2) == whole[2:]
+    assert passes(2, 0) == whole[:2]
     same = loader()
     assert [[b.tolist() for b in flockstep.shard(same, epoch=number)] for number in (3, 0)] == [whole[3], whole[0]]
     with pytest.raises(ConfigurationError, match="epoch must be >= 0, got -1"):
@@ -282,20 +299,154 @@ def test_lengths(as_rank: Become) -> None:
         len(flockstep.shard(DataLoader(Stream())))  # type: ignore[arg-type]
 
 
-REFUSED = {
-    "WeightedRandomSampler": lambda data: WeightedRandomSampler([1.0] * len(data), 5),
-    "RandomSampler": lambda data: RandomSampler(data, replacement=True, num_samples=1000),
-}
+SAMPLERS: list[Callable[[Any], Any]] = [
+    lambda data: WeightedRandomSampler([1.0] * 10 + [0.0] * 10, 18),
+    lambda data: RandomSampler(data, replacement=True, num_samples=18),
+    lambda data: SubsetRandomSampler(range(2, 20)),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_sampler_that_says_what_is_drawn_is_refused(name: str, as_rank: Become) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_of_a_custom_sampler_each_worker_takes_every_nth_index(sampler: Any, as_rank: Become) -> None:
+    data = Numbers()
+    found = parts(lambda: DataLoader(data, batch_size=2, sampler=sampler(data)), as_rank)
+    torch.manual_seed(0)  # the seed of the first epoch of the first loader
+    order = list(sampler(data))
+    assert [flat(one) for one in found] == [order[rank::WORKERS] for rank in range(WORKERS)]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_that_divides_by_itself_is_refused(batches: bool, as_rank: Become) -> None:
     as_rank(0)
     data = Numbers()
-    with pytest.raises(
-        ConfigurationError, match=rf"the loader must have no custom sampler, got a {name}; .*flockstep\.rank"
-    ):
-        flockstep.shard(DataLoader(data, sampler=REFUSED[name](data)))
+    sampler = DistributedSampler(data, 3, 0)
+    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False)) if batches else None
+    with pytest.raises(ConfigurationError, match="DistributedSampler divides the samples among workers already"):
+        flockstep.shard(loader or DataLoader(data, sampler=sampler))
+
+
+def test_loaders_read_side_by_side_have_orders_of_their_own_unless_a_seed_says_otherwise(as_rank: Become) -> None:
+    """Equal on all workers; `seed` is that of a `DistributedSampler`."""
+
+    def pairs(*seeds: int | None) -> list[list[tuple[int, int]]]:
+        found = []
+        for rank in range(WORKERS):
+            as_rank(rank)
+            both = [DataLoader(Numbers(30), batch_size=1, shuffle=True) for _ in range(2)]
+            one, other = (flockstep.shard(each, 0, seed=seed) for each, seed in zip(both, seeds, strict=True))
+            found.append([(int(a), int(b)) for a, b in zip(one, other, strict=True)])
+        for place in range(2):
+            assert sorted(pair[place] for each in found for pair in each) == list(range(30))
+        return found
+
+    assert sum(a == b for each in pairs(None, None) for a, b in each) < 6
+    found = pairs(5, 5)
+    assert all(a == b for each in found for a, b in each)
+    sampler = DistributedSampler(Numbers(30), WORKERS, 1, seed=5)
+    assert [a for a, _ in found[1]] == list(sampler)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of this process's run, of which the test counts the only element up."""
+    taken = [0]
+    monkeypatch.setattr(epochs, "steps_here", lambda: taken[0])
+    return taken
+
+
+def looks(part: Any, where: str) -> list[Any]:
+    """What one rank alone does with its part, which others do not do; iterators that it keeps."""
+    if where.startswith("peek"):
+        kept = iter(part)
+        next(kept)
+        return [kept] if where == "peek, kept" else []
+    return list(part) if where == "pass" else []
+
+
+@pytest.mark.parametrize("kind", ["samples", "stream"])
+@pytest.mark.parametrize(
+    ("look", "read_first"),
+    [("peek", False), ("peek, kept", False), ("pass", False), ("peek", True), ("peek, kept", True)],
+)
+def test_a_rank_may_look_at_its_part_alone(
+    look: str, read_first: bool, kind: str, as_rank: Become, steps: list[int]
+) -> None:
+    """Before the first epoch, in the middle of one, and between two, also if a script reads all batches first."""
+
+    def trained(where: str) -> list[Batches]:
+        steps[0] = 0
+        as_rank(1)
+        data: Any = Numbers(36) if kind == "samples" else Stream(36, shuffled=True)
+        part = flockstep.shard(DataLoader(data, batch_size=2, shuffle=kind == "samples" or None), 0)
+        kept, found = looks(part, where), []
+        for _ in range(3):
+            found.append([])
+            for number, batch in enumerate(list(part) if read_first else part):
+                found[-1].append(batch.tolist())
+                steps[0] += 1
+                kept += looks(part, where if number == 2 else "")
+            kept += looks(part, where)
+        return found
+
+    right = trained("")
+    assert len({str(one) for one in right}) == 3, "each epoch has its own order"
+    assert trained(look) == right
+
+
+def test_a_loader_that_is_made_anew_goes_on_with_the_next_epoch(as_rank: Become) -> None:
+    as_rank(1)
+    orders = [listed(flockstep.shard(DataLoader(Numbers(18), batch_size=2, shuffle=True))) for _ in range(2)]
+    same = DataLoader(Numbers(18), batch_size=2, shuffle=True)
+    assert orders[0] != orders[1]
+    assert [listed(flockstep.shard(same, epoch)) for epoch in range(2)] == orders
+
+
+def test_what_has_no_batches_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NODE_SPEC, raising=False)
+    with pytest.raises(ConfigurationError, match=r"shard needs batches, such as a DataLoader, .*, got 5; pass what"):
+        flockstep.shard(5)  # type: ignore[arg-type]
+
+
+def told_of(*data: Any) -> str:
+    """What the run says of the data sets of its workers: as an error, or empty if it accepts them."""
+    try:
+        digests = DataDigests(len(data))
+        for rank, each in enumerate(data):
+            for what, digest, certain in (("data", identity(each), 1), ("samples", sampled(each), 0)):
+                digests.hear(Message(rank, "data", note={"of": what, "digest": digest, "certain": certain, "step": 0}))
+    except ConfigurationError as error:
+        return str(error)
+    return "warned" if digests.reported else ""
+
+
+class Augmented(Numbers):
+    """Adds random numbers to its samples, from the global streams or its own."""
+
+    def __init__(self, rank: int, own: bool = False):
+        super().__init__()
+        self.own = np.random.default_rng(rank) if own else None
+
+    def __getitem__(self, index: int) -> Any:
+        return index + (torch.rand(1).item() + random.random() if self.own is None else self.own.random())
+
+
+def test_data_sets_that_differ_between_ranks_are_told_apart() -> None:
+    """By their sizes, indices and values, of which random augmentation of a rank is no part."""
+    whole = TensorDataset(torch.arange(40.0))
+    splits = [random_split(whole, [30, 10], torch.Generator().manual_seed(seed))[0] for seed in (0, 1, 0)]
+    by_rank = [Subset(whole, range(rank, 40, 2)) for rank in range(2)]
+    assert "workers 0 and 1 hold different data, got 30 samples (digest " in told_of(*splits)
+    assert told_of(splits[0], splits[2]) == ""
+    assert "got 20 samples (digest " in told_of(*by_rank)
+    assert "got 20 samples" in told_of(Numbers(20), Numbers(21))
+    assert "hold different data" in told_of(whole, TensorDataset(torch.arange(40.0) + 1))
+    before = torch.get_rng_state()
+    one = sampled(Augmented(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert one == sampled(Augmented(1)) != ""
+    assert told_of(Augmented(0, own=True), Augmented(1, own=True)) == ""
+    assert told_of([1.0, 2.0], [1.0, 3.0]) == "warned"
 
 
 def test_alone_it_is_the_loader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +559,7 @@ def test_private_data_are_all_used_in_an_order_of_epoch_and_rank(kind: str, as_r
         one = loader()
         for epoch in range(2):
             orders[rank, epoch] = listed(flockstep.shard(one, private=True))
-        assert listed(flockstep.shard(loader(), epoch=1, private=True)) == orders[rank, 1]
+        assert listed(flockstep.shard(loader(), epoch=1, private=True, seed=0)) == orders[rank, 1]
     assert all(sorted(flat(order)) == list(range(7)) for order in orders.values())
     if kind != "list":
         assert orders[0, 0] != orders[0, 1]
@@ -459,16 +610,13 @@ class Shuffled:
 
 
 def test_the_epochs_of_an_iterable_are_counted_across_calls(as_rank: Become) -> None:
-    def epochs() -> list[list[int]]:
-        return [list(flockstep.shard(data)) for _ in range(3)]
-
     as_rank(1)
     data = Shuffled()
-    found = epochs()
+    found = [list(flockstep.shard(data)) for _ in range(3)]
     assert found[0] != found[1] != found[2]
     assert list(flockstep.shard(data, epoch=1)) == found[1]
     data = Shuffled()
-    assert epochs() == found
+    assert [list(flockstep.shard(data, epoch, seed=0)) for epoch in range(3)] == found
 
 
 class Repeated(Stream):
@@ -498,7 +646,8 @@ def used_by(workers: int, epoch: int, first: int = 0, last: int = 1000) -> list[
     samples = []
     for rank in range(workers):
         part = split(DataLoader(Numbers(101), batch_size=4, shuffle=True), rank, workers)
-        set_epoch(part, epoch)
+        epochs.epochs_of(part).seed = 0
+        epochs.epochs_of(part).go_on(epoch)
         samples += [x for batch, xs in enumerate(part) if first <= batch * workers < last for x in xs.tolist()]
     return samples
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import re
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import flockstep
+from flockstep.drivers.settings import told
 from flockstep.drivers.torch_memory import WorkerMemory
-from flockstep.drivers.torch_settings import compare_settings
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
+from flockstep.frameworks.torch_optimizers import settings_of
+from flockstep.launchers.settings_comparison import SettingsComparison
+from flockstep.messages import Message
 from flockstep.registry import names
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import equal_bits, run_strategy
@@ -266,27 +271,82 @@ def test_other_optimizers_and_other_groups_are_named():
     assert "the number of parameter groups of SGD" in refused(halves)
 
 
-def refusal(strategy, *optimizers):
-    """Why the workers may not step with these optimizers; empty if they may."""
-    parsed = Strategy.parse(strategy)
+def refusal(strategy, *optimizers, step=0):
+    """Why the workers may not step with these optimizers, at the start or at a step; empty if they may."""
+    comparison = SettingsComparison(len(optimizers), lambda: Strategy.parse(strategy))
     try:
-        does(lambda me, _: compare_settings(me, optimizers[me.rank], parsed), arrays(len(optimizers), 1))
+        for rank, optimizer in reversed(list(enumerate(optimizers))):
+            report(comparison, rank, optimizer, step)
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_what_has_no_form_for_other_ranks_is_refused_only_where_it_would_have_to_travel():
-    def own(setting):
-        optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+def report(comparison, rank, optimizer, step=0):
+    note = {"step": step, "start": int(step == 0), "loaded": int(bool(optimizer.state) and step == 0)}
+    settings = told(type(optimizer).__name__, settings_of(optimizer))
+    comparison.hear(Message(rank, "settings", settings, note))
+
+
+def test_settings_are_compared_for_equal_steps_alone_and_named_with_their_values():
+    """A schedule changes them at every step, and workers of asynchronous strategies are at different steps."""
+    first, second = (momentum(net().parameters()) for _ in range(2))
+    second.param_groups[0]["lr"] = 0.2
+    comparison = SettingsComparison(2, lambda: Strategy.parse("ps(ssp(3))"))
+    report(comparison, 0, first, 10)
+    report(comparison, 1, second, 20)
+    with pytest.raises(ConfigurationError, match=r"got 0.1 on worker 0 and 0.2 on worker 1 at step 10; let schedules"):
+        report(comparison, 1, second, 10)
+
+
+def test_settings_that_may_differ_are_told_of_once_if_they_part(capsys):
+    first, second = (momentum(net().parameters()) for _ in range(2))
+    comparison = SettingsComparison(2, lambda: Strategy.parse("local_sgd"))
+    for at in (0, 10, 20):
+        second.param_groups[0]["lr"] = 0.1 if at == 0 else 0.2
+        report(comparison, 0, first, at)
+        report(comparison, 1, second, at)
+    said = capsys.readouterr().err
+    assert said.count("flockstep: ") == 1
+    assert "lr of SGD has changed to 0.1 on worker 0 and 0.2 on worker 1 at step 10; if this is not meant" in said
+    assert refusal("local_sgd", first, second) == ""
+    assert capsys.readouterr().err == "", "meant from the start"
+
+
+SAME = [0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2)]
+
+
+def test_settings_that_equal_each_other_do_not_differ():
+    def optimizer(lr, nesterov):
+        return torch.optim.SGD(net().parameters(), lr=lr, momentum=0.9, nesterov=nesterov)
+
+    for lr in SAME:
+        assert refusal("all_reduce", optimizer(0.5, True), optimizer(lr, np.bool_(True))) == ""
+    assert "got 0.5 on worker 0 and 0.25 on" in refusal(
+        "all_reduce", optimizer(0.5, True), optimizer(Fraction(1, 4), 1)
+    )
+
+
+class Own(torch.optim.SGD):
+    """A class that may read any entry of its groups."""
+
+
+def test_entries_that_torch_ignores_stay_on_their_rank():
+    """What a class of the script's own reads has to travel, or is refused."""
+
+    def own(kind, setting, lr=0.1):
+        optimizer = kind(net().parameters(), lr=lr)
         optimizer.param_groups[0]["mine"] = setting
         return optimizer
 
-    agreed("all_reduce", own({1}), own({1}))
+    first, second = own(torch.optim.SGD, {1}), own(torch.optim.SGD, len, lr=0.2)
+    assert refusal("all_reduce", first, own(torch.optim.SGD, len)) == ""
+    agreed("all_reduce", first, second)
+    assert (second.param_groups[0]["mine"], second.param_groups[0]["lr"]) == (len, 0.1)
     with pytest.raises(
         ConfigurationError, match="must consist of tensors, numbers and strings, got a set; load such a state on every"
     ):
-        agreed("all_reduce", own({1}), own(1))
+        agreed("all_reduce", own(Own, {1}), own(Own, 1))
 
 
 def test_a_loaded_state_is_not_stepped_with_before_all_ranks_agree(monkeypatch):

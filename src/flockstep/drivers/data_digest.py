@@ -11,6 +11,7 @@ import numpy as np
 
 from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.drivers.membership import membership_here
+from flockstep.messages import Fields
 
 MOST = 1 << 16
 """Maximum number of bytes of each array that enter the digest; further bytes are ignored."""
@@ -45,9 +46,13 @@ def _add(digest: Any, value: object) -> None:
         digest.update(array.reshape(-1).view(np.uint8)[:MOST].data)
 
 
-def tell_data(digest: str) -> None:
-    """Send the supervisor a digest of the data that this worker reads, once in a run; do nothing if there is no run."""
+def tell_data(place: int, what: str, digest: str, certain: bool) -> None:
+    """Send the supervisor a digest of the data that this worker is about to read; do nothing if there is no run.
+
+    The supervisor compares digests of the same run step, of the loader in the same `place`, and of the same kind
+    `what`. If they differ, the run ends if the difference is `certain` to be a mistake.
+    """
     here = membership_here()
-    if here is not None and not here.told_data and not here.member.closed:
-        here.told_data = True
-        here.member.tell("data", None, {"digest": digest})
+    if here is not None and here.steps is not None and not here.member.closed:
+        note: Fields = {"of": f"{what} of loader {place}", "digest": digest, "certain": int(certain)}
+        here.member.tell("data", None, {**note, "step": here.steps()})

@@ -1,25 +1,79 @@
-"""Batches that are drawn epoch by epoch, with separate random numbers for each epoch."""
+"""Batches that are drawn epoch by epoch, with separate random numbers for each epoch.
+
+All workers must draw the order of an epoch with the same seed, although one of them may look at some batches alone. The
+seed therefore depends on what all workers have in common: the number of loaders in use, and the number of passes in
+which the optimizer has taken steps.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from flockstep.drivers.membership import steps_here
+
 B = TypeVar("B")
+APART = 1_000_003
+"""Difference between the seeds of two loaders in use; no loader has as many epochs."""
 
 
-@dataclass
 class EpochCount:
-    """Counter of the epochs of an iterable: the number of the next epoch, from 0."""
+    """Counts the epochs of an iterable: the passes over it in which the process has taken steps of a run.
 
-    next: int = 0
+    Without a run, every pass that was read beyond its first batch is an epoch.
+    """
+
+    def __init__(self, place: int = 0):
+        """`place`: number of the iterable among those in use, from 0."""
+        self.place = place
+        self.seed = APART * place
+        """Seed of epoch 0; that of a later epoch is larger by the number of the epoch."""
+        self._next = 0
+        self._read = False
+        """Whether the last pass was read beyond its first batch."""
+        self._reading = 0
+        """Number of passes that have been read beyond their first batch, and not yet to their end."""
+        self._steps: int | None = None
+        """Steps of the process when a pass last looked; None if there was no run."""
+
+    def go_on(self, number: int) -> None:
+        """Set the number of the next epoch."""
+        self._next, self._read = number, False
+
+    def counted(self, batches: Callable[[int], Iterator[B]]) -> Iterator[B]:
+        """Yield one pass over `batches(number)`, where `number` is that of the epoch."""
+        steps, read = steps_here(), False
+        # steps with batches that were all read before; steps during a pass that is still read belong to that pass
+        if self._read and not self._reading and (steps is None or steps != self._steps):
+            self._next += 1
+        number, self._read, self._steps = self._next, False, steps
+        try:
+            for batch in batches(number):
+                yield batch
+                self._reading += not read
+                self._read = read = True
+                steps = self._note(number, steps)
+        finally:
+            self._reading -= read
+            self._note(number, steps)
+
+    def _note(self, number: int, before: int | None) -> int | None:
+        """Count the pass over epoch `number` if there were steps since it last looked; return the number of steps."""
+        if (steps := steps_here()) != before:
+            self._steps, self._next = steps, max(self._next, number + 1)
+        return steps
 
 
-_counts: weakref.WeakKeyDictionary[Iterable[Any], EpochCount] = weakref.WeakKeyDictionary()
+_counts: list[EpochCount] = []
+"""The counters by place; the counter of a loader that is no longer in use goes on with the next loader in its place, so
+that a loader that is made anew for each epoch draws another order in each.
+"""
+_places: weakref.WeakKeyDictionary[Iterable[Any], int] = weakref.WeakKeyDictionary()
+"""Iterable in use → its place."""
 
 
 def count_of(batches: Iterable[Any]) -> EpochCount:
@@ -28,9 +82,21 @@ def count_of(batches: Iterable[Any]) -> EpochCount:
     Lists and similar iterables, whose order never changes, get a new counter at each call.
     """
     try:
-        return _counts.setdefault(batches, EpochCount())
+        place = _places.get(batches)
+        if place is None:
+            taken = set(_places.values())
+            place = _places[batches] = next(each for each in itertools.count() if each not in taken)
+            _counts.extend(map(EpochCount, range(len(_counts), place + 1)))
+            _counts[place].seed = APART * place
     except TypeError:  # no weak references, or no hash
         return EpochCount()
+    return _counts[place]
+
+
+def epochs_of(part: Any) -> EpochCount:
+    """Return the epoch counter of a worker's part of a loader or iterable."""
+    count: EpochCount = part._epochs
+    return count
 
 
 class EpochBatches(ABC, Generic[B]):
@@ -40,20 +106,15 @@ class EpochBatches(ABC, Generic[B]):
         self._batches = batches
         self._rank = rank
         self._workers = workers
-        self._count = count
+        self._epochs = count
 
-    @property
-    def epoch(self) -> int:
-        """Number of the next epoch, on which the order of shuffled batches depends."""
-        return self._count.next
-
-    @epoch.setter
-    def epoch(self, number: int) -> None:
-        self._count.next = number
-
-    @abstractmethod
     def __iter__(self) -> Iterator[B]:
         """Yield the batches of one epoch."""
+        return self._epochs.counted(self.of_epoch)
+
+    @abstractmethod
+    def of_epoch(self, epoch: int) -> Iterator[B]:
+        """Yield the batches of the epoch with the given number."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # while a copy is being made

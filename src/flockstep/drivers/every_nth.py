@@ -1,4 +1,4 @@
-"""Selects every n-th batch of any iterable of batches."""
+"""Selects every n-th batch of any iterable of batches, or every n-th index of a sampler."""
 
 from __future__ import annotations
 
@@ -17,44 +17,50 @@ B = TypeVar("B")
 class ShardedBatches(EpochBatches[B]):
     """Batches i, i + n, i + 2n, … of an iterable, for worker i of n; every worker gets the same number of batches."""
 
-    _told = _compared = False
+    what = "batches"
+    """What the iterable yields."""
+    certain = False
+    """Whether all workers must read equal values; batches may contain random changes of each worker."""
+    _told = _warned = False
 
-    def __iter__(self) -> Iterator[B]:
+    def of_epoch(self, epoch: int) -> Iterator[B]:
         """Yield this worker's batches of one epoch.
 
         Raises:
             ConfigurationError: there are batches, but fewer than workers.
         """
-        batches, turns = drawn(self._batches, self.epoch), 0
-        self.epoch += 1
+        return self.in_order(self._epochs.seed + epoch)
+
+    def in_order(self, seed: int) -> Iterator[B]:
+        """Yield this worker's batches in the order that is drawn with the given seed."""
+        batches, turns = drawn(self._batches, seed), 0
         while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
-            self._compare(turn)
+            if not turns:
+                self._compare(turn)
             yield turn[self._rank]
             turns += 1
         if turn and not turns:
             raise ConfigurationError(
-                f"flockstep.shard gives each of {self._workers} workers the same number of batches, but the epoch has "
-                f"only {len(turn)}; use at most {len(turn)} workers, or smaller batches"
+                f"flockstep.shard gives each of {self._workers} workers the same number of {self.what}, but the epoch "
+                f"has only {len(turn)}; use at most {len(turn)} workers, or smaller batches"
             )
         if turn and not self._told and self._rank == 0:
             self._told = True
             warnings.warn(
-                f"flockstep.shard leaves out the last {len(turn)} batches of an epoch because all {self._workers} "
-                f"workers must take the same number of steps; yield a multiple of {self._workers} batches, or let "
+                f"flockstep.shard leaves out the last {len(turn)} {self.what} of an epoch because all {self._workers} "
+                f"workers must take the same number of steps; yield a multiple of {self._workers} {self.what}, or let "
                 "each worker read different data, with private=True",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _compare(self, turn: list[B]) -> None:
-        """Compare the first batches with those that other workers read, and with those of other loading processes."""
-        if self._compared:
-            return
-        self._compared = True
+        """Compare the first batches of an epoch with those of other workers, and of other loading processes."""
         digests = list(map(digest_of, turn))
-        tell_data(" ".join(digests))
+        tell_data(self._epochs.place, self.what, " ".join(digests), self.certain)
         loading = getattr(self._batches, "num_workers", 0)
-        if loading > 1 and self._rank == 0 and digests[0] == digests[1]:
+        if loading > 1 and self._rank == 0 and digests[0] == digests[1] and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"the {loading} processes of the loader read the same batches, so every sample occurs {loading} times "
                 "in an epoch; let the __iter__ of the data set yield a different part in each process, with "

@@ -195,6 +195,10 @@ class OptaxStepper:
             return math.nan
         return float(self._optax.next_lr(self.state))
 
+    @property
+    def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        return "the optax optimizer", [{"lr": self.lr}]
+
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
         new, self.state = self._optax.stepped(params, gradient, self.state)

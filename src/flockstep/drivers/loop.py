@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import math
 import os
 import sys
@@ -51,7 +52,7 @@ from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.script_checkpoints import Keeper, ScriptCheckpoints
-from flockstep.drivers.settings import tell_servers
+from flockstep.drivers.settings import compared_at, room_for, tell_servers, told
 from flockstep.drivers.signals import leave_script_to_supervisor
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
@@ -176,13 +177,12 @@ class Loop:
         self._process = os.getpid()
         self._params = params
         self._buffers = buffers
+        self._stepper = stepper
         self._keeper = keeper
         self._kept: NodeCheckpoint | None = None
         """The state from which a resumed run goes on, until its program has begun."""
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
-        self.resumed = False
-        """Whether this worker goes on from a checkpoint."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
@@ -231,6 +231,9 @@ class Loop:
         try:
             if self._member is not None:
                 self._show_gradient()
+                number = self._worker.run_step + 1
+                if self._worker.step == 0 or compared_at(number):
+                    self._tell_settings(number)
             for hook in failpoints.hooks:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
@@ -325,8 +328,8 @@ class Loop:
         """Report the first gradients to the supervisor, which compares them between workers: equal batches give equal
         gradients.
 
-        The supervisor also compares learning rates, where replicas must stay equal. The reported part is the one that
-        the strategy uses first in its step, because the strategy may change parts after their use.
+        The reported part is the one that the strategy uses first in its step, because the strategy may change parts
+        after their use.
         """
         worker = self._worker
         if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
@@ -334,12 +337,23 @@ class Loop:
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
         telling = part.any() and first_not_finite(part) < 0  # a zero gradient tells nothing about the batch
-        lr = 0.0
-        if telling and self.strategy.traits.alike:  # others may step as they like
-            with contextlib.suppress(ConfigurationError):  # an optimizer that does not tell its learning rate
-                lr = worker.lr
-        shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
+        shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else ""}
         self._member.tell("gradient", None, shown)
+
+    def compare_settings(self, loaded: bool) -> None:
+        """Let the supervisor compare the optimizer's settings with those of the other workers, before the first step;
+        `loaded`: the optimizer has a state that the script has loaded.
+        """
+        with self._telling():
+            self._tell_settings(self._worker.run_step, start=True, loaded=loaded)
+
+    def _tell_settings(self, step: int, start: bool = False, loaded: bool = False) -> None:
+        """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
+        that no worker waits for another one.
+        """
+        if self._member is not None and self.workers > 1:
+            note: Fields = {"step": step, "start": int(start), "loaded": int(loaded)}
+            self._member.tell("settings", told(*self._stepper.settings), note)
 
     def listen(self) -> None:
         """Handle the messages that have arrived, and continue the tasks that wait for these messages."""
@@ -555,9 +569,9 @@ class Loop:
         """Run a worker whose peers are in other processes."""
         node_spec = _enter(node_spec)
         strategy, rank = self.strategy, self.rank
-        self._member = Member(
-            node_spec, schema, self._buffers().nbytes, {**notes_of(strategy), **REPLICAS}, strategy.sums
-        )
+        settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
+        largest = max(self._buffers().nbytes, *settings)
+        self._member = Member(node_spec, schema, largest, {**notes_of(strategy), **REPLICAS}, strategy.sums)
         _watch_crashes()
         _loops.append(self)
         initial = np.ascontiguousarray(to_host(self._params))
@@ -568,7 +582,6 @@ class Loop:
         worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
             kept = self._kept = self._load(node_spec, worker)
-            self.resumed = kept is not None
             if kept is not None and kept.saved.mailbox is not None:
                 self._member.expect(kept.saved.mailbox.received())
             self._member.begin()
@@ -581,6 +594,7 @@ class Loop:
         self.membership = Membership(self._member, self._runner.scalar)
         self.membership.works_between_steps = lambda: worker.works_between_steps
         self.membership.barrier = self._barrier
+        self.membership.steps = lambda: worker.run_step
         if self._keeper is not None and node_spec.call == 1:
             checkpoints = self._connection.checkpoints
             self._script = self.membership.script = ScriptCheckpoints(checkpoints, self._keeper, kept)

@@ -23,8 +23,8 @@ class Membership:
         self.close_communicator: Callable[[], None] | None = None
         self.epoch: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of an epoch over private data, whose steps end on all workers together."""
-        self.told_data = False
-        """Whether the supervisor knows what data this process reads."""
+        self.steps: Callable[[], int] | None = None
+        """Number of steps that this process has taken in the run; None for a communicator, and after the run's end."""
         self.works_between_steps: Callable[[], bool] | None = None
         """Whether the run's strategy has background tasks, which other workers may wait for between two steps."""
         self.barrier: Callable[[], None] | None = None
@@ -64,6 +64,7 @@ def end_membership(membership: Membership) -> None:
     call remains.
     """
     membership.barrier = membership.works_between_steps = membership.epoch = membership.script = None
+    membership.steps = None
     membership.scalar = lambda name, value: None
     if membership is not _memberships[0]:
         _memberships.remove(membership)
@@ -98,6 +99,12 @@ def first_membership() -> Membership | None:
 def memberships_here() -> list[Membership]:
     """The memberships of this process that have not ended."""
     return [one for one in _memberships if not one.member.closed]
+
+
+def steps_here() -> int | None:
+    """Number of steps that this process has taken in the runs that have not ended; None if there is no such run."""
+    steps = [one.steps() for one in _memberships if one.steps is not None]
+    return sum(steps) if steps else None
 
 
 def barrier() -> None:

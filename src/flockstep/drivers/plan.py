@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -245,6 +246,10 @@ class LocalOptimizer:
         self._optimizer = optimizer
         self._tensors = tuple(tensors)
         self.reset(params)
+
+    @property
+    def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        return type(self._optimizer).__name__, [{"lr": self.lr}]
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""

@@ -21,25 +21,23 @@ class PrivateBatches(EpochBatches[B]):
     epoch together.
     """
 
-    def __iter__(self) -> Iterator[B]:
+    def of_epoch(self, epoch: int) -> Iterator[B]:
         """Yield all batches of one epoch.
 
         Raises:
             ConfigurationError: there is no batch.
         """
-        number = self.epoch
-        self.epoch += 1
         with ExitStack() as stack:
             for here in memberships_here():
                 if here.epoch is not None:
                     stack.enter_context(here.epoch())
             none = True
-            for batch in drawn(self._batches, number * self._workers + self._rank):
+            for batch in drawn(self._batches, self._epochs.seed + epoch * self._workers + self._rank):
                 none = False
                 yield batch
             if none:
                 raise ConfigurationError(
-                    f"worker {self._rank} has no batch in epoch {number}; start only as many workers as have data, "
+                    f"worker {self._rank} has no batch in epoch {epoch}; start only as many workers as have data, "
                     "and give shard a loader or a list, because a generator is empty after one epoch"
                 )
 

@@ -22,6 +22,7 @@ from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.real_part import PartConnection
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import Runner
+from flockstep.drivers.settings import room_for
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.frameworks.base import Engine
@@ -130,7 +131,8 @@ def run_server(
     """
     with _guarded(node_spec) as guard:
         rule = Strategy.parse(strategy)
-        member = guard.member = Member(node_spec, schema, rule.largest_message, {**notes_of(rule), **REPLICAS})
+        largest = max(rule.largest_message, room_for(optimizer))
+        member = guard.member = Member(node_spec, schema, largest, {**notes_of(rule), **REPLICAS})
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None, part=group is not None)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import to_text
 from flockstep.messages import Message
@@ -10,6 +16,30 @@ from flockstep.optimizers.base import Optimizer
 
 OPTIMIZER = "optimizer"
 """Tag of the message with new settings, which a server applies before its program receives the next message."""
+FREE = 1 << 14
+"""Number of bytes of settings for which messages have room anyway, also if each value takes four times as many."""
+
+
+def room_for(settings: str) -> int:
+    """Return the size of the largest message with settings that now have the given text; values may become longer."""
+    return 4 * len(settings) if len(settings) > FREE else 0
+
+
+def compared_at(step: int) -> bool:
+    """Return whether workers tell the supervisor their settings for the step with the given number, from 1: each tenth
+    of the first hundred steps, in which short runs end, then each hundredth.
+    """
+    return step % (10 if step < 100 else 100) == 0
+
+
+def to_array(text: str) -> FlatArray:
+    """Return a text as an array (uint8), for texts that may be longer than a note of a message."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def told(kind: str, groups: list[dict[str, Any]]) -> FlatArray:
+    """Return the settings of each group of an optimizer of the class `kind` as the supervisor reads them."""
+    return to_array(json.dumps([kind, groups]))
 
 
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
@@ -17,7 +47,7 @@ def tell_servers(me: Worker, optimizer: Optimizer) -> None:
     the next step on.
     """
     me.optimizer = optimizer
-    me.send_all(me.server_addresses, OPTIMIZER, None, {"optimizer": to_text(optimizer)})
+    me.send_all(me.server_addresses, OPTIMIZER, to_array(to_text(optimizer)))
 
 
 def taken_over(node: Node, message: Message) -> bool:
@@ -28,7 +58,7 @@ def taken_over(node: Node, message: Message) -> bool:
     """
     if message.tag != OPTIMIZER or not isinstance(node, Server):
         return False
-    optimizer = Optimizer.parse(str(message.note["optimizer"]))
+    optimizer = Optimizer.parse(message.payload.tobytes().decode())
     if _remembered(optimizer, node) != _remembered(node.optimizer, node):
         raise ConfigurationError(
             "the settings of the optimizer may change during training only if its state stays of the same kind, got "

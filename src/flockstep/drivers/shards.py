@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from flockstep.drivers.epochs import count_of
+from flockstep.drivers.epochs import count_of, epochs_of
 from flockstep.drivers.every_nth import ShardedBatches
 from flockstep.drivers.node_spec import place_of_script, require_own_process
 from flockstep.drivers.private_batches import PrivateBatches
@@ -15,17 +15,20 @@ from flockstep.errors import ConfigurationError
 B = TypeVar("B")
 
 
-def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
+def shard(
+    loader: Iterable[B], epoch: int | None = None, private: bool = False, *, seed: int | None = None
+) -> Iterable[B]:
     """Return this worker's part of `loader`; without several workers, `loader` itself.
 
     All workers must read the same data, of which each gets a part; `private` is for data that only this worker reads. A
     `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
     loader with a `batch_sampler`, worker i of n takes every n-th of the sampler's batches. From an `IterableDataset` or
-    any other iterable, the worker takes every n-th batch, so the order must be equal on every worker. Remaining batches
-    at the end are dropped with a warning, so that every worker takes the same number of steps; of an indexable data set
-    a few samples are repeated instead, unless its loader has `drop_last`. An order that is drawn with torch's global
-    generator is the same on every worker and in every run, whatever seed the script sets, because it depends only on
-    the number of the epoch.
+    any other iterable, the worker takes every n-th batch, so the order must be equal on every worker. Of a custom
+    sampler, such as one with weights, the worker takes every n-th index. Remaining batches at the end are dropped with
+    a warning, so that every worker takes the same number of steps; of an indexable data set a few samples are repeated
+    instead, unless its loader has `drop_last`. An order that is drawn with torch's global generator is the same on
+    every worker and in every run, whatever seed the script sets: it depends on the number of the epoch and on `seed`.
+    Without `seed`, loaders in use at the same time have different seeds, in the order of their first calls of `shard`.
 
     With `private`, a worker's part is all of `loader`, of any kind and size, and the order depends on the number of the
     epoch and the rank. An epoch ends when every worker has used all of its batches once: until then a worker without
@@ -33,31 +36,41 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     strategies that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each
     other.
 
-    Each iteration in this process counts as one epoch, from 0; `epoch` sets the number of the next epoch, so that a
-    script that continues from a checkpoint does not draw the order of its first epochs again.
+    Epochs are counted from 0 in this process: each pass over the data in which the process takes steps of the run is an
+    epoch, so one worker may look at some batches alone. `epoch` sets the number of the next epoch, so that a script
+    that continues from a checkpoint does not draw the order of its first epochs again.
 
     Raises:
-        ConfigurationError: the loader has a custom sampler, which already assigns the samples, some worker would get
-            no batch, `epoch` is negative, or the script of a launched run has started this process.
+        ConfigurationError: `loader` is not iterable, it has a `DistributedSampler`, which already divides the samples,
+            some worker would get no batch, `epoch` is negative, or the script of a launched run has started this
+            process.
     """
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise ConfigurationError(
+            f"flockstep.shard needs batches, such as a DataLoader, a list or a generator, got {loader!r}; pass "
+            "what the training loop iterates over"
+        )
     if epoch is not None and epoch < 0:
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
     rank, workers = place_of_script()
     require_own_process("shard")
     if workers == 1:
         return loader
+    part: Iterable[B] = _part(loader, rank, workers, private)
+    if epoch is not None:
+        epochs_of(part).go_on(epoch)
+    if seed is not None:
+        epochs_of(part).seed = seed
+    return part
+
+
+def _part(loader: Iterable[B], rank: int, workers: int, private: bool) -> Any:
     if not private and "torch.utils.data" in sys.modules:  # otherwise nobody has made a DataLoader
         from torch.utils.data import DataLoader
 
-        from flockstep.drivers.torch_data import set_epoch, split
-
         if isinstance(loader, DataLoader):
-            part = split(loader, rank, workers)
-            if epoch is not None:
-                set_epoch(part, epoch)
-            return part
+            from flockstep.drivers.torch_data import split
+
+            return split(loader, rank, workers)
     kind = PrivateBatches if private else ShardedBatches
-    plain = kind(loader, rank, workers, count_of(loader))
-    if epoch is not None:
-        plain.epoch = epoch
-    return plain
+    return kind(loader, rank, workers, count_of(loader))

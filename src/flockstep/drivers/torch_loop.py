@@ -26,10 +26,9 @@ from flockstep.drivers.torch_guard import Guard, require_same_parameters, requir
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
-from flockstep.drivers.torch_settings import require_same_settings
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
-from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
+from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings, settings_of
 from flockstep.frameworks.torch_state import set_unrounded
 from flockstep.nodes import BadGradients, BadGradientSettings
 from flockstep.optimizers.base import Optimizer
@@ -53,6 +52,10 @@ class _UserOptimizer:
     def lr(self) -> float:
         """Current learning rate; the largest one if there are several groups."""
         return base_lr(self._optimizer)
+
+    @property
+    def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        return type(self._optimizer).__name__, settings_of(self._optimizer)
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
         """Step the user's optimizer with `gradient`, and leave each `.grad` with its part of `gradient`."""
@@ -124,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._consent = Consent(self.flat, self.loop)
         self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer, server_side)
-        require_same_settings(optimizer, self.loop)
+        self.loop.compare_settings(loaded=bool(optimizer.state))  # before ranks take over a state of rank 0
         self.flat.signs = self.loop.workers > 1 and _averages_exactly(strategy)
         for parameter in without:  # a parameter that the first backward pass leaves out has none then
             parameter.grad = None

@@ -15,6 +15,7 @@ from flockstep.drivers.payloads import receive_pieces, send_pieces
 from flockstep.drivers.program_restart import common_steps, notes_of_all
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_optimizers import shared_entries
 from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
 from flockstep.messages import Fields
 from flockstep.nodes import Worker
@@ -112,7 +113,7 @@ class WorkerMemory(_Memory):
         """
         root = min([me.rank, *me.peers])
         own: Fields = {
-            "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
+            "digest": fingerprint(packed(_shared(self._optimizer), whole=False)),
             "loaded": int(self._loaded),
         }
         notes = await notes_of_all(me, "memory", own)
@@ -125,11 +126,11 @@ class WorkerMemory(_Memory):
         """Send the state of `source` to `takers`, which load it."""
         if me.rank == source:
             if takers:  # its size may be several times the model's
-                send_pieces(me, sorted(takers), "state", packed(self._optimizer.state_dict()))
+                send_pieces(me, sorted(takers), "state", packed(_shared(self._optimizer)))
         elif me.rank in takers:
             array = await receive_pieces(me, source, "state")
             self._taking = True
-            self._optimizer.load_state_dict(unpacked(array))
+            _take(self._optimizer, unpacked(array))
             self._taking = False
 
 
@@ -288,12 +289,27 @@ class SliceMemory(_MemoryElsewhere):
     def _spread(self, state: OptimizerState | None) -> None:
         """Send rank 0's `state` to the workers of its slices; None: they keep what they have."""
         groups = self._optimizer.param_groups
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        settings = [shared_entries(self._optimizer, group) for group in groups]
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in settings]
         for group, given in zip(
             groups, self._loop.exchange("memory", lambda me: _spread(me, state, settings)), strict=True
         ):
             group.update(given)
         self._optimizer.state.clear()
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer without the entries of its groups that are the script's own."""
+    state = optimizer.state_dict()
+    return state | {"param_groups": [shared_entries(optimizer, group) for group in state["param_groups"]]}
+
+
+def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what `_shared` has returned on another rank, and keep the entries of groups that are the script's own."""
+    own = optimizer.state_dict()["param_groups"]
+    groups = state["param_groups"]
+    merged = [a | b for a, b in zip(own, groups, strict=True)] if len(own) == len(groups) else groups
+    optimizer.load_state_dict(state | {"param_groups": merged})
 
 
 def _recall(me: Worker, state: OptimizerState) -> None:

@@ -9,8 +9,10 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Rational
 from typing import Any
 
+import numpy as np
 import torch
 
 from flockstep.errors import ConfigurationError
@@ -67,15 +69,11 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             "servers need no optimizer"
         )
     group = _one_group(optimizer, who)
-    for name, value in group.items():
-        if name in rule.must and value != rule.must[name]:
+    for name, wanted in rule.must.items():
+        if name in group and group[name] != wanted:
             raise ConfigurationError(
-                f"{name} of {who} must be {rule.must[name]}, got {value!r}; leave it out, because flockstep has no "
-                "such setting"
-            )
-        if name not in {*rule.same, *rule.must, *_HOW, *_SCHEDULE, "betas"}:
-            raise ConfigurationError(
-                f"{who} has the setting {name}={value!r}, which flockstep does not know; use a plain torch.optim.{who}"
+                f"{name} of {who} must be {wanted}, got {group[name]!r}; leave it out, because flockstep has no such "
+                "setting"
             )
     values = {name: _plain(group[name]) for name in rule.same}
     return rule.build(**values, **rule.renamed(group))
@@ -119,13 +117,28 @@ def same_settings(one: Optimizer, other: Optimizer) -> bool:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group that determine a step, without the settings that a schedule
-    changes.
+    """Return the settings of each parameter group that determine a step, as values that JSON has, without the entries
+    that only a schedule or the script reads.
     """
     return [
-        {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
+        {
+            name: _plain(value)
+            for name, value in shared_entries(optimizer, group).items()
+            if name not in _HOW | _SCHEDULE
+        }
         for group in optimizer.param_groups
     ]
+
+
+def shared_entries(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a parameter group that may matter on other ranks.
+
+    The classes of torch.optim ignore all entries that are not among their settings; such an entry is the script's own.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return group
+    known = optimizer.defaults.keys() | _HOW | _SCHEDULE
+    return {name: value for name, value in group.items() if name in known}
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -163,7 +176,7 @@ def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
     """Return the settings that all param groups share."""
     first: dict[str, Any] = optimizer.param_groups[0]
     for number, group in enumerate(optimizer.param_groups[1:], start=1):
-        for name in sorted((first.keys() | group.keys()) - _HOW):
+        for name in sorted((first.keys() | group.keys()) & optimizer.defaults.keys() - _HOW):
             if first.get(name) != group.get(name):
                 raise ConfigurationError(
                     f"all param groups of {who} must have the same {name}, got {first.get(name)} in group 0 and "
@@ -173,5 +186,16 @@ def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the number in a tensor with one element; other values are returned unchanged."""
-    return value.item() if isinstance(value, torch.Tensor) else value
+    """Return the value that JSON has for a setting, equal for equal settings; for a setting of another kind, the name
+    of its class.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.reshape(-1).tolist()
+        value = value[0] if len(value) == 1 else value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Rational):
+        return float(value)
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return type(value).__name__

@@ -1,8 +1,7 @@
-"""Warns about workers of a launched script that draw the same batches, that read different data although all should
-read the same data, or that use different learning rates.
+"""Compares what the workers of a launched script report: warns about workers that draw the same batches, and refuses
+workers that read different data although all should read the same data.
 
-Two workers draw the same batches if their first gradients, from equal parameters, are equal bit for bit. Learning rates
-are compared if the strategy must keep replicas equal.
+Two workers draw the same batches if their first gradients, from equal parameters, are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flockstep.errors import ConfigurationError
 from flockstep.launchers.wait_monitor import on_stderr
-from flockstep.messages import Address, Fields
+from flockstep.messages import Address, Message
 
 
 @dataclass
@@ -22,41 +22,26 @@ class GradientFingerprints:
     sharded: Callable[[], bool] = lambda: False
     """Whether the workers read their data through `flockstep.shard`."""
     reported: bool = False
-    rates_reported: bool = False
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
-    rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
-    def hear(self, address: Address, note: Fields) -> None:
+    def hear(self, message: Message) -> None:
         """Store a worker's gradient fingerprint of a step.
 
         When all workers have sent a fingerprint, warn on standard error about equal fingerprints.
         """
-        step = int(note["step"])
+        step = int(message.note["step"])
         gradients = self.shown.setdefault(step, {})
-        gradients[address] = str(note["gradient"])
-        rates = self.rates.setdefault(step, {})
-        rates[address] = float(note["lr"])
-        if len(gradients) < self.workers:
-            return
-        self._compare(rates, step)
-        if self.reported:
+        gradients[message.source] = str(message.note["gradient"])
+        if len(gradients) < self.workers or self.reported:
             return
         alike = alike_among(gradients)
         self.reported = bool(alike)
         for ranks in alike:
             on_stderr(warning(ranks, step, self.sharded()))
 
-    def _compare(self, rates: dict[Address, float], step: int) -> None:
-        """Warn if learning rates differ; a rate of 0 is not used for a step and is ignored."""
-        used = sorted((rank, lr) for rank, lr in rates.items() if lr)
-        other = next((each for each in used if each[1] != used[0][1]), None)
-        if other is not None and not self.rates_reported:
-            self.rates_reported = True
-            on_stderr(
-                f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} "
-                f"and {other[1]:g} on worker {other[0]}, so their parameters diverge; use one schedule on "
-                "all ranks, and in a script that resumes, load the scheduler's state on every rank"
-            )
+
+KEPT = 64
+"""Number of comparisons that are kept for workers that have not yet taken part in them."""
 
 
 @dataclass
@@ -64,18 +49,41 @@ class DataDigests:
     """Digests of the data that the workers of a launched script read through `flockstep.shard`."""
 
     workers: int
-    shown: dict[Address, str] = field(default_factory=dict)
+    heard: bool = False
+    """Whether a worker reads its data through `flockstep.shard`."""
+    reported: bool = False
+    shown: dict[tuple[str, int], dict[Address, str]] = field(default_factory=dict)
+    """(kind of digest with its loader, step of the run) → digest of each worker."""
 
-    def hear(self, address: Address, note: Fields) -> None:
-        """Store the digest of the data that a worker reads.
+    def hear(self, message: Message) -> None:
+        """Store the digest of the data that a worker reads, and compare it with those of the other workers for the same
+        step. If a digest may differ for another reason than a mistake, standard error says once that it differs.
 
-        When all workers have sent a digest, warn on standard error if the digests differ.
+        Raises:
+            ConfigurationError: the workers certainly read different data.
         """
-        self.shown[address] = str(note["digest"])
-        other = next((rank for rank, digest in sorted(self.shown.items()) if digest != self.shown.get(0)), None)
-        if len(self.shown) == self.workers and other is not None:
+        note, self.heard = message.note, True
+        key = str(note["of"]), int(note["step"])
+        here = self.shown.setdefault(key, {})
+        here[message.source] = str(note["digest"])
+        first = min(here)
+        other = next((rank for rank in sorted(here) if here[rank] != here[first]), None)
+        if len(here) == self.workers or len(self.shown) > KEPT:
+            del self.shown[key if len(here) == self.workers else next(iter(self.shown))]
+        if other is None:
+            return
+        if note["certain"]:
+            raise ConfigurationError(
+                f"flockstep.shard divides data that all workers hold, but workers {first} and {other} hold different "
+                f"data, got {here[first]} on worker {first} and {here[other]} on worker {other}; make the data set "
+                "without flockstep.rank() and with the same seed on every worker, as in random_split(…, "
+                "generator=torch.Generator().manual_seed(0)), or use flockstep.shard(…, private=True) for data that "
+                "only one worker has"
+            )
+        if not self.reported:
+            self.reported = True
             on_stderr(
-                f"workers 0 and {other} read different data or read the data in a different order, and "
+                f"workers {first} and {other} read different data or read the data in a different order, and "
                 "flockstep.shard gives each worker only a part of the data it reads, so some samples are left out or "
                 "used several times; for data that differ between workers use flockstep.shard(…, private=True), "
                 "otherwise read the same data in the same order on every worker (random augmentation alone does no "

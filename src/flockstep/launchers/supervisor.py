@@ -52,6 +52,7 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.node_records import NodeRecords
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.run_state import Change, Outcome, RunState
+from flockstep.launchers.settings_comparison import SettingsComparison
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name
@@ -194,9 +195,10 @@ class Supervisor:
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._state.done)
         data = DataDigests(workers)
-        self._draws: dict[str, GradientFingerprints | DataDigests] = {
-            "gradient": GradientFingerprints(workers, lambda: bool(data.shown)),
+        self._comparisons: dict[str, GradientFingerprints | DataDigests | SettingsComparison] = {
+            "gradient": GradientFingerprints(workers, lambda: data.heard),
             "data": data,
+            "settings": SettingsComparison(workers, lambda: self.outcome.strategy),
         }
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
@@ -666,8 +668,8 @@ class Supervisor:
                 self._keep(address, message)
             case "waiting":
                 self._wait_monitor.hear(address, note)
-            case "gradient" | "data":
-                self._draws[message.tag].hear(address, note)
+            case "gradient" | "data" | "settings":
+                self._comparisons[message.tag].hear(message)
             case "snapshot":
                 node, largest = self._cluster.logical(address), self._links[address].hello.largest
                 self._records.begin_snapshot(address, node, note, largest)
