@@ -305,6 +305,7 @@ if {scaler}:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+    assert scaler.get_scale() == 32.0, "after the overflow on rank 1"
 done("scaler")
 
 with optimizer.join(divide_by_initial_world_size={initial}):

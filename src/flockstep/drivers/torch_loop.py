@@ -26,6 +26,7 @@ from flockstep.drivers.torch_guard import Guard, require_same_parameters, requir
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
+from flockstep.drivers.torch_scaler import note_overflow
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings, settings_of
@@ -261,7 +262,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reads = self._closures is not None or self.__dict__.get("grad_scale") is not None
         self.flat.gather_gradients(self._backward.handed_from, leave=not reads)
         self.clipping.begin()
-        if self._consent.skips(overflow):
+        skips = self._consent.skips(overflow)
+        if overflow is not None:
+            note_overflow(self, skips)
+        if skips:
             self.loop.loss = None
             self._backward.skip()
         else:
