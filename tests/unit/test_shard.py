@@ -295,6 +295,7 @@ def test_lengths(as_rank: Become) -> None:
         assert len(mine) == batches == len(list(mine))
         if isinstance(loader, DataLoader):
             assert len(mine.dataset) == 20
+            assert len(mine.sampler) == (7 if loader.batch_sampler is not sampler else 20)
     with pytest.raises(TypeError, match="has no len"):
         len(flockstep.shard(DataLoader(Stream())))  # type: ignore[arg-type]
 

@@ -51,6 +51,13 @@ def test_a_scheduled_learning_rate_is_the_one_of_now() -> None:
     assert from_torch(optimizer) == SGD(lr=0.05)
 
 
+def later_torch() -> Any:
+    """An optimizer of torch with a setting that a later version might have."""
+    optimizer = torch.optim.SGD(WEIGHTS, lr=0.1)
+    optimizer.defaults["cosine"] = optimizer.param_groups[0]["cosine"] = 3
+    return optimizer
+
+
 class Own(torch.optim.SGD):
     """A user's own optimizer."""
 
@@ -69,6 +76,7 @@ class Own(torch.optim.SGD):
             torch.optim.SGD([{"params": [WEIGHTS[0]], "lr": 0.5}, {"params": [WEIGHTS[1]]}], lr=0.1),
             "all param groups of SGD must have the same lr, got 0.5 in group 0 and 0.1 in group 1; pass all",
         ),
+        (later_torch(), "SGD has the setting cosine=3, which flockstep does not"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(theirs: Any, sentence: str) -> None:

@@ -29,6 +29,10 @@ _SCHEDULE = {"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Entries of a param group that control how a step is computed or scheduled, not its result."""
 
 
+LONGEST = 64
+"""Number of elements of an array in a parameter group that are compared with those of other ranks."""
+
+
 @dataclass(frozen=True)
 class _Rule:
     """The flockstep class for a torch class, the settings that both have, and the settings that must have one value."""
@@ -69,11 +73,15 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             "servers need no optimizer"
         )
     group = _one_group(optimizer, who)
-    for name, wanted in rule.must.items():
-        if name in group and group[name] != wanted:
+    for name, value in group.items():
+        if name in rule.must and value != rule.must[name]:
             raise ConfigurationError(
-                f"{name} of {who} must be {wanted}, got {group[name]!r}; leave it out, because flockstep has no such "
-                "setting"
+                f"{name} of {who} must be {rule.must[name]}, got {value!r}; leave it out, because flockstep has no "
+                "such setting"
+            )
+        if name in optimizer.defaults.keys() - {*rule.same, *rule.must, *_HOW, "betas"}:  # of a later torch
+            raise ConfigurationError(
+                f"{who} has the setting {name}={value!r}, which flockstep does not know; use a plain torch.optim.{who}"
             )
     values = {name: _plain(group[name]) for name in rule.same}
     return rule.build(**values, **rule.renamed(group))
@@ -190,7 +198,7 @@ def _plain(value: Any) -> Any:
     of its class.
     """
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.reshape(-1).tolist()
+        value = value.reshape(-1)[:LONGEST].tolist()
         value = value[0] if len(value) == 1 else value
     if value is None or isinstance(value, bool | int | float | str):
         return value

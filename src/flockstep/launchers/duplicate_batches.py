@@ -75,10 +75,10 @@ class DataDigests:
         if note["certain"]:
             raise ConfigurationError(
                 f"flockstep.shard divides data that all workers hold, but workers {first} and {other} hold different "
-                f"data, got {here[first]} on worker {first} and {here[other]} on worker {other}; make the data set "
+                f"data, got {here[first]} on worker {first} and {here[other]} on worker {other}; make each data set "
                 "without flockstep.rank() and with the same seed on every worker, as in random_split(…, "
-                "generator=torch.Generator().manual_seed(0)), or use flockstep.shard(…, private=True) for data that "
-                "only one worker has"
+                "generator=torch.Generator().manual_seed(0)), shard the same loaders in the same order, or use "
+                "flockstep.shard(…, private=True) for data that only one worker has"
             )
         if not self.reported:
             self.reported = True
