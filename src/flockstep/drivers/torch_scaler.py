@@ -30,7 +30,7 @@ def _extend_scalers() -> None:
             _overflowed.discard(optimizer)
         update(scaler, *arguments, **options)
 
-    torch.amp.GradScaler.update = update_together  # type: ignore[method-assign]
+    torch.amp.GradScaler.update = update_together  # type: ignore[assignment, method-assign]
 
 
 def note_overflow(optimizer: torch.optim.Optimizer, skipped: bool) -> None:
