@@ -176,12 +176,6 @@ def test_the_name_of_a_new_folder_is_synchronized(tmp_path: Path, monkeypatch: p
     assert str(folder.parent) in synchronized
 
 
-def test_a_file_keeps_the_usual_mode(tmp_path: Path) -> None:
-    mask = os.umask(0)
-    os.umask(mask)
-    assert (checkpoint(tmp_path) / "worker-0.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
-
-
 @pytest.mark.parametrize(
     ("text", "interval"),
     [

@@ -227,6 +227,7 @@ def train(
     out: o.Out = None,
     resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
+    shared: o.SharedRecord = None,
     as_json: o.Json = False,
 ) -> None:
     """Train for real, in processes on this machine or on several."""
@@ -357,6 +358,7 @@ def simulate(
     imports: o.Imports = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
+    shared: o.SharedRecord = None,
     as_json: o.Json = False,
 ) -> None:
     """Train in virtual time: real gradients, modeled seconds."""
@@ -416,6 +418,7 @@ def compare(
     imports: o.Imports = None,
     where: o.HostOptions = o.HERE,
     out: o.Out = None,
+    shared: o.SharedRecord = None,
     as_json: o.Json = False,
 ) -> None:
     """Run several strategies on a job or a script, print a ranked table, and write one self-contained report.html."""
@@ -474,6 +477,7 @@ def launch(
     max_workers: o.MaxWorkers = None,
     resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
+    shared: o.SharedRecord = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     as_json: o.Json = False,
 ) -> None:

@@ -368,6 +368,9 @@ Resumes = Annotated[
         "begun: use this for commands that systemd, Slurm or a shell may restart.",
     ),
 ]
+SharedRecord = Annotated[
+    bool | None, output_option("--shared", help="Let all users of this host read the record (default: only its owner).")
+]
 Overwrite = Annotated[bool, output_option("--overwrite", help="Replace the run in the folder of --out.")]
 Json = Annotated[
     bool, output_option("--json", help="Print one JSON document on standard output, and progress on standard error.")

@@ -20,6 +20,7 @@ from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.single import RunResult, carry_out, on_cluster
 from flockstep.frameworks.job import defines_job
 from flockstep.planning.check import for_report
+from flockstep.records.access import set_readers
 from flockstep.records.config import Kind, MetricTarget, RunConfig
 from flockstep.records.folder import RunFolder, no_run
 from flockstep.records.owner import owned
@@ -239,6 +240,7 @@ def compare(
     imports: Sequence[str] = (),
     arguments: Sequence[str] = (),
     out: Path | str | None = None,
+    shared: bool = False,
 ) -> Comparison:
     """Run several strategies on one job or script and rank them, as `flockstep compare` does.
 
@@ -301,7 +303,7 @@ def compare(
         batch=batch, lr=lr, schedule=schedule, split=split, partition=partition,
         target=None if goal is None else goal.value, metric=None if goal is None else goal.metric,
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
-        imports=listed("imports", imports),
+        imports=listed("imports", imports), shared=shared or None,
     )  # fmt: skip
     grid = Grid(base, texts, rates, seeds, shape, reference)
 
@@ -362,6 +364,8 @@ def carry_out_all(
     groups = grid.groups(out)
     planned = [run for group in groups for run in group]
     with owned(out):
+        if grid.base.shared:
+            set_readers(out, shared=True)
         try:
             for number, run in enumerate(planned, start=1):
                 title = f"{run.config.job}, {grid.title(run.config)}"

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flockstep.launchers.output import OUT, Output
 from flockstep.launchers.script import launch as launch_script
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import FUNCTION, RunFolder
+from flockstep.records.full_disk import write_whole
 from flockstep.records.scratch import scratch
 
 
@@ -49,6 +51,7 @@ def launch(
     prefix: bool = True,
     out: Path | str | None = None,
     overwrite: bool = False,
+    shared: bool = False,
 ) -> LaunchResult:
     """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
 
@@ -75,6 +78,7 @@ def launch(
         prefix: whether each line that the processes print begins with its rank.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
+        shared: let all users of this host read the record; False lets only its owner.
 
     Returns:
         The finished run, with what the function returned on each rank.
@@ -95,24 +99,27 @@ def launch(
     config = RunConfig(
         kind="launch", job=name, strategy="as the script says", workers=workers, seed=seed, transport=transport,
         heartbeat=heartbeat, step_timeout=step_timeout, threads=threads, imports=listed("imports", imports),
+        shared=shared or None,
     )  # fmt: skip
     record = RunFolder(folder(out, f"launch-{name}"))
     before = record.begun
     with scratch() as place:
-        shared = place / FUNCTION
-        shared.mkdir()
-        (shared / PROGRAM).write_text(program.text)
-        (shared / VALUES).write_bytes(program.values)
+        within = place / FUNCTION
+        within.mkdir()
+        (within / PROGRAM).write_text(program.text)
+        (within / VALUES).write_bytes(program.values)
         try:
-            launch_script(shared / PROGRAM, [], config, record.path, Output(prefix=prefix, show=_print), overwrite)
+            launch_script(within / PROGRAM, [], config, record.path, Output(prefix=prefix, show=_print), overwrite)
         except FlockstepError as error:
-            _add_traceback(error, shared, workers)
+            _add_traceback(error, within, workers)
             raise
         finally:
             if record.begun not in (None, before):
-                shutil.copytree(shared, record.path / FUNCTION)
-        _require_results(record, shared, workers)
-        results = {rank: result_file(shared, rank) for rank in range(workers)}
+                for file in within.iterdir():
+                    with file.open("rb") as data:
+                        write_whole(record.path / FUNCTION / file.name, partial(shutil.copyfileobj, data))
+        _require_results(record, within, workers)
+        results = {rank: result_file(within, rank) for rank in range(workers)}
         returned = {rank: from_bytes(file.read_bytes()) for rank, file in results.items() if file.exists()}
     return LaunchResult(record.path, record.read_config(), record.read_summary(), returned)
 

@@ -103,6 +103,7 @@ def run(
     park: float | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
+    shared: bool = False,
 ) -> RunResult:
     """Train on processes of this machine, as `flockstep train` does.
 
@@ -144,6 +145,7 @@ def run(
             workers wait for `flockstep resume` if this process is killed; None if they end at once.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
+        shared: let all users of this host read the record; False lets only its owner.
 
     Returns:
         The finished run.
@@ -162,7 +164,7 @@ def run(
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
         min_workers=min_workers,
         max_workers=max_workers,
-        park=park,
+        park=park, shared=shared or None,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 
@@ -221,6 +223,7 @@ def simulate(
     imports: Sequence[str] = (),
     out: Path | str | None = None,
     overwrite: bool = False,
+    shared: bool = False,
     watch: Watch | None = None,
 ) -> RunResult:
     """Train in virtual time, as `flockstep simulate` does: gradients are computed, seconds are modeled.
@@ -255,6 +258,7 @@ def simulate(
         batch=batch, lr=lr, schedule=schedule, split=split, partition=partition, target=target,
         until_target=until_target, evaluate_every=evaluate_every, result=result, on_bad_gradient=on_bad_gradient,
         max_gradient_norm=max_gradient_norm, strikes=strikes, threads=threads, imports=listed("imports", imports),
+        shared=shared or None,
     )  # fmt: skip
     return carry_out(on_cluster(config, shape), folder(out, f"{job}-{strategy}"), overwrite, watch=watch)
 

@@ -33,6 +33,7 @@ from flockstep.launchers.wait_monitor import joined_and, on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.nodes import Cluster
 from flockstep.records import checkpoints as disk
+from flockstep.records.access import make_folder
 from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
 from flockstep.records.config import CheckpointInterval, RunConfig
 from flockstep.records.failpoints import reach
@@ -258,7 +259,7 @@ class Checkpointer:
             return []
         found = []
         for item in self.resumed.manifest.unevaluated(evaluated):
-            folder.mkdir(mode=0o700, exist_ok=True)
+            make_folder(folder)
             place = shutil.copyfile(self.resumed.folder / item.path, folder / item.path)
             found.append(msgspec.structs.replace(item, path=str(place)))
         return found

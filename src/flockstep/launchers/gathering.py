@@ -41,7 +41,7 @@ def link_timeout_of(config: RunConfig) -> float:
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
-OWN = ("versions", "facts", "imports", "job")
+OWN = ("versions", "facts", "imports", "job", "shared")
 """Fields of a configuration that may differ in text between hosts. For files that such a field names, the contents are
 compared.
 """

@@ -14,6 +14,7 @@ import msgspec
 
 from flockstep.errors import ConfigurationError, RunError, require
 from flockstep.records import owner
+from flockstep.records.access import make_folder
 from flockstep.records.folder import RunFolder
 from flockstep.records.full_disk import replace
 
@@ -129,7 +130,7 @@ def ask(record: RunFolder, workers: int) -> str:
             f"{config.workers + workers}"
         )
     request = record.path / JOINING / f"{secrets.token_hex(8)}.request"
-    request.parent.mkdir(exist_ok=True)
+    make_folder(request.parent)
     answer = request.with_suffix(".answer")
     try:
         replace(request, msgspec.json.encode(JoinRequest(workers)))

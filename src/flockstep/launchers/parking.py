@@ -22,6 +22,7 @@ import msgspec
 from flockstep.drivers.member import NodeSpec, die_with
 from flockstep.launchers.children import ENDED
 from flockstep.records import owner
+from flockstep.records.access import make_folder, open_file
 from flockstep.records.full_disk import HALF
 
 PARKED = "parked"
@@ -68,9 +69,9 @@ class Parking:
         place = record / PARKED
         file = place / str(os.getpid())
         with contextlib.suppress(OSError):
-            place.mkdir(exist_ok=True)
+            make_folder(place)
             half = file.with_suffix(HALF)
-            with half.open("w") as opened:
+            with open_file(half, "w", private=True) as opened:
                 fcntl.flock(opened, fcntl.LOCK_EX)
                 opened.write(str(rank))
                 opened.flush()
@@ -124,7 +125,7 @@ class ParkedWorker:
     def begin(self, part: Part) -> ParkedWorker:
         """Give the worker its part in the run."""
         half = self._file.with_suffix(HALF)
-        with os.fdopen(os.open(half, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:  # it has the secret
+        with open_file(half, "wb", private=True) as file:  # it has the secret
             file.write(msgspec.json.encode(part))
         half.replace(self._file.with_suffix(".part"))
         return self

@@ -20,6 +20,7 @@ import msgspec
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
+from flockstep.records.access import make_folder, open_file
 from flockstep.records.failpoints import reach
 from flockstep.records.full_disk import HALF
 from flockstep.records.safetensors import read_arrays, write_arrays
@@ -192,7 +193,7 @@ class ArrivingShard:
         """
         self._path, self._shard = folder / shard.file, shard
         self._half = half_of(self._path)
-        self._file = self._half.open("wb")
+        self._file = open_file(self._half, "wb")
         self._digest, self._nbytes = hashlib.sha256(), 0
 
     def add(self, part: memoryview) -> None:
@@ -303,7 +304,7 @@ def new_folder(record: Path, last: Path | None = None) -> Path:
     """
     number = max((int(path.name) for path in [*folders(record), *([] if last is None else [last])]), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
-    folder.mkdir(parents=True)
+    make_folder(folder)
     _synchronize(folder.parent)
     _synchronize(record)
     return folder
@@ -357,7 +358,7 @@ def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file that is complete on the disk, also after a power cut, or not there at all."""
     half = half_of(path)
     try:
-        with half.open("wb") as file:
+        with open_file(half, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -227,6 +227,8 @@ class RunConfig:
     """True if each line of a launched script's output begins with the rank of its worker; None if not."""
     rank_output: str | None = None
     """Folder for the output of each rank of a launched script; None if no files are written."""
+    shared: bool | None = None
+    """True if all users of the host may read the record; None if only its owner may."""
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -299,7 +301,7 @@ class RunConfig:
         for name, usual in (("on_bad_gradient", "stop"), ("strikes", 3)):
             if getattr(self, name) != usual:
                 options += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        for name in ("until_target", "prefix"):
+        for name in ("until_target", "prefix", "shared"):
             if getattr(self, name):
                 options.append(f"--{name.replace('_', '-')}")
         for fault in self.faults:
@@ -356,8 +358,10 @@ class RunConfig:
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Return whether both configurations describe the same run: all settings except `versions` are equal."""
-    return dataclasses.replace(a, versions={}) == dataclasses.replace(b, versions={})
+    """Return whether both configurations describe the same run: all settings except `versions` and `shared` are
+    equal.
+    """
+    return dataclasses.replace(a, versions={}, shared=None) == dataclasses.replace(b, versions={}, shared=None)
 
 
 def _word(value: str | float) -> str:

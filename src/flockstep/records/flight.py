@@ -18,6 +18,7 @@ import msgspec
 
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
+from flockstep.records.access import make_folder, open_file
 from flockstep.records.events import LostEvent
 
 FLIGHT = "flight"
@@ -100,8 +101,8 @@ def append(record: Path, node: Address | None, events: list[FlightEvent]) -> Non
     """
     if events:
         file = flight_file(record, node)
-        file.parent.mkdir(exist_ok=True)
-        with file.open("ab") as lines:
+        make_folder(file.parent)
+        with open_file(file, "ab") as lines:
             lines.write(msgspec.json.Encoder().encode_lines(events))
 
 

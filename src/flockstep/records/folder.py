@@ -26,6 +26,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName, require
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
+from flockstep.records.access import make_folder, open_file, set_readers
 from flockstep.records.checkpoints import CHECKPOINTS
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import (
@@ -86,10 +87,10 @@ class EventWriter:
         self._buffer = bytearray()
         self._held = 0
         self._flush_every = flush_every
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(path).parent)
         _remove_half_line(Path(path))
         self._path, self._lost = Path(path), 0
-        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = open_file(Path(path), "ab", buffering=0)
 
     def write(self, event: Event) -> None:
         """Append one event to the file of events."""
@@ -192,6 +193,7 @@ class RunFolder:
                     f"{self.path} holds {what} run; choose another folder with --out, or replace it with --overwrite"
                 )
             self._clear()
+            set_readers(self.path, bool(config.shared))
             self.write_config(config)
             yield
 
@@ -232,7 +234,7 @@ class RunFolder:
             for file in (self.path / "events").glob("*.jsonl"):
                 file.unlink()
             self._clear(but=self.events_file)
-            (self.path / "events").mkdir(exist_ok=True)
+            make_folder(self.path / "events")
             self.events_file.replace(self.path / "events" / "before.jsonl")
             yield dropped
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from flockstep.errors import ConfigurationError
+from flockstep.records.access import make_folder, open_file
 from flockstep.records.scratch import private_folder
 
 HALF = ".half"
@@ -25,10 +26,10 @@ _kept: dict[tuple[Path, Path], Path] = {}
 
 def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
     """Write a whole file, or leave the old file in place, so that a reader never sees a partial file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     half = path.with_name(path.name + HALF)
     try:
-        with half.open("wb") as file:
+        with open_file(half, "wb") as file:
             file.write(data) if isinstance(data, bytes) else data(file)
     except OSError:
         half.unlink(missing_ok=True)

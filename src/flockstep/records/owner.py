@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from flockstep.errors import ConfigurationError, RunError
+from flockstep.records.access import PRIVATE, make_folder, open_file
 
 OWNER = ".owner"
 """Name of the file that the owner of a folder holds locked; the file contains the owner's process id."""
@@ -30,7 +31,7 @@ def owned(folder: Path) -> Iterator[None]:
         ConfigurationError: another run owns the folder.
     """
     pid, folder = os.getpid(), _place(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     _held[folder] = file = _lock(folder)
     try:
         yield
@@ -71,7 +72,7 @@ def in_use(folder: Path) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Return whether a process holds the lock on a file."""
+    """Return whether a process holds the lock on a file; a file of another user counts as locked until it is gone."""
     import fcntl
 
     try:
@@ -79,7 +80,7 @@ def is_locked(file: Path) -> bool:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
         return True
     return False
 
@@ -94,7 +95,7 @@ def lead(folder: Path) -> None:
         ConfigurationError: another process has taken the same number at the same time.
     """
     place, number = folder / LEADERS, newest_leader(folder) + 1
-    place.mkdir(exist_ok=True)
+    make_folder(place)
     try:
         os.close(os.open(place / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -129,7 +130,7 @@ def _lock(folder: Path) -> IO[str]:
     import fcntl  # not on Windows, where records can be read
 
     while True:
-        file = (folder / OWNER).open("a+")
+        file = open_file(folder / OWNER, "a+", private=True)  # whoever can open the file can lock it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

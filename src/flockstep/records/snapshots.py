@@ -21,6 +21,7 @@ from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
+from flockstep.records.access import make_folder, open_file
 from flockstep.records.scratch import scratch
 
 LAST = -1.0
@@ -173,7 +174,7 @@ class SnapshotFolders:
         """
         if place == self.places[0]:
             folder = place / SNAPSHOTS
-            folder.mkdir(mode=0o700, exist_ok=True)  # inside the run's own folder
+            make_folder(folder)
             return folder
         if place not in self._private:
             self._private[place] = self._open.enter_context(scratch(place))
@@ -265,7 +266,7 @@ class SnapshotWriter:
         while self._places:
             try:
                 folder = self._folders.folder_in(self._places[0])
-                self._file = (folder / f"{self._name}{_HALF}").open("wb", buffering=0)
+                self._file = open_file(folder / f"{self._name}{_HALF}", "wb", buffering=0)
                 if before is not None:
                     with Path(before.name).open("rb") as taken:
                         shutil.copyfileobj(taken, self._file)

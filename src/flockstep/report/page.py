@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import msgspec
 
+from flockstep.records.full_disk import write_whole
 from flockstep.report.style import Figure
 
 PLOTLY = Path(__file__).parent / "assets" / "plotly-cartesian.min.js.gz"
@@ -89,8 +90,7 @@ def filled(template: str, **values: Any) -> str:
 def write(page: str, path: Path | str) -> Path:
     """Write a page to `path`, whose folder is created if it is missing, and return the path."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page.encode())
     return path
 
 

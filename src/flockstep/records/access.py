@@ -1,0 +1,54 @@
+"""Who may read a run's record: the mode of the record's folder decides, and every file and folder in it follows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from flockstep.errors import ConfigurationError
+
+PRIVATE, SHARED = 0o700, 0o755
+
+
+def set_readers(folder: Path, shared: bool) -> None:
+    """Let all users of the host read a record whose folder was just created, or its owner alone.
+
+    Raises:
+        ConfigurationError: the file system, or the folder's owner, lets other users into a record that is not shared.
+    """
+    with contextlib.suppress(OSError):
+        folder.chmod(SHARED if shared else PRIVATE)
+    mode = folder.stat().st_mode & 0o777
+    if not shared and mode & 0o077:
+        raise ConfigurationError(
+            f"{folder} cannot be closed to other users, its mode stays {mode:o}; choose another folder with --out, or "
+            "let all users read the record with --shared"
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, unless it exists, and its missing parents; each is as open as the folder that holds it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):  # another process has just created it
+        folder.mkdir(PRIVATE)
+        folder.chmod(folder.parent.stat().st_mode & SHARED | PRIVATE)
+
+
+def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False) -> IO[Any]:
+    """Open a file, as `open` does. The file is as open to other users as the folder that holds it, or not at all if it
+    is `private`.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        readers = 0 if private else path.parent.stat().st_mode & 0o044
+        descriptor = os.open(name, flags, 0o600)
+        if flags & os.O_CREAT:
+            with contextlib.suppress(PermissionError):  # another user's, in a folder that is open to several users
+                os.fchmod(descriptor, 0o600 | readers)
+        return descriptor
+
+    return open(path, mode, buffering, opener=opener)
