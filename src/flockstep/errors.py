@@ -183,6 +183,15 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Code of a control character → its escape sequence in Python."""
+
+
+def printable(text: str) -> str:
+    """Return a text whose control characters are written as escape sequences, which a terminal only shows."""
+    return text.translate(_CONTROLS)
+
+
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
     """Return the error that another process has raised, given the name of the error's type, its message, and the place
     where it was raised.

@@ -26,7 +26,7 @@ from flockstep.cli.calibrate import calibrate
 from flockstep.cli.coordinate import coordinate
 from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
-from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName
+from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _say(error: Exception, code: int, debug: bool) -> int:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; solve this problem, or choose another place with --out"
     with contextlib.suppress(OSError):  # of a terminal that is gone
-        print(f"flockstep: {text}", file=sys.stderr)
+        print(f"flockstep: {printable(text)}", file=sys.stderr)
     return code
 
 

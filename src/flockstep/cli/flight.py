@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from flockstep.cli import show
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, printable
 from flockstep.messages import node_name
 from flockstep.records.flight import FlightEvent, last_heard
 from flockstep.records.folder import Record, RunFolder
@@ -28,11 +28,11 @@ def show_flight(folder: Path, as_json: bool) -> None:
             f"{folder} holds no flight recorder, because no fault occurred in this run; name another run"
         )
     for sentence in lost_nodes(record):
-        print(sentence)
+        print(printable(sentence))
     for name, events in record.flight.items():
-        print(f"{name}: the last {min(SHOWN, len(events))} of {len(events)} events")
+        print(f"{printable(name)}: the last {min(SHOWN, len(events))} of {len(events)} events")
         for event in events[-SHOWN:]:
-            print(f"  {line(event)}")
+            print(f"  {printable(line(event))}")
 
 
 def lost_nodes(record: Record) -> list[str]:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from flockstep.errors import printable
 from flockstep.report.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from flockstep.launchers.node_progress import NodeProgress
     from flockstep.messages import Address
 
-console = Console(stderr=True)
+
+class _Page(Console):
+    """A console that shows the control characters of texts, which may come from a record."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
+
+
+console: Console = _Page(stderr=True)
 
 
 def page() -> Console:
@@ -29,7 +38,7 @@ def page() -> Console:
     variable COLUMNS, otherwise 120 characters.
     """
     known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    return Console(width=None if known else 120)
+    return _Page(width=None if known else 120)
 
 
 def note(text: str) -> None:

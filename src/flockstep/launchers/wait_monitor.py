@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from flockstep.errors import RunError
+from flockstep.errors import RunError, printable
 from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
@@ -37,7 +37,7 @@ def on_stderr(text: str) -> None:
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe, or a closed file
-        sys.stderr.write(f"flockstep: {text}\n")
+        sys.stderr.write(f"flockstep: {printable(text)}\n")
         sys.stderr.flush()
 
 

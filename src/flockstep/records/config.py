@@ -69,6 +69,8 @@ LONGEST_HEARTBEAT = 3600
 
 SPLIT = "split"
 """Key, among the versions in a record, of a sentence about layers that the parts of a split model compute otherwise."""
+MOST_WORKERS = 100_000
+"""Largest number of workers of a run; readers of records make a row for each worker."""
 KEEP = 2
 """Default number of checkpoints of a run that are kept."""
 
@@ -240,6 +242,8 @@ class RunConfig:
         if self.kind not in get_args(Kind):
             raise ConfigurationError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}; choose one")
         require(self.workers >= 1, "workers", ">= 1", self.workers, "use 1 for plain training")
+        most = f"<= {MOST_WORKERS}"
+        require(self.workers <= MOST_WORKERS, "workers", most, self.workers, "a run has no more rows in its record")
         require(self.seed >= 0, "seed", ">= 0", self.seed, "use any whole number >= 0")
         require(self.threads is None or self.threads >= 1, "threads", ">= 1", self.threads, "1 is usual")
         if self.heartbeat is not None and not 1 <= self.heartbeat <= LONGEST_HEARTBEAT:

@@ -287,6 +287,11 @@ def summarize(
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
     parts = partition.parts
+    if parts > config.workers:
+        raise ConfigurationError(
+            f"partition = {config.partition} splits a replica over {parts} workers, but the run had {config.workers}; "
+            "correct config.toml, or repeat the run"
+        )
     resized = _resized(ordered)
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts, resized)
     workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates, resized)

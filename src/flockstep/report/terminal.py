@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich import box
 from rich.cells import cell_len
@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from flockstep.errors import printable
 from flockstep.report.formatting import lines, pieces
 
 ROOMY, NARROW = 24, 14
@@ -57,6 +58,13 @@ class TextTable:
     """Whether the last row is a sum, which a line separates from the other rows."""
     notes: Sequence[str] = ()
     """Sentences that are printed below the table."""
+
+    def __post_init__(self) -> None:
+        shown = [replace(one, heading=printable(one.heading), note=printable(one.note)) for one in self.columns]
+        object.__setattr__(self, "columns", shown)
+        object.__setattr__(self, "rows", [list(map(printable, row)) for row in self.rows])
+        object.__setattr__(self, "title", printable(self.title))
+        object.__setattr__(self, "notes", list(map(printable, self.notes)))
 
     def shown(self, width: int) -> list[int]:
         """Return the numbers of the columns that fit into `width` characters."""
