@@ -14,7 +14,7 @@ import torch
 
 import flockstep
 from flockstep.drivers.settings import told
-from flockstep.drivers.torch_memory import WorkerMemory
+from flockstep.drivers.torch_memory import WorkerMemory, take_settings
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
 from flockstep.frameworks.torch_optimizers import settings_of
@@ -325,6 +325,15 @@ def test_settings_that_equal_each_other_do_not_differ():
     assert "got 0.5 on worker 0 and 0.25 on" in refusal(
         "all_reduce", optimizer(0.5, True), optimizer(Fraction(1, 4), 1)
     )
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_where_servers_step_all_ranks_take_the_settings_that_rank_0_has_loaded(loaded):
+    optimizers = [momentum(net().parameters()) for _ in range(3)]
+    optimizers[0].param_groups[0] |= {"lr": 0.03, "mine": len}
+    does(lambda me, _: take_settings(me, optimizers[me.rank], loaded and me.rank == 0), arrays(3, 1))
+    assert [one.param_groups[0]["lr"] for one in optimizers] == [0.03, *[0.03 if loaded else 0.1] * 2]
+    assert "mine" not in optimizers[1].param_groups[0]
 
 
 class Own(torch.optim.SGD):

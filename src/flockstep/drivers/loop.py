@@ -183,6 +183,8 @@ class Loop:
         """The state from which a resumed run goes on, until its program has begun."""
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
+        self._equal_steps = True
+        """Whether equal numbers of steps of two workers mean the same step of a schedule."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
@@ -344,14 +346,15 @@ class Loop:
         """Let the supervisor compare the optimizer's settings with those of the other workers, before the first step;
         `loaded`: the optimizer has a state that the script has loaded.
         """
-        with self._telling():
-            self._tell_settings(self._worker.run_step, start=True, loaded=loaded)
+        if self._worker.run_step == 0:  # later settings come from one checkpoint
+            with self._telling():
+                self._tell_settings(0, start=True, loaded=loaded)
 
     def _tell_settings(self, step: int, start: bool = False, loaded: bool = False) -> None:
         """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
         that no worker waits for another one.
         """
-        if self._member is not None and self.workers > 1:
+        if self._member is not None and self.workers > 1 and self._equal_steps:
             note: Fields = {"step": step, "start": int(start), "loaded": int(loaded)}
             self._member.tell("settings", told(*self._stepper.settings), note)
 
@@ -625,6 +628,8 @@ class Loop:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)
         self._keeper.restore_between_steps(kept.script.between_steps, random=False)
+        # after a change of members only workers that step together count the same steps
+        self._equal_steps = kept.saved.mailbox is not None or self.strategy.traits.delivery == "synchronous"
         return kept
 
     def crash(self, error: BaseException) -> bool:

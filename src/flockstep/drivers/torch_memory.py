@@ -154,12 +154,14 @@ class ServerMemory(_MemoryElsewhere):
         if self._loop.exchange("memory", lambda me: common_steps(me, 0 if state is None else state.steps)):
             self._require_servers()
             self._asked = True
+            self._loop.exchange("memory", lambda me: take_settings(me, self._optimizer, state is not None))
             self._loop.restart(state)
 
     def restart(self) -> None:
         """Restart the strategy; the servers' optimizers keep their state, unless rank 0 has loaded a new state for
-        them.
+        them, whose settings all ranks then take.
         """
+        self._loop.exchange("memory", lambda me: take_settings(me, self._optimizer, self._unsent))
         self._loop.restart(self._own() if self._unsent else None)
         self._unsent = False
 
@@ -288,9 +290,7 @@ class SliceMemory(_MemoryElsewhere):
 
     def _spread(self, state: OptimizerState | None) -> None:
         """Send rank 0's `state` to the workers of its slices; None: they keep what they have."""
-        groups = self._optimizer.param_groups
-        settings = [shared_entries(self._optimizer, group) for group in groups]
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in settings]
+        groups, settings = self._optimizer.param_groups, _settings(self._optimizer)
         for group, given in zip(
             groups, self._loop.exchange("memory", lambda me: _spread(me, state, settings)), strict=True
         ):
@@ -310,6 +310,24 @@ def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     groups = state["param_groups"]
     merged = [a | b for a, b in zip(own, groups, strict=True)] if len(own) == len(groups) else groups
     optimizer.load_state_dict(state | {"param_groups": merged})
+
+
+async def take_settings(me: Worker, optimizer: torch.optim.Optimizer, loaded: bool) -> None:
+    """Take the settings of rank 0's parameter groups, which rank 0 sends if it has `loaded` a state."""
+    if me.rank == 0:
+        me.send_all(me.peers, "settings", packed({"groups": _settings(optimizer)}) if loaded else None)
+        return
+    message = await me.receive("settings", 0)
+    if message.array is not None:
+        given_groups = unpacked(to_host(message.array))["groups"]
+        for group, given in zip(optimizer.param_groups, given_groups, strict=True):
+            group.update(given)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, without the entries that are the script's own."""
+    shared = [shared_entries(optimizer, group) for group in optimizer.param_groups]
+    return [{name: value for name, value in group.items() if name != "params"} for group in shared]
 
 
 def _recall(me: Worker, state: OptimizerState) -> None:
