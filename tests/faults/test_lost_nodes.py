@@ -126,7 +126,7 @@ def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: 
     assert ended.summary is not None
     assert ended.code == 1
     assert f"{node.replace('-', ' ')} has not answered for 3 s" in ended.err
-    assert ended.seconds < 3 + ended.limit
+    assert 3 <= ended.seconds < 3 + ended.limit, "a shorter pause loses no process"
 
 
 def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
