@@ -44,7 +44,7 @@ def workers(
     forker = ScriptForker(own / "script.py", [*entry, str(os.getpid()), str(own / "script.py")], environment, 2)
     scripts: list[ForkedScript | None] = []
     try:
-        scripts += [forker.fork(environment_of(rank, environment)) for rank in range(2)]
+        scripts += [forker.fork(environment_of(rank, environment), "") for rank in range(2)]
         yield forker, scripts
     finally:
         forker.close()
@@ -186,7 +186,7 @@ def test_a_fork_that_fails_leaves_the_workers_alone_that_were_forked_before(tmp_
     with workers(tmp_path, TORCH + FAILS_LATER, SCRIPT + body, GO=str(go)) as (forker, (first, second)):
         assert first is not None
         assert second is None
-        assert forker.fork({}) is None, "no further attempt"
+        assert forker.fork({}, "") is None, "no further attempt"
         assert first.poll() is None
         go.touch()
         assert ended(first) == 0
@@ -197,7 +197,7 @@ def test_a_fork_that_fails_leaves_the_workers_alone_that_were_forked_before(tmp_
 def test_a_script_of_one_worker_is_not_forked(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     forker = ScriptForker(tmp_path / "script.py", ["false"], {}, 1)
-    assert forker.fork({}) is None
+    assert forker.fork({}, "") is None
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import msgspec
 from flockstep.drivers.adoption import TIMEOUT, adopt, say_nothing_of
 from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.drivers.membership import first_membership
-from flockstep.drivers.place import place_from
+from flockstep.drivers.place import SECRET, place_from
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.strategies.base import Strategy, missing_strategy
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
-"""Environment variable in which a launcher passes the node specification to a script's process."""
+"""Environment variable in which a launcher passes the node specification, without the secret, to a script's process."""
+_secrets: dict[str, str] = {}
+"""Run → its secret. The secret is never in the environment, which children inherit and crash reports show."""
 
 
 def spec_from_environment() -> NodeSpec | None:
@@ -27,7 +29,24 @@ def spec_from_environment() -> NodeSpec | None:
     launched.
     """
     node_spec = _spec_of_script()
-    return node_spec if node_spec is not None and node_spec.process == os.getpid() else None
+    if node_spec is None or node_spec.process != os.getpid():
+        return None
+    if node_spec.run not in _secrets:
+        _secrets[node_spec.run] = _read_secret(node_spec.descriptor)
+    return replace(node_spec, secret=_secrets[node_spec.run])
+
+
+def _read_secret(descriptor: int) -> str:
+    if descriptor < 0:
+        return ""
+    try:
+        with os.fdopen(descriptor, "rb") as pipe:
+            return pipe.read().decode()
+    except OSError as error:
+        raise ConfigurationError(
+            f"this process cannot read the secret of its run from file descriptor {descriptor}: {error.strerror}; let "
+            "the script call flockstep.distribute or flockstep.join before it closes files that it has not opened"
+        ) from None
 
 
 def _spec_of_script() -> NodeSpec | None:
@@ -69,7 +88,10 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
         raise ConfigurationError(f"timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
     place = None if NODE_SPEC in os.environ else place_from(os.environ)
     if place is not None:
-        os.environ[NODE_SPEC] = spec_to_text(adopt(place, sys.argv[0], timeout))
+        node_spec = adopt(place, sys.argv[0], timeout)
+        _secrets[node_spec.run] = node_spec.secret
+        os.environ.pop(SECRET, None)  # the agent has it, and what the script starts needs none
+        os.environ[NODE_SPEC] = spec_to_text(node_spec)
     return spec_from_environment()
 
 
@@ -80,7 +102,7 @@ def claim_spec() -> NodeSpec | None:
     node_spec = enter_run()
     if node_spec is None:
         return None
-    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=node_spec.claimed + 1))
+    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=node_spec.claimed + 1, descriptor=-1))
     return node_spec.of_call(node_spec.claimed + 1)
 
 
@@ -107,8 +129,22 @@ def strategy_of_run(strategy: str | Strategy | None) -> Strategy:
 
 
 def spec_to_text(node_spec: NodeSpec) -> str:
-    """Return the node specification as text for the environment variable."""
-    return msgspec.json.encode(asdict(node_spec)).decode()
+    """Return the node specification as text for the environment variable, which never holds the secret."""
+    return msgspec.json.encode(asdict(replace(node_spec, secret=""))).decode()
+
+
+@contextmanager
+def secret_pipe(node_spec: NodeSpec) -> Iterator[NodeSpec]:
+    """Context manager with the node specification for a process that is started in the context, inherits its
+    descriptor, and reads the secret from it.
+    """
+    source, sink = os.pipe()
+    try:
+        with os.fdopen(sink, "wb") as pipe:
+            pipe.write(node_spec.secret.encode())
+        yield replace(node_spec, descriptor=source)
+    finally:
+        os.close(source)
 
 
 def place_of_script() -> tuple[int, int]:

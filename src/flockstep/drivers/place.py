@@ -13,6 +13,8 @@ from flockstep.errors import ConfigurationError
 
 COORDINATOR = "FLOCKSTEP_COORDINATOR"
 """Environment variable with the coordinator's HOST:PORT, for launchers that provide no host or an unsuitable host."""
+SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
+"""Environment variable that holds the secret of a run over several hosts."""
 PORTS = range(20000, 30000)
 """Ports of coordinators. A run uses the port at index CRC-32(`Place.run`) modulo 10,000, so that all hosts compute the
 same port. The ports are below those that operating systems assign to outgoing connections.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from flockstep.drivers.member import SILENT
+from flockstep.drivers.place import SECRET
 from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.fork_server import house_fork_server
@@ -86,13 +87,20 @@ ScriptProcess = subprocess.Popen[bytes] | ForkedScript
 """A process whose output goes to pipes."""
 
 
-def begun(command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None) -> ScriptProcess:
-    """Start a command as a process whose output goes to pipes, and return the process.
+def begun(
+    command: Sequence[str],
+    environment: dict[str, str],
+    stdin: IO[bytes] | None = None,
+    descriptors: Sequence[int] = (),
+) -> ScriptProcess:
+    """Start a command as a process that inherits `descriptors`, and whose output goes to pipes; return the process.
 
     If a file is given as its standard input, the process runs in a new session, which Ctrl-C does not reach.
     """
     own, pipe = stdin is not None, subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own)
+    return subprocess.Popen(
+        command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own, pass_fds=descriptors
+    )
 
 
 def unbuffered(environment: dict[str, str]) -> dict[str, str]:
@@ -180,6 +188,7 @@ def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool 
     `kernels` says whether the process may compute sums in shared memory (see `forkserver`).
     """
     process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
+    secret = os.environ.pop(SECRET, None)  # the fork server, and all that it forks, would have it in their environment
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, STOPS
     )  # inherited by the tracker, the fork server and the process
@@ -189,6 +198,8 @@ def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool 
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if secret is not None:
+            os.environ[SECRET] = secret
     return Forked(process)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from flockstep.drivers.place import SECRET
 from flockstep.launchers import task_entry
 from flockstep.launchers.children import Script, begun, drain_all, reap, unbuffered
-from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.output import ERR, Sink
 from flockstep.launchers.tasks import TaskGathering, TaskSpec
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flockstep.drivers.place import SECRET
 from flockstep.errors import ConfigurationError, require
-from flockstep.launchers.meeting import SECRET
 
 PORT = 29400
 """Default port at which pod 0 coordinates."""

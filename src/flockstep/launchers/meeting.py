@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
+from flockstep.drivers.place import SECRET
 from flockstep.errors import ConfigurationError, require
 from flockstep.transports.host_channel import HostChannel
 
-SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
-"""Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
 """Minimum number of characters of a secret; an attacker could guess a shorter secret from a recorded handshake."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in

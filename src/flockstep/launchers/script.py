@@ -16,19 +16,19 @@ from pathlib import Path
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import require_for_scripts
 from flockstep.drivers.member import NodeSpec, folder_of_call
-from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
+from flockstep.drivers.node_spec import NODE_SPEC, secret_pipe, spec_to_text
+from flockstep.drivers.place import SECRET
 from flockstep.drivers.setup import JOB_FILE, canonical, check, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components, train_instead
 from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_resumable
-from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
+from flockstep.launchers.children import Child, Script, ScriptProcess, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.completion import finished, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
@@ -412,9 +412,13 @@ class ScriptStarter:
         rank = node_spec.address
         place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
         environment = unbuffered({**self._environment, **place, NODE_SPEC: spec_to_text(node_spec)})
-        process = self._forker.fork(environment) or begun(self._command, environment)
+        process = self._forker.fork(environment, node_spec.secret) or self._begun(environment, node_spec)
         script = self._scripts[rank] = Script(process, self._sinks[rank])
         return script
+
+    def _begun(self, environment: dict[str, str], node_spec: NodeSpec) -> ScriptProcess:
+        with secret_pipe(node_spec) as own:
+            return begun(self._command, {**environment, NODE_SPEC: spec_to_text(own)}, descriptors=[own.descriptor])
 
     def close(self) -> None:
         """Pass on the rest of the output of scripts that have ended."""

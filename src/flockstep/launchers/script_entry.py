@@ -24,7 +24,10 @@ def main(launcher: int, command: list[str]) -> None:
         sys.exit("the process that launched this script has ended")
     if NODE_SPEC in os.environ:  # otherwise the process forks the workers, see script_forker.py
         node_spec = json.loads(os.environ[NODE_SPEC])
-        os.environ[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
+        secret = os.dup(node_spec["descriptor"])  # the first free number, as in a script that is forked
+        os.close(node_spec["descriptor"])
+        os.set_inheritable(secret, True)
+        os.environ[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid(), "descriptor": secret})
     os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - no shell is wanted
 
 

@@ -108,8 +108,8 @@ class ScriptForker:
                 os.close(end)
         self._ask([*folder, str(len(there)), *map(str, there), *imports])
 
-    def fork(self, environment: Mapping[str, str]) -> ForkedScript | None:
-        """Start the script of one worker with the given environment variables.
+    def fork(self, environment: Mapping[str, str], secret: str) -> ForkedScript | None:
+        """Start the script of one worker with the given environment variables and the secret of the run.
 
         Returns:
             The process; None if the script must be started in a fresh interpreter.
@@ -117,7 +117,7 @@ class ScriptForker:
         if not self._left or not self._is_ready():
             return None
         out, err, *there = self._left[-1]
-        self._ask([*map(str, there), *(f"{name}={value}" for name, value in environment.items())])
+        self._ask([*map(str, there), secret, *(f"{name}={value}" for name, value in environment.items())])
         word, _, pid = self._line(READY).partition(" ")
         if word == "failed":
             self._abandon()

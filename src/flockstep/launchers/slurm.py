@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from flockstep.drivers.place import host_names
+from flockstep.drivers.place import SECRET, host_names
 from flockstep.errors import ConfigurationError, Interrupted, RunError, in_short
 from flockstep.launchers import task_entry
 from flockstep.launchers.commands import CommandGathering
-from flockstep.launchers.meeting import SECRET, TIMEOUT, Meeting, address_towards
+from flockstep.launchers.meeting import TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.slurm_options import options_of_job

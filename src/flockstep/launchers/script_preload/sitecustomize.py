@@ -182,9 +182,13 @@ def become_worker(parent: int, fields: list[str], changed: dict[str, str | None]
     for pipe in pipes:
         os.close(pipe)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # what Python forgets
-    environment = dict(field.split("=", 1) for field in fields[2:])
+    source, sink = os.pipe()  # as a process that is started finds the secret
+    os.write(sink, fields[2].encode())
+    os.close(sink)
+    os.set_inheritable(source, True)
+    environment = dict(field.split("=", 1) for field in fields[3:])
     node_spec = json.loads(environment[NODE_SPEC])
-    environment[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
+    environment[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid(), "descriptor": source})
     for name, value in changed.items():
         if value is None:
             environment.pop(name, None)
