@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 from flockstep.messages import Message
 from flockstep.transports.base import Transport
@@ -88,8 +89,10 @@ def framed(header: bytes, payload: bytes | None = None) -> bytes:
     return struct.pack("<IQQ", len(header) | follows, len(payload or b""), 0) + header + (payload or b"")
 
 
-def greeting(source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0) -> bytes:
-    message = Message(source, tag, note={"memory": 0}, number=number)
+def greeting(
+    source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0, **note: object
+) -> bytes:
+    message = Message(source, tag, note={"memory": False, **note}, number=number)
     return framed(encode(message, SenderIdentity(run, source, schema, 1 << 20)))
 
 
@@ -108,3 +111,61 @@ def answered(peer: socket.socket, handshake: Handshake, bus: StreamBus) -> None:
         with contextlib.suppress(BlockingIOError):
             data += peer.recv(handshake.due - len(data))
     handshake.feed(data)
+
+
+class Relay:
+    """Between a node and its peer: hands on what both say, as `change` makes it, and keeps what the node said."""
+
+    def __init__(self, to: str, change: Callable[[bytes], bytes | None] = bytes):
+        """`change`: what is said to the peer instead; None ends the connection."""
+        self.said = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "tcp://{}:{}".format(*self._listener.getsockname())
+        self._to, self.change = to, change
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads = [Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        host, port = self._to.removeprefix("tcp://").split(":")
+        node, peer = self._listener.accept()[0], socket.create_connection((host, int(port)))
+        self._ends += [node, peer]
+        self._threads.append(Thread(target=self._hand_on, args=(peer, node, bytes)))
+        self._threads[1].start()
+        self._hand_on(node, peer, self._kept)
+
+    def _kept(self, data: bytes) -> bytes | None:
+        self.said += data
+        return self.change(data)
+
+    def _hand_on(self, source: socket.socket, target: socket.socket, change: Callable[[bytes], bytes | None]) -> None:
+        with contextlib.suppress(OSError):
+            while (data := source.recv(1 << 20)) and (other := change(data)) is not None:
+                target.sendall(other)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End both connections."""
+        for end in self._ends[1:]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
+
+
+@contextmanager
+def relaying(make: Make) -> Iterator[tuple[StreamBus, StreamBus, Relay]]:
+    """Two nodes that are connected and encrypt, with an attacker on the way from the second to the first."""
+    first, second = make(0, "encrypted"), make(1, "encrypted")
+    relay = Relay(first.address)
+    first.connect({1: second.address})
+    second.connect({0: relay.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+    yield first, second, relay
+    relay.close()

@@ -249,7 +249,7 @@ def frames() -> dict[str, Frames]:
             found[f"messages of {name}"] = messages(notes, tuple(notes))
     tags = ("all/1", "window:w/1", "undone:w/1", "called off:c/1", "reply to request:r/1")
     found["messages of a communicator"] = messages({tag: communicator.NOTES[tag] for tag in tags}, tags)
-    hello = (wire.encode(Message(1, wire.GREETING, note={"memory": 0}), identity(1)),)
+    hello = (wire.encode(Message(1, wire.GREETING, note=wire.Greeting()), identity(1)),)
     found["greetings"] = Frames(hello, lambda data, draw: wire.decode_greeting(data, identity(2)))
     found["control"] = decoded(member.Hello | member.Failure, _control)
     found["messages of hosts"] = decoded(host_messages.AnyHostMessage, _from_host)

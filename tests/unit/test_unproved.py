@@ -7,9 +7,8 @@ import itertools
 import logging
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 import flockstep.transports.admission as admission
 import flockstep.transports.streams as streams
-from flockstep.errors import PeerLost
+from flockstep.errors import PeerLost, ProtocolError
 from flockstep.messages import Message
 from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake, time_for_proof
 from flockstep.transports.sealed import RECORD
@@ -27,12 +26,14 @@ from support.buses import (
     OVER_TCP,
     SECRET,
     Make,
+    Relay,
     answered,
     buses,
     greeting,
     introduced,
     join,
     raw_connection,
+    relaying,
     still_works,
 )
 
@@ -178,62 +179,10 @@ def test_a_port_scan_and_garbage_are_counted(make: Make, transport: str) -> None
     still_works(first, second)
 
 
-class Relay:
-    """Between a node and its peer: hands on what both say, as `change` makes it, and keeps what the node said."""
-
-    def __init__(self, to: str, change: Callable[[bytes], bytes | None] = bytes):
-        """`change`: what is said to the peer instead; None ends the connection."""
-        self.said = bytearray()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "tcp://{}:{}".format(*self._listener.getsockname())
-        self._to, self.change = to, change
-        self._ends: list[socket.socket] = [self._listener]
-        self._threads = [Thread(target=self._run)]
-        self._threads[0].start()
-
-    def _run(self) -> None:
-        host, port = self._to.removeprefix("tcp://").split(":")
-        node, peer = self._listener.accept()[0], socket.create_connection((host, int(port)))
-        self._ends += [node, peer]
-        self._threads.append(Thread(target=self._hand_on, args=(peer, node, bytes)))
-        self._threads[1].start()
-        self._hand_on(node, peer, self._kept)
-
-    def _kept(self, data: bytes) -> bytes | None:
-        self.said += data
-        return self.change(data)
-
-    def _hand_on(self, source: socket.socket, target: socket.socket, change: Callable[[bytes], bytes | None]) -> None:
-        with contextlib.suppress(OSError):
-            while (data := source.recv(1 << 20)) and (other := change(data)) is not None:
-                target.sendall(other)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """End both connections."""
-        for end in self._ends[1:]:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for end in self._ends:
-            end.close()
-
-
 @pytest.fixture
 def relayed(make: Make) -> Iterator[tuple[StreamBus, StreamBus, Relay]]:
-    """Two nodes that are connected and encrypt, with an attacker on the way from the second to the first."""
-    first, second = make(0, "encrypted"), make(1, "encrypted")
-    relay = Relay(first.address)
-    first.connect({1: second.address})
-    second.connect({0: relay.address})
-    while not (first.reachable(1) and second.reachable(0)):
-        assert first.poll(0.01) is None
-        assert second.poll(0.01) is None
-    yield first, second, relay
-    relay.close()
+    with relaying(make) as found:
+        yield found
 
 
 def test_a_session_that_was_recorded_and_is_replayed_has_no_effect(relayed: tuple[StreamBus, StreamBus, Relay]) -> None:
@@ -379,3 +328,27 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
         first._look(first._next_look)
         assert [one.established for one in first._connections.values()] == [True]
         assert first.traffic.rejected == 0
+
+
+def proved(bus: StreamBus, said: bytes) -> socket.socket:
+    """A connection of a process that proves the secret, and says that."""
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    peer = raw_connection(bus, handshake.out)
+    answered(peer, handshake, bus)
+    peer.sendall(handshake.out + said)
+    return peer
+
+
+@pytest.mark.parametrize("received", ["x", -1, 0.5, float("inf"), 1 << 63])
+def test_a_session_that_goes_on_after_an_impossible_number_of_bytes_is_refused(make: Make, received: object) -> None:
+    first = make(0, "tcp", sessions=True)
+    first.connect({1: "tcp://127.0.0.1:9"})
+    with proved(first, greeting(1, session="its key")) as peer:
+        while not first.reachable(1):
+            assert first.poll(0.01) is None
+        with proved(first, greeting(1, session="its key", received=received)):
+            with contextlib.suppress(ProtocolError):  # of the peer itself
+                while not (first.traffic.rejected or first.traffic.resumed):
+                    assert first.poll(0.01) is None
+        assert not first.traffic.resumed
+        peer.close()

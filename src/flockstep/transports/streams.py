@@ -48,6 +48,7 @@ from flockstep.transports.wire import (
     GREETING,
     MAX_CODING,
     MAX_HEADER,
+    Greeting,
     SenderIdentity,
     announces,
     decode,
@@ -640,12 +641,10 @@ class StreamBus(Bus):
         self._next_look = min(self._next_look, dial.due)
 
     def _greet(self, connection: _Connection, peer: Address, key: str) -> None:
-        """Send a greeting: this node's identity, whether it can read the peer's memory, the key of the session and the
-        number of bytes that have arrived in the session.
-        """
+        """Send a greeting over a connection to a peer with whom this node has the session `key`."""
         current = self._peers.get(peer)
         received = 0 if current is None or current.session is None else current.session.received
-        note = {"memory": int(peer in self._me.peer_memory), "session": key, "received": received}
+        note = Greeting(peer in self._me.peer_memory, key, received)
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
     def _admit(self, connection: _Connection) -> None:
@@ -653,7 +652,7 @@ class StreamBus(Bus):
         if connection.greeting is None or self._expected is None or not connection.open:
             return
         peer, wanted = connection.greeting.source, connection.wanted
-        key = str(connection.greeting.note.get("session", ""))
+        key = connection.greeting.note.session
         due = peer in self._expected and peer > self._me.address if wanted is None else peer == wanted
         current = self._peers.get(peer)
         if due and current is not None and current.open and current.session is not None and current.session.key == key:
@@ -671,7 +670,7 @@ class StreamBus(Bus):
         self._peers[peer] = connection
         if key and self._host:
             connection.session = Session(key)
-        if self._heap is not None and connection.greeting.note.get("memory"):
+        if self._heap is not None and connection.greeting.note.memory:
             self._lent.add(peer)
             self._copies.heap = self._heap
 
@@ -679,7 +678,7 @@ class StreamBus(Bus):
         """Go on with a session on a fresh connection, from the bytes that have arrived at either end."""
         assert fresh.greeting is not None
         try:
-            again = session.rewind(int(fresh.greeting.note.get("received", -1)))
+            again = session.rewind(fresh.greeting.note.received)
         except ProtocolError as error:
             self._drop(fresh)
             self._refuse(connection, error)
@@ -951,7 +950,8 @@ class StreamBus(Bus):
         """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""
         wanted, greeting = self._wanted, connection.greeting
         if (
-            wanted is not None
+            isinstance(connection.socket, socket.socket)  # what is encrypted is decrypted before its tag is verified
+            and wanted is not None
             and wanted.place is not None
             and greeting is not None
             and greeting.source == wanted.source

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -39,6 +39,17 @@ DTYPES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
 }
+
+
+class Greeting(Note, frozen=True):
+    """Note of the message with which a node greets a peer."""
+
+    memory: bool = False
+    """Whether the sender can read the receiver's memory."""
+    session: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Key of the session with the receiver; empty if the connection is not to be opened again."""
+    received: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of bytes that have arrived in the session."""
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -150,7 +161,7 @@ def decode(
         array = _array(head, payload, me, who)
     elif payload is not None:
         raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, but the header announced no bytes")
-    note = _note(head, me, who)
+    note = _note(head, me.notes, who)
     if head.number:
         me.heard[sender] = head.number
     return Message(head.source, head.tag, array, note, head.step, head.number, head.reply_to)
@@ -175,7 +186,7 @@ def decode_greeting(header: bytes, me: SenderIdentity) -> Message:
     if head.tag != GREETING or head.dtype:
         raise ProtocolError(f"an unknown process sent {head.tag!r} instead of a greeting")
     _check(head, head.source, me)
-    return Message(head.source, head.tag, None, _note(head, me, "somebody"))
+    return Message(head.source, head.tag, None, _note(head, {GREETING: Greeting}, "somebody"))
 
 
 def _read(header: bytes, who: str) -> Header:
@@ -216,8 +227,8 @@ def _check(head: Header, sender: Address, me: SenderIdentity) -> None:
             raise ProtocolError(f"{who} {what}")
 
 
-def _note(head: Header, me: SenderIdentity, who: str) -> Any:
-    kind = note_kind(me.notes, head.tag, head.reply_to)
+def _note(head: Header, notes: Notes, who: str) -> Any:
+    kind = note_kind(notes, head.tag, head.reply_to)
     if kind is None and head.note == _NO_NOTE:
         return {}
     try:
