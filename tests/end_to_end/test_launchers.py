@@ -364,10 +364,11 @@ def test_a_run_under_mpirun_on_two_hosts(hosts: tuple[Host, ...], ssh_config: Pa
 
 
 @pytest.mark.full
-def test_a_run_under_torchrun_on_two_hosts(hosts: tuple[Host, ...], trial: Trial) -> None:
+@pytest.mark.parametrize("nodes", [(1, 2), (1, 1)], ids=["two hosts", "one host"])
+def test_a_run_under_torchrun_with_two_nodes(hosts: tuple[Host, ...], trial: Trial, nodes: tuple[int, int]) -> None:
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "d1:29412", "--rdzv-id", "run")
     words = (beside("torchrun"), "--nnodes", "2", *meet, "--nproc-per-node", "2")
-    out = together([host.command(*trial.words(words, "all_reduce", python=False)) for host in hosts[1:]])
+    out = together([hosts[node].command(*trial.words(words, "all_reduce", python=False)) for node in nodes])
     learned(out, 4)
     assert trial.summary(4)["status"] == "finished"
 

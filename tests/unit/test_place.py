@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flockstep
+from flockstep.drivers.adoption import folder_of
 from flockstep.drivers.place import PORTS, Place, host_names, place_from, port_of, tasks_per_node
 from flockstep.errors import ConfigurationError
 from support.launch_variables import OPENMPI, SRUN, TORCHRUN
@@ -78,6 +79,7 @@ def test_a_script_says_how_long_it_waits_for_the_other_processes(rank: int, said
     )
     assert done.returncode
     assert re.search(said, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_timeout_of_no_time_is_refused() -> None:
@@ -189,3 +191,10 @@ def test_numbers_of_tasks() -> None:
     for text in ("", "2(x)", "2x3", "2,", "a"):
         with pytest.raises(ValueError, match="is not a list of task counts"):
             tasks_per_node(text)
+
+
+def test_the_agents_of_two_nodes_on_one_host_have_different_folders() -> None:
+    """As when both nodes of `torchrun --nnodes 2` are tried on one host; the coordinator's port is that of both."""
+    both = [place for node in ("0", "1") if (place := place_from({**TORCHRUN, "GROUP_RANK": node})) is not None]
+    assert len({folder_of(place) for place in both}) == 2
+    assert len({place.coordinator for place in both}) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from flockstep.arrays.namespace import DEVICE_COPIES
-from flockstep.transports.process_groups import ProcessGroup
+from flockstep.transports.process_groups import ProcessGroup, private_store
 
 
 class Done:
@@ -40,3 +42,12 @@ def test_copies_to_a_device_and_back_are_counted(backend: str, share: int, monke
     assert DEVICE_COPIES.nbytes - before == 800 * share
     assert group.scatter_sum(array[:50], [array[:50], array[50:]]).wait(1.0)
     assert DEVICE_COPIES.nbytes - before == 800 * share + (3 + 1) * 200 * share
+
+
+def test_only_its_user_can_write_the_file_by_which_a_process_group_meets(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        private_store(tmp_path / "store").set("key", "value")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600

@@ -70,10 +70,11 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def folder_of(place: Place) -> Path:
-    """Folder of the agent's socket, different for each user and each run on this host, even if several hosts share the
-    file system.
+    """Folder of the agent's socket, different for each user, each run and each of the launcher's nodes on this host,
+    even if several hosts share the file system.
     """
-    name = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {place.run}".encode()).hexdigest()[:16]
+    group = f"{socket.gethostname()} {os.getuid()} {place.run} {place.node_rank}"
+    name = hashlib.sha256(group.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"flockstep-{name}"
 
 
@@ -88,16 +89,21 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
         RunError: the agent of this host has ended.
     """
     folder = folder_of(place)
-    if place.local_rank == 0:
-        _start_agent(place, folder, script, timeout)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(_connected(place, folder, timeout))
+        try:
+            if place.local_rank == 0:
+                _start_agent(place, folder, script, timeout)
+            sock = stack.enter_context(_connected(place, folder, timeout))
+        except FlockstepError as error:  # no agent prints it
+            sys.stderr.write(f"flockstep: {error}\n")
+            say_nothing_of(error)
+            raise
         sock.sendall(_line(Introduction(place.rank, place.workers, os.getpid(), __version__)))
         answer = _answer(sock)
         if answer.spec is None:
-            error = of_kind(answer.kind, answer.reason)
-            say_nothing_of(error)
-            raise error
+            refusal = of_kind(answer.kind, answer.reason)
+            say_nothing_of(refusal)
+            raise refusal
         stack.pop_all()
     atexit.register(_say_end, sock, os.getpid())
     return dataclasses.replace(answer.spec, process=os.getpid())

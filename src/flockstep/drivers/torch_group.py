@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from flockstep.drivers.membership import barrier, memberships_here
 from flockstep.drivers.node_spec import enter_run, place_of_script
 from flockstep.drivers.place import place_from
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.transports.process_groups import FOREVER
+from flockstep.transports.process_groups import FOREVER, private_store
 
 T = TypeVar("T")
 
@@ -62,9 +62,7 @@ def _open(framework: str, rank: int, workers: int) -> None:
         )
     file = Path(node_spec.record) / f".torch-script-{node_spec.run}"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the only way to say that no other host may connect
-    files: Any = dist  # not all of what it offers is declared
-    store = files.FileStore(str(file), -1)  # its destructor waits for no other worker
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=FOREVER)
+    dist.init_process_group("gloo", store=private_store(file), rank=rank, world_size=workers, timeout=FOREVER)
     if rank == 0:
         atexit.register(file.unlink, missing_ok=True)
 

@@ -6,6 +6,7 @@ For each backend, a run creates a separate group and does not use a script's gro
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -233,6 +234,15 @@ def _of_script(backend: str, meeting: Rendezvous) -> Any:
     return dist.group.WORLD
 
 
+def private_store(file: Path) -> Any:
+    """Return a store of torch.distributed in a file that only this user can read and write: whoever writes to the file
+    can take part in the process group.
+    """
+    os.close(os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+    classes: Any = dist  # not all of what it offers is declared
+    return classes.FileStore(str(file), -1)  # its destructor waits for no other worker
+
+
 def _make(backend: str, meeting: Rendezvous) -> Any:
     """Create a group of all workers, which must be on one host."""
     if backend == "mpi":
@@ -240,7 +250,7 @@ def _make(backend: str, meeting: Rendezvous) -> Any:
             raise _not_built(backend)
         return dist.ProcessGroupMPI.create(list(range(meeting.workers)))
     classes: Any = dist  # not all of what it offers is declared
-    store = classes.FileStore(str(_file(backend, meeting)), -1)  # its destructor waits for no other worker
+    store = private_store(_file(backend, meeting))
     if backend == "nccl":
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise _not_built(backend)
