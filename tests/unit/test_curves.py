@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,12 @@ def test_a_page_of_scripts_has_a_row_of_plots_for_each_curve() -> None:
     assert len([one for one in figure["data"] if one["mode"] == "markers" and one["yaxis"] == "y"]) == 1
     titles = [figure["layout"][f"xaxis{n}"]["title"]["text"] for n in (7, 8, 9)]
     assert titles == ["seconds", "MB sent per worker", "steps per worker"]
+    beside = progress([series[0], replace(series[1], alone=True)])["layout"]
+    assert [("range" in beside[f"xaxis{n}"], beside[f"xaxis{n}"].get("autorange")) for n in (7, 8, 9)] == [
+        (True, None),
+        (False, True),
+        (False, True),
+    ]
 
 
 @dataclass(frozen=True)

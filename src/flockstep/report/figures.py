@@ -113,7 +113,8 @@ def _axes(series: Sequence[Series], narrow: bool) -> dict[str, Any]:
         x_domain, y_domain = _place(row, column, len(shown), narrow)
         log, view = _logarithmic(series, shown[row]), views[key("y", panel)]
         title = "virtual seconds" if column == 0 and virtual else across[column][0]
-        until = {} if column or last is None else {"range": [0, last]}
+        # plotly leaves axes that it is not told to fit at [0, 6] as soon as one axis beside them has a range
+        until = {"autorange": True} if column or last is None else {"range": [0, last]}
         made[key("x", panel)] = axis(title, domain=x_domain, anchor=ref("y", panel), rangemode="tozero", **until)
         made[key("y", panel)] = axis(
             (safe(shown[row]) + " (log)" * log) if narrow or column == 0 else "",
