@@ -347,6 +347,18 @@ def test_loaders_read_side_by_side_have_orders_of_their_own_unless_a_seed_says_o
     assert [a for a, _ in found[1]] == list(sampler)
 
 
+def test_runs_with_different_seeds_draw_different_orders(as_rank: Become, monkeypatch: pytest.MonkeyPatch) -> None:
+    def order(seed: int, rank: int) -> list[int]:
+        as_rank(rank)
+        monkeypatch.setattr(epochs, "seed_of_script", lambda: seed)
+        return flat(listed(flockstep.shard(DataLoader(Numbers(30), batch_size=1, shuffle=True), 0)))
+
+    first, second = ([order(seed, rank) for rank in range(WORKERS)] for seed in (0, 1))
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(30))
+    assert first[0] != second[0]
+    assert order(0, 0) == first[0]
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps of this process's run, of which the test counts the only element up."""

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from flockstep.drivers.membership import steps_here
+from flockstep.drivers.node_spec import seed_of_script
 
 B = TypeVar("B")
 APART = 1_000_003
 """Difference between the seeds of two loaders in use; no loader has as many epochs."""
+LOADERS = 1009
+"""Difference between the seeds of two runs, in units of `APART`; no script has as many loaders in use."""
 
 
 class EpochCount:
@@ -30,7 +33,7 @@ class EpochCount:
     def __init__(self, place: int = 0):
         """`place`: number of the iterable among those in use, from 0."""
         self.place = place
-        self.seed = APART * place
+        self.seed = _seed_of(place)
         """Seed of epoch 0; that of a later epoch is larger by the number of the epoch."""
         self._next = 0
         self._read = False
@@ -87,10 +90,15 @@ def count_of(batches: Iterable[Any]) -> EpochCount:
             taken = set(_places.values())
             place = _places[batches] = next(each for each in itertools.count() if each not in taken)
             _counts.extend(map(EpochCount, range(len(_counts), place + 1)))
-            _counts[place].seed = APART * place
+            _counts[place].seed = _seed_of(place)
     except TypeError:  # no weak references, or no hash
         return EpochCount()
     return _counts[place]
+
+
+def _seed_of(place: int) -> int:
+    """Seed of epoch 0 of the loader in a place; runs with different seeds draw different orders."""
+    return APART * (place + LOADERS * seed_of_script())
 
 
 def epochs_of(part: Any) -> EpochCount:

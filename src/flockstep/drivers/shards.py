@@ -27,8 +27,9 @@ def shard(
     sampler, such as one with weights, the worker takes every n-th index. Remaining batches at the end are dropped with
     a warning, so that every worker takes the same number of steps; of an indexable data set a few samples are repeated
     instead, unless its loader has `drop_last`. An order that is drawn with torch's global generator is the same on
-    every worker and in every run, whatever seed the script sets: it depends on the number of the epoch and on `seed`.
-    Without `seed`, loaders in use at the same time have different seeds, in the order of their first calls of `shard`.
+    every worker, whatever seed the script sets: it depends on the number of the epoch and on `seed`. Without `seed`,
+    the order depends on the seed of the run (`flockstep launch --seed`), and loaders in use at the same time have
+    different seeds, in the order of their first calls of `shard`.
 
     With `private`, a worker's part is all of `loader`, of any kind and size, and the order depends on the number of the
     epoch and the rank. An epoch ends when every worker has used all of its batches once: until then a worker without
