@@ -18,6 +18,7 @@ from flockstep.records.events import (
     EvaluationEvent,
     Event,
     LostEvent,
+    MetricEvent,
     NodeEvent,
     ScalarEvent,
     SpanEvent,
@@ -55,6 +56,19 @@ def test_notes_of_a_run_outlive_its_launcher(tmp_path: Path) -> None:
         with record.resumed(2.0):
             record.note(2.0, ["resumed from step 3"])
     assert record.read_summary().notes == ["1 worker joined", "resumed from step 3", "resumed from step 3"]
+
+
+def test_a_metric_of_the_last_step_in_a_checkpoint_outlives_the_resumption(tmp_path: Path) -> None:
+    """The script has recorded it after that step, and continues behind that place."""
+    record = RunFolder(tmp_path / "run")
+    record.path.mkdir()
+    record.write_config(CONFIG)
+    with EventWriter(record.node_events_file(0)) as events:
+        for number in (1, 2, 3):
+            events.write(MetricEvent(number + 0.5, 0, number, "accuracy", 0.5, True))
+    with record.resumed(2.0, steps={0: 2}):
+        kept = record.read_events()
+    assert [event.step for event in kept if isinstance(event, MetricEvent)] == [1, 2]
 
 
 @given(

@@ -185,7 +185,7 @@ def _continued(
     if workers != config.workers or checkpoint.manifest.lost:
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
-    with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
+    with record.resumed(checkpoint.manifest.seconds, held=True, steps=checkpoint.manifest.steps) as dropped:
         said = [continued_from(checkpoint, dropped, left)]
         if left is not None:
             on_stderr(said[0])

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
@@ -218,15 +218,22 @@ class RunFolder:
         return True
 
     @contextlib.contextmanager
-    def resumed(self, seconds: float, held: bool = False) -> Iterator[int]:
+    def resumed(self, seconds: float, held: bool = False, steps: Mapping[Address, int] | None = None) -> Iterator[int]:
         """Context manager that owns the folder of a run that continues from its state at `seconds`.
 
         Events after this time are dropped; the number of steps among them is yielded. `held` says that the caller
-        already owns the folder.
+        already owns the folder. `steps` are the steps of each rank that the state includes: a metric that a script
+        recorded after one of these is kept, because the script continues behind that place.
         """
         with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
-            kept = [event for event in _without_end(events) if time_of(event) <= seconds]
+            included = steps or {}
+            kept = [
+                event
+                for event in _without_end(events)
+                if time_of(event) <= seconds
+                or (isinstance(event, MetricEvent) and event.step <= included.get(event.rank, -1))
+            ]
             dropped = sum(isinstance(event, StepEvent) for event in events) - sum(
                 isinstance(event, StepEvent) for event in kept
             )
