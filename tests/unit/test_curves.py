@@ -142,6 +142,7 @@ def test_runs_without_a_common_metric_are_in_no_order() -> None:
     page = render(runs)
     assert ">Ranking<" not in page
     assert 'class="best"' not in page
+    assert "data split" not in page
 
 
 def test_a_page_of_scripts_has_a_row_of_plots_for_each_curve() -> None:

@@ -166,6 +166,8 @@ def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
     for name, text in _FACTS:
         if name in modeled:  # derived from the cluster; the runs' settings have them in full
             continue
+        if name == "split" and configs[0].kind == "launch":  # scripts divide their data themselves
+            continue
         values = list(dict.fromkeys(getattr(config, name) for config in configs))
         if values and values != [None]:
             shown = [f"{v:g}" if isinstance(v, float) else "the job's own" if v is None else str(v) for v in values]
