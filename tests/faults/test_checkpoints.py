@@ -98,6 +98,25 @@ def test_a_run_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_
     check_record(ours, whole)
 
 
+def test_events_lost_from_before_a_checkpoint_are_told(tmp_path: Path) -> None:
+    """A power cut may take what was not synchronized with the disk: here, the events of a worker."""
+    kill = write_failpoint(tmp_path, Failpoint("launcher", "checkpoint.complete", 2))
+    assert begin(tmp_path, "all_reduce", "--import", kill).end().code != 0
+    (tmp_path / "run" / "events" / "worker-0.jsonl").unlink()
+    steps = disk.newest(tmp_path / "run").manifest.steps[0]
+    again = resumed(tmp_path)
+    sentence = f"the record lacks the events of {steps} steps of worker 0, which were lost before the run was resumed;"
+    assert again.code == 0, again.err
+    assert again.err.count(f"flockstep: {sentence}") == 1
+    assert again.summary is not None
+    assert again.summary["notes"][1].startswith(sentence)
+    assert again.summary["completeness"] is None
+    assert run_command(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert sentence in (tmp_path / "page.html").read_text()
+    whole, ours = uninterrupted(tmp_path, "all_reduce"), RunFolder(tmp_path / "run")
+    assert ours.read_result()[0].tobytes() == whole.read_result()[0].tobytes()
+
+
 def test_an_attacker_remembers_its_gradients_when_the_run_goes_on(tmp_path: Path) -> None:
     fault = "little_is_enough(1, 1.5)"
     kill = write_failpoint(tmp_path, Failpoint("launcher", "manifest.begun", 2))

@@ -53,7 +53,7 @@ def test_notes_of_a_run_outlive_its_launcher(tmp_path: Path) -> None:
     record.write_config(CONFIG)
     record.note(1.0, ["1 worker joined"])
     for _ in range(2):
-        with record.resumed(2.0):
+        with record.resumed(2.0, {}):
             record.note(2.0, ["resumed from step 3"])
     assert record.read_summary().notes == ["1 worker joined", "resumed from step 3", "resumed from step 3"]
 
@@ -66,9 +66,43 @@ def test_a_metric_of_the_last_step_in_a_checkpoint_outlives_the_resumption(tmp_p
     with EventWriter(record.node_events_file(0)) as events:
         for number in (1, 2, 3):
             events.write(MetricEvent(number + 0.5, 0, number, "accuracy", 0.5, True))
-    with record.resumed(2.0, steps={0: 2}):
+    with record.resumed(2.0, {0: 2}):
         kept = record.read_events()
     assert [event.step for event in kept if isinstance(event, MetricEvent)] == [1, 2]
+
+
+def test_steps_lost_from_before_a_checkpoint_are_told_once(tmp_path: Path) -> None:
+    """As after a power cut: a file of events is gone, another one ends early."""
+    record = RunFolder(tmp_path / "run")
+    record.path.mkdir()
+    record.write_config(CONFIG)
+    for rank, steps in ((0, 0), (1, 3), (2, 5)):
+        with EventWriter(record.node_events_file(rank)) as events:
+            for step in range(1, steps + 1):
+                events.write(StepEvent(0.1 * step, rank, step, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2))
+    texts = [
+        f"the record lacks the events of {lost} steps of worker {rank}, which were lost before the run was resumed; "
+        "figures made from events, such as completeness, lack these steps"
+        for rank, lost in ((0, 4), (1, 1))
+    ]
+    for told in (texts, []):
+        with record.resumed(0.45, {0: 4, 1: 4, 2: 4}) as (dropped, lost):
+            assert (dropped, lost) == (len(told) // 2, told)
+            record.note(0.45, lost)
+    assert record.read_summary().notes == texts
+    assert record.read_summary().completeness is None
+
+
+def test_a_worker_that_joined_late_lacks_no_steps(tmp_path: Path) -> None:
+    """The checkpoints of a run whose number of workers changes keep its configurations."""
+    record = RunFolder(tmp_path / "run")
+    (record.path / "checkpoints").mkdir(parents=True)
+    (record.path / "checkpoints" / "0123.toml").touch()
+    with EventWriter(record.node_events_file(0)) as events:
+        for step in (7, 8):
+            events.write(StepEvent(0.1 * step, 0, step, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2))
+    with record.resumed(1.0, {0: 8, 1: 8}) as (_, lost):
+        assert lost == []
 
 
 @given(

@@ -185,15 +185,16 @@ def _continued(
     if workers != config.workers or checkpoint.manifest.lost:
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
-    with record.resumed(checkpoint.manifest.seconds, held=True, steps=checkpoint.manifest.steps) as dropped:
-        said = [continued_from(checkpoint, dropped, left)]
-        if left is not None:
-            on_stderr(said[0])
+    manifest = checkpoint.manifest
+    with record.resumed(manifest.seconds, manifest.steps, held=True) as (dropped, lost):
+        said = [continued_from(checkpoint, dropped, left), *lost]
+        for text in said if left is not None else lost:
+            on_stderr(text)
         if change is not None:
             config, checkpoint = change.config, change.write(record, checkpoint)
             said += change.notes
             record.write_config(config)
-        record.note(checkpoint.manifest.seconds, said, () if left is None else left.lost)
+        record.note(manifest.seconds, said, () if left is None else left.lost)
     return config, checkpoint
 
 

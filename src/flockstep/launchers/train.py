@@ -266,14 +266,15 @@ def _continued(
     del plan, built
     if not jobs.keeps:
         release()
-    with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
-        said = [continued_from(checkpoint, dropped, left)]
-        if left is not None:
-            on_stderr(said[0])
+    manifest = checkpoint.manifest
+    with record.resumed(manifest.seconds, manifest.steps, held=True) as (dropped, lost):
+        said = [continued_from(checkpoint, dropped, left), *lost]
+        for text in said if left is not None else lost:
+            on_stderr(text)
         if change is not None:
             checkpoint = change.write(record, checkpoint)
             said += change.notes
-        record.note(checkpoint.manifest.seconds, said, () if left is None else left.lost)
+        record.note(manifest.seconds, said, () if left is None else left.lost)
         if config != record.read_config():
             record.write_config(config)
     if config.park is not None and left is None:

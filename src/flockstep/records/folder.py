@@ -49,7 +49,7 @@ from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.owner import LEADERS, OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
-from flockstep.records.summary import Summary, summarize, time_of
+from flockstep.records.summary import LACKS, Summary, summarize, time_of
 
 T = TypeVar("T")
 
@@ -218,21 +218,24 @@ class RunFolder:
         return True
 
     @contextlib.contextmanager
-    def resumed(self, seconds: float, held: bool = False, steps: Mapping[Address, int] | None = None) -> Iterator[int]:
+    def resumed(
+        self, seconds: float, steps: Mapping[Address, int], held: bool = False
+    ) -> Iterator[tuple[int, list[str]]]:
         """Context manager that owns the folder of a run that continues from its state at `seconds`.
 
-        Events after this time are dropped; the number of steps among them is yielded. `held` says that the caller
-        already owns the folder. `steps` are the steps of each rank that the state includes: a metric that a script
-        recorded after one of these is kept, because the script continues behind that place.
+        Events after this time are dropped, except a metric that a script recorded after the last step of the state,
+        because the script continues behind that place. Yields the number of steps among them, and sentences about the
+        steps whose events the record has lost from before this time.
+
+        `steps`: rank → number of steps that the worker had taken. `held`: whether the caller already owns the folder.
         """
         with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
-            included = steps or {}
             kept = [
                 event
                 for event in _without_end(events)
                 if time_of(event) <= seconds
-                or (isinstance(event, MetricEvent) and event.step <= included.get(event.rank, -1))
+                or (isinstance(event, MetricEvent) and event.step <= steps.get(event.rank, -1))
             ]
             dropped = sum(isinstance(event, StepEvent) for event in events) - sum(
                 isinstance(event, StepEvent) for event in kept
@@ -243,7 +246,8 @@ class RunFolder:
             self._clear(but=self.events_file)
             make_folder(self.path / "events")
             self.events_file.replace(self.path / "events" / "before.jsonl")
-            yield dropped
+            joined = any((self.path / CHECKPOINTS).glob("*.toml"))  # a configuration for each number of workers
+            yield dropped, _lost_steps(kept, steps, joined)
 
     @property
     def unfinished(self) -> bool:
@@ -441,6 +445,26 @@ def _without_end(events: Sequence[Event]) -> list[Event]:
     ends = {(event.seconds, event.step) for event in events if isinstance(event, ResultEvent)}
     kept = [event for event in events if not isinstance(event, ResultEvent | ReplicaEvent)]
     return [e for e in kept if not isinstance(e, EvaluationEvent) or (e.seconds, e.step) not in ends]
+
+
+def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], joined: bool) -> list[str]:
+    """Sentences about workers of whose first `steps` steps the events are missing, unless an event says so already.
+
+    If workers have `joined` the run, the first step of a worker is not known, so only later gaps count.
+    """
+    recorded: dict[int, set[int]] = {rank: set() for rank in steps}
+    for event in events:
+        if isinstance(event, StepEvent) and event.step <= steps.get(event.rank, 0):
+            recorded[event.rank].add(event.step)
+    said = {event.text for event in events if isinstance(event, NoteEvent)}
+    found = []
+    for rank, there in recorded.items():
+        first = min(there, default=steps[rank] + 1) if joined else 1
+        if lost := steps[rank] + 1 - first - len(there):
+            text = f"{LACKS} the events of {lost} steps of {node_name(rank)}, which were lost before the run "
+            text += "was resumed; figures made from events, such as completeness, lack these steps"
+            found += [text] if text not in said else []
+    return found
 
 
 def _undamaged(path: Path, read: Callable[[Path], T]) -> T:

@@ -254,6 +254,10 @@ def time_of(event: Event) -> float:
     return event.end if isinstance(event, SpanEvent) else event.seconds
 
 
+LACKS = "the record lacks"
+"""First words of the note of a summary about events that were lost."""
+
+
 def partition_notes(config: RunConfig) -> list[str]:
     """Return sentences about what differs from the run without the partition of `config`."""
     said = [] if config.partition is None else Partition.parse(config.partition).notes

@@ -13,6 +13,7 @@ from flockstep.records.config import SPLIT, MetricTarget, RunConfig
 from flockstep.records.events import ClockEvent
 from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
+from flockstep.records.summary import LACKS
 from flockstep.report import activity, figures, formatting, medians
 from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
@@ -119,6 +120,7 @@ def render(
         findings=[
             *findings(series, seeds),
             *apart([record.summary for record in ranked]),
+            *(f"{one.label}: {note}" for one in series for note in one.record.summary.notes if note.startswith(LACKS)),
             *map(_sentence, notes),
         ],
         spread_headings=SPREAD,
