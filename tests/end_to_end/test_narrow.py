@@ -58,6 +58,7 @@ def test_tables_fit(name: str, width: int, capsys: pytest.CaptureFixture[str], m
         assert run(COMMANDS[name]) == 0
         said[columns] = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(PATHS)]
     known = words(said[400]) | {"Left", "out", "to", "fit", "columns"}
+    known |= {word.removesuffix("(") for word in known}  # names whose arguments are left out
     assert max(map(cell_len, said[width])) <= width
     assert words(said[width]) - known <= left_out(said[width])
 

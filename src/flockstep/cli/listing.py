@@ -47,6 +47,8 @@ ABOUT = {
     "model": "a published network, described layer by layer, for `flockstep plan`",
 }
 """Kind of component → text on what such a component decides."""
+ROOM_FOR_ARGUMENTS = 100
+"""Columns of a terminal below which a list of components shows their names without their arguments."""
 DESCRIBED = ("cluster", "model")
 """Kinds of built-in descriptions that a plan accepts, in addition to the kinds of components."""
 
@@ -156,11 +158,17 @@ def _and_custom(names: list[str]) -> str:
 def _show_rows(rows: list[dict[str, Any]]) -> None:
     from flockstep.report.terminal import TableColumn, TextTable
 
-    headings = {"noun": "kind", "write": "write", "summary": "what it is"}
+    page = output.page()
+    narrow = page.width < ROOM_FOR_ARGUMENTS and any(row["write"] != row["name"] for row in rows)
+    headings = {"noun": "kind", "name" if narrow else "write": "write", "summary": "what it is"}
     if len({row["noun"] for row in rows}) == 1:
         del headings["noun"]
     columns = [TableColumn(heading, text=True) for heading in headings.values()]
-    output.page().print(TextTable(columns, [[row[name] for name in headings] for row in rows]))
+    left_out = (
+        f"Left out to fit {page.width} columns: arguments; flockstep list {rows[0]['name']} shows those of one name."
+    )
+    notes = [left_out] if narrow else []
+    page.print(TextTable(columns, [[row[name] for name in headings] for row in rows], notes=notes))
 
 
 def _system(noun: str, name: str) -> dict[str, Any]:
@@ -172,10 +180,16 @@ def _system(noun: str, name: str) -> dict[str, Any]:
 def _show_described(found: list[dict[str, Any]]) -> None:
     from rich.markup import escape
 
+    from flockstep.report.formatting import lines
+
     page = output.page()
     for one in found:
-        page.print(f"[bold]{escape(one['write'])}[/bold]  ({one['noun']})", highlight=False)
-        page.print(escape(one["about"]), highlight=False)
+        head = lines(f"{one['write']}  ({one['noun']})", page.width)
+        page.print("\n".join(f"[bold]{escape(line)}[/bold]" for line in head), highlight=False)
+        for paragraph in one["about"].split("\n\n"):  # the lines of a docstring end where its source file ends them
+            listed = any(line.startswith((" ", "-")) for line in paragraph.split("\n"))
+            text = paragraph if listed else paragraph.replace("\n", " ")
+            page.print(escape("\n".join(lines(text, page.width))) + "\n", highlight=False)
         for argument in one["arguments"]:
             default = "" if argument["default"] is None else f" = {argument['default']}"
             page.print(escape(f"  {argument['name']}: {argument['type']}{default}"), highlight=False)

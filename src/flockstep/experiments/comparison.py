@@ -203,9 +203,17 @@ class Comparison:
     def __str__(self) -> str:
         from flockstep.experiments.texts import ranked_text
 
-        return "\n".join(
-            [ranked_text(self.summaries, self.seeds), *self.failures, *self.caveats, f"report: {self.report}"]
-        )
+        return "\n".join([ranked_text(self.summaries, self.seeds), *self._sentences])
+
+    def _repr_html_(self) -> str:
+        """Return the ranked table for a cell of a notebook."""
+        from flockstep.experiments.texts import ranked_html
+
+        return ranked_html(self.summaries, self.seeds, self._sentences)
+
+    @property
+    def _sentences(self) -> list[str]:
+        return [*self.failures, *self.caveats, f"report: {self.report}"]
 
 
 def compare(

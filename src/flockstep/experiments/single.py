@@ -69,6 +69,13 @@ class RunResult:
 
         return ranked_text([self.summary])
 
+    def _repr_html_(self) -> str:
+        """Return the table of the run for a cell of a notebook."""
+        from flockstep.experiments.texts import ranked_html
+
+        error = [] if self.summary.error is None else [self.summary.error]
+        return ranked_html([self.summary], 1, [*error, *self.summary.notes, f"record: {self.folder}"])
+
 
 def run(
     job: str | Path,

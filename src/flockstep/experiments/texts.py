@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Sequence
 
@@ -16,6 +17,11 @@ WIDTH = 100
 def ranked_text(summaries: Sequence[Summary], seeds: int = 1) -> str:
     """Return the ranked table of runs as text without colors. Each row is the median of `seeds` runs."""
     return printed(table(summaries, seeds))
+
+
+def ranked_html(summaries: Sequence[Summary], seeds: int, sentences: Sequence[str]) -> str:
+    """Return the ranked table of runs as HTML for a notebook, with sentences below it; every text is escaped."""
+    return table(summaries, seeds).to_html() + "".join(f"<div>{html.escape(text)}</div>" for text in sentences)
 
 
 def printed(*what: object) -> str:

@@ -4,6 +4,7 @@ flat parameters.
 
 from __future__ import annotations
 
+import html
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,15 @@ class Job:
             raise ConfigurationError(f"batch must be >= 1, got {self.batch}; 32 is usual")
         if not self.epochs > 0:
             raise ConfigurationError(f"epochs must be > 0, got {self.epochs}; use for example 10")
+
+    def _repr_html_(self) -> str:
+        """Return a table of the job's settings for a cell of a notebook; no model is built and no data are read."""
+        shown = ("name", "optimizer", "metric", "batch", "epochs", "least_steps", "target")
+        texts = {name: value if isinstance(value := getattr(self, name), str) else repr(value) for name in shown}
+        rows = (
+            f"<tr><th>{name.replace('_', ' ')}</th><td>{html.escape(text)}</td></tr>" for name, text in texts.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
 
 
 def metric_of(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich import box
@@ -65,6 +66,21 @@ class TextTable:
         object.__setattr__(self, "rows", [list(map(printable, row)) for row in self.rows])
         object.__setattr__(self, "title", printable(self.title))
         object.__setattr__(self, "notes", list(map(printable, self.notes)))
+
+    def to_html(self) -> str:
+        """Return the table with all its columns and notes as HTML for a notebook; every text is escaped."""
+        sides = ["left" if one.text else "right" for one in self.columns]
+        style = [f'<{{}} style="text-align:{side};vertical-align:top">{{}}</{{}}>' for side in sides]
+
+        def row(kind: str, texts: Iterable[str]) -> str:
+            cells = (one.format(kind, html.escape(text), kind) for one, text in zip(style, texts, strict=True))
+            return f"<tr>{''.join(cells)}</tr>"
+
+        heads = row("th", (one.heading for one in self.columns))
+        title = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        explained = [*(one.note for one in self.columns if one.note), *self.notes]
+        below = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in explained)
+        return f"<table>{title}{heads}{''.join(row('td', cells) for cells in self.rows)}</table>{below}"
 
     def shown(self, width: int) -> list[int]:
         """Return the numbers of the columns that fit into `width` characters."""
