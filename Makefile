@@ -1,6 +1,7 @@
 # make demo     train, compare and draw: the first thing to run
 # make test     the tests: each mechanism, each component and each value of a parameter once
 # make test-all the whole suite, with every combination of parameters
+# make test-newest the tests of algorithms, core and torch on the newest Python of this machine, in an environment of its own
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes; a million damaged frames and a hundred thousand damaged files
 # make nightly  the whole suite, a million damaged frames and a hundred thousand damaged files, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
@@ -29,7 +30,7 @@ PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 # The processes that tests start share the compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test test-all check format docs tutorials site package fuzz nightly mutants clean
+.PHONY: help venv demo test test-newest test-all check format docs tutorials site package fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -49,6 +50,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PUSH)
+
+# The first that runs; a shim of pyenv may be on the search path for a version that is not active.
+NEWEST ?= $(shell for n in 15 14 13 12 11; do for p in python3.$$n $(HOME)/.pyenv/versions/3.$$n.*/bin/python3.$$n; do \
+	$$p -c '' 2>/dev/null && echo $$p && exit; done; done)
+test-newest:
+	$(MAKE) VENV=build/newest PYTHON=$(NEWEST) build/newest/.ready
+	build/newest/bin/python -m pytest $(PUSH) tests/unit tests/laws tests/conformance
 
 test-all: $(READY)
 	$(BIN)/python -m pytest $(SPREAD)

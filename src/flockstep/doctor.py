@@ -169,6 +169,7 @@ def usual() -> Iterator[SelfTest]:
         "typer",
         "rich",
         "jinja2",
+        "threadpoolctl",
         "tomli_w",
     ):
         name = {"zmq": "pyzmq", "tomli_w": "tomli-w"}.get(package, package)

@@ -51,6 +51,15 @@ def test_arrays_return_from_a_file_bit_for_bit() -> None:
     }
 
 
+def test_a_file_with_texts_of_its_writer_is_read() -> None:
+    """PyTorch's tools put {"format": "pt"} there."""
+    for text, read in ((b'{"format":"pt"}', True), (b'{"format":1}', False), (b"[]", False)):
+        header = b'{"__metadata__":' + text + b',"a":{"dtype":"I16","shape":[2],"data_offsets":[0,4]}}'
+        data = np.frombuffer(len(header).to_bytes(8, "little") + header + b"\x01\x00\x02\x00", np.uint8)
+        with contextlib.nullcontext() if read else pytest.raises(ValueError, match="Expected"):
+            assert {name: array.tolist() for name, array in arrays_in(data).items()} == {"a": [1, 2]}
+
+
 def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="x has the dtype complex128, which a checkpoint cannot hold"):
         in_file({"x": np.zeros(1, np.complex128)})

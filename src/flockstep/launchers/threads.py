@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 
@@ -20,5 +19,4 @@ def limit_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-    with contextlib.suppress(ImportError):  # part of scikit-learn; numpy alone cannot limit its BLAS
-        importlib.import_module("threadpoolctl").threadpool_limits(threads)
+    importlib.import_module("threadpoolctl").threadpool_limits(threads)  # numpy alone cannot limit its BLAS

@@ -100,7 +100,9 @@ def arrays_in(data: FlatArray) -> dict[str, FlatArray]:
     size = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or size > min(len(data) - 8, _LARGEST_HEADER):
         raise ValueError(f"the header has {size} bytes according to the file, which has {len(data)} bytes")
-    entries = msgspec.json.decode(data[8 : 8 + size].tobytes(), type=dict[str, _Entry])
+    header = msgspec.json.decode(data[8 : 8 + size].tobytes(), type=dict[str, msgspec.Raw])
+    msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])  # texts of whoever wrote the file
+    entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
     body, arrays, end = data[8 + size :], dict[str, FlatArray](), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
