@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flockstep.planning import worker_losses
 from flockstep.planning.criteria import MARGIN, approximates, drops, preference
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, short
+from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, ranged, short
 from flockstep.planning.scaling import Crossover
 from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report import formatting
@@ -200,7 +200,7 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 def _step(choice: StepPrediction) -> str:
     source = "from a rehearsal" if choice.source == "rehearsal" else "extrapolated from rehearsals with fewer workers"
     return (
-        f"A step of {short(choice.name)} takes {formatting.seconds(choice.seconds)}; a worker computes for "
+        f"A step of {short(choice.name)} takes {ranged(choice)}; a worker computes for "
         f"{formatting.share(choice.utilization)} of this time and sends {formatting.size(choice.sent_bytes)} "
         f"({source})."
     )

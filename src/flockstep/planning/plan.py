@@ -279,7 +279,7 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
             f"failures: about {daily} a day on all machines together; the advice includes them, but assumes that "
             "servers do not fail"
         )
-    said.append("variation between runs: each strategy was rehearsed once, for some tens or hundreds of steps")
+    said.append("variation between runs: each strategy was rehearsed once; ± is the range of the mean of its steps")
     return tuple(said)
 
 

@@ -20,7 +20,12 @@ COLUMNS = (
         "needed for the same accuracy.",
     ),
     TableColumn("samples/s", rank=2, note="samples/s: samples per second of all workers together."),
-    TableColumn("step", rank=3, note="step: time between two gradients of a worker."),
+    TableColumn(
+        "step",
+        rank=3,
+        note="step: time between two gradients of a worker; ± is two standard errors of the rehearsal's mean, also of "
+        "samples/s.",
+    ),
     TableColumn(
         "computes",
         rank=4,
@@ -113,6 +118,11 @@ def exposed(exposure: float | None) -> str:
     return "over 100 %" if exposure >= 1.005 else share(exposure)
 
 
+def ranged(found: StepPrediction) -> str:
+    """Return the seconds of a predicted step as text, with their range if it is at least 0.5 %."""
+    return seconds(found.seconds) + (f" ± {share(found.range)}" if found.range >= 0.005 else "")
+
+
 def speedup_of(speedup: float | None) -> str:
     """Return a strategy's predicted speed-up as text."""
     return f"< {LITTLE:g}" if speedup is not None and speedup < LITTLE else number(speedup)
@@ -125,7 +135,7 @@ def cells(outlook: Outlook, found: StepPrediction, speedup: float) -> tuple[str,
         short(found.name),
         speedup_of(speedup),
         number(found.samples_per_second),
-        seconds(found.seconds),
+        ranged(found),
         share(found.utilization),
         size(found.sent_bytes),
         size(found.server_bytes) if found.server_bytes else NONE,

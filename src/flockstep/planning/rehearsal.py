@@ -42,6 +42,7 @@ from flockstep.simulation.law import late_of, mean_of
 from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
 
+Means = np.ndarray[Any, np.dtype[np.float64]]
 ELEMENTS = 4096
 """Number of parameters of the surrogate that replaces a large model."""
 SMALL = 60_000
@@ -60,29 +61,25 @@ STEPS = 40
 """Default number of steps of a rehearsal whose length is fixed."""
 LEFT_OUT = 0.25
 """Share of a rehearsal's steps, at the beginning, that is not counted, because a pipeline must first fill."""
-FEWEST, EVERYONES = 16, 48
-"""Smallest number of steps that a rehearsal counts: FEWEST of each worker, or EVERYONES of all workers together,
-whichever is reached first.
+FEW, GRADIENTS = 4, 48
+"""Smallest number of counted steps of a rehearsal: FEW of each worker, and GRADIENTS of all workers together."""
+MOST, ALL, PATIENCE = 640, 4096, 1024
+"""Largest number of steps of a rehearsal: PATIENCE of all workers together. While nothing was sent or messages are
+still in transit, MOST of each worker and ALL of all workers together.
 """
-LITTLE, MOST_RANDOM = 0.25, 3.0
-"""LITTLE: largest delay of the slowest worker, as a share of a step, for which a rehearsal counts only `FEWEST` steps.
-
-MOST_RANDOM: largest factor by which random delays increase the number of counted steps.
+SURE, SURE_OF_BYTES = 0.05, 0.15
+"""Ranges of the seconds (SURE) and of the bytes (SURE_OF_BYTES) of a step, as shares of their means, at which a
+rehearsal ends. A range is twice the standard error of the mean.
 """
-MOST, ALL, PATIENCE = 640, 20480, 1024
-"""Largest number of steps of a rehearsal: MOST of each worker, ALL of all workers together, and PATIENCE of all workers
-together while the two halves of the rehearsal still differ.
-"""
-FEW = 4
-"""Smallest number of steps of a rehearsal that the slowest worker must take while all workers train."""
-AGREE, BYTES = 0.05, 0.15
-"""Largest relative differences between the two halves of a rehearsal at which the halves agree: in seconds (AGREE) and
-in bytes (BYTES).
+BLOCKS = 8
+"""Number of blocks of steps from which the standard error of a mean is computed; fewer if the steps have fewer cycles.
 """
 GROWS = 1.4
-"""Factor by which delays grow with twice the steps, above which messages are assumed to accumulate, so that further
-steps would not make the two halves of a rehearsal agree.
+"""Factor by which delays grow with twice the steps, above which messages are assumed to accumulate, so that they are
+still in transit after any number of steps.
 """
+CLOSE = 1e-6
+"""Relative difference between durations that counts as rounding."""
 ALIKE = 0.1
 """Largest accepted relative difference between the bytes per step predicted with a surrogate and with a surrogate a
 quarter as large.
@@ -111,8 +108,8 @@ class Rehearsal:
     staleness_max: int | None
     steps: int = STEPS
     """Number of steps that every worker took."""
-    settled: bool = True
-    """Whether the two halves of the rehearsal agree in seconds and bytes per step."""
+    range: float = 0.0
+    """Half the width of the range of `seconds_per_step`, as a share of `seconds_per_step`: two standard errors."""
     batches: float = 1.0
     """Mean number of batches for which one gradient is computed."""
     workers: int = 1
@@ -120,8 +117,8 @@ class Rehearsal:
     """Share of the gradients that updates use; the other gradients are dropped or canceled."""
     held: float = 0.0
     """Number of bytes of the state that the strategy keeps on a worker."""
-    spread: float = 1.0
-    """Ratio between the step times of the two halves of the rehearsal, at least 1."""
+    exposure: float | None = None
+    """Share of the slowest worker's delay that all workers suffer; None if random delays do not show the share."""
     updates: bool = True
     """Whether any node recorded an update in the rehearsal."""
     bytes_between_parts: float = 0.0
@@ -367,15 +364,15 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:
-    """Number of steps of the first attempt, which suffices if a step takes no longer than its gradient."""
+    """Number of steps of the first attempt."""
     longest = stage.longest(elements)
-    cycle, step = longest_cycle(stage.strategy, longest), mean_of(stage.compute)
-    return max(first, _length(_counted(stage, cycle, longest, _random(stage, step))))
+    cycle = longest_cycle(stage.strategy, longest)
+    return max(first, _aligned(stage, _counted(stage, cycle, longest), cycle))
 
 
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
     if steps is None:
-        return _until_settled(stage, elements)
+        return _until_sure(stage, elements)
     counts, engine = stage.run(elements, steps)
     first = max(1, int(LEFT_OUT * max(step.step for step in counts.steps)))
     counted = [[step for step in mine if step.step > first] for mine in counts.by_worker()]
@@ -384,14 +381,14 @@ def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
     return replace(found, server_sent_bytes_per_step=engine.factor * _busiest(counts) / every)
 
 
-def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
-    """Double the number of steps until random times are averaged, the halves agree and something was sent."""
+def _until_sure(stage: _Stage, elements: int) -> Rehearsal:
+    """Rehearse with more and more steps, until the ranges of their means are narrow and something was sent."""
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
     count = _counted(stage, cycle, longest)
     late = dict[int, float]()
     while True:
-        steps = _length(count)
+        steps = _aligned(stage, count, cycle)
         counts, engine = stage.run(elements, steps)
         late[steps] = counts.late
         abreast, every = _together(counts.by_worker(), cycle)
@@ -399,12 +396,17 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         found = _summary(counted, counts, engine, cycle, steps)
         silent = not found.sent_bytes_per_step and not found.server_sent_bytes_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
-        least = max(_counted(stage, cycle, longest, _random(stage, found.seconds_per_step)), 0 if abreast else FEWEST)
-        enough = count >= least and min(map(len, counted)) >= FEW
-        settled = not silent and not early and enough and _agree(counted, cycle, _by_law(stage, counted))
-        more = least if count < least else 2 * count
-        most = longest if silent or count < least else _patience(stage, cycle, early)
-        if settled or _length(more) > min(longest, most):
+        found = _with_means_of_law(found, stage, counted, cycle, abreast)
+        mean, error = _mean_and_error(_blocks(counted, cycle, _sent).mean(0))
+        unsure = max(found.range / SURE, 2 * error / (SURE_OF_BYTES * mean) if mean else 0.0)
+        cycles = min(map(len, counted)) // cycle
+        incomplete = silent or early or (not abreast and cycles < 2)
+        # A standard error halves with four times the steps, so its square says how many more steps are needed.
+        wanted = count * max(2.0 if incomplete else 1.0, unsure**2)
+        few = not stage.quick and cycles < (BLOCKS if unsure > 1 else 2)
+        most = longest if silent or few else min(longest, _patience(stage, cycle, early))
+        more = min(cycle * math.ceil(min(wanted, 4 * count) / cycle), _shortened(most, cycle))
+        if more <= count:
             break
         count = more
     if silent:
@@ -412,13 +414,11 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
             f"{stage.strategy} sent nothing in the {steps} steps of a rehearsal, which is the maximum; let workers "
             "exchange more often, or try the strategy with flockstep simulate"
         )
-    if abreast and found.seconds_per_step:
-        found = replace(found, steps_per_second=stage.workers / found.seconds_per_step)
-    return replace(found, settled=settled, spread=_spread(counted, cycle))
+    return found
 
 
 def _patience(stage: _Stage, cycle: int, early: bool) -> int:
-    """Steps up to which a rehearsal continues because its halves differ, or because messages may be in transit.
+    """Steps up to which a rehearsal continues because its figures are unsure, or because messages may be in transit.
 
     A quick rehearsal waits for such messages only as long as the strategy counts steps: a worker that does not wait
     for them by then never does.
@@ -436,24 +436,30 @@ def _filling(late: dict[int, float], period: float) -> bool:
     return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
 
 
-def _random(stage: _Stage, step: float) -> float:
-    """Factor on the number of counted steps if gradient times are random and a step takes `step` seconds."""
-    late = late_of(stage.compute, stage.workers)
-    return min(MOST_RANDOM, max(1.0, (late / step / LITTLE) ** 2)) if step else 1.0
-
-
-def _counted(stage: _Stage, cycle: int, longest: int, random: float = 1.0) -> int:
-    """Number of counted steps: an even number of cycles, or one long cycle, with the factor `random`."""
-    least = random * min(FEWEST, max(FEW, EVERYONES // stage.workers))
-    pairs = 2 * cycle * max(1, math.ceil(least / (2 * cycle)))
+def _counted(stage: _Stage, cycle: int, longest: int) -> int:
+    """Number of steps that the first attempt counts: an even number of cycles, or one long cycle."""
+    least = max(FEW if stage.quick else BLOCKS, math.ceil(GRADIENTS / stage.workers))
     if stage.quick and cycle >= least:
         return cycle
-    return pairs if _length(pairs) <= longest else cycle * max(1, int(longest / (1 + LEFT_OUT)) // cycle)
+    return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
 
 
 def _length(counted: int) -> int:
     """Total number of steps."""
     return counted + max(2, math.ceil(LEFT_OUT * counted))
+
+
+def _aligned(stage: _Stage, counted: int, cycle: int) -> int:
+    """Total number of steps, such that the first counted step is the second after a multiple of `cycle`: its event is
+    the first that tells of the waiting in a cycle, because it tells of the waiting before its gradient.
+    """
+    left_out = _length(counted) - counted
+    return counted + left_out + (0 if stage.quick else (1 - left_out) % cycle)
+
+
+def _shortened(total: int, cycle: int) -> int:
+    """Largest number of steps, in whole cycles, that can be counted in a rehearsal of `total` steps."""
+    return int(total / (1 + LEFT_OUT)) // cycle * cycle
 
 
 def _together(steps: list[list[StepEvent]], cycle: int) -> tuple[bool, list[list[StepEvent]]]:
@@ -464,7 +470,7 @@ def _together(steps: list[list[StepEvent]], cycle: int) -> tuple[bool, list[list
     end = min(mine[-1].seconds for mine in steps)
     found = [[step for step in mine if step.seconds <= end] for mine in steps]
     most = max(map(len, steps))
-    if most - min(map(len, found)) <= max(2, cycle, AGREE * most):
+    if most - min(map(len, found)) <= max(2, cycle, SURE * most):
         return True, steps
     return False, [few if len(few) >= FEW else mine for few, mine in zip(found, steps, strict=True)]
 
@@ -481,39 +487,114 @@ def _sends(stage: _Stage) -> bool:
     return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
 
-def _agree(counted: list[list[StepEvent]], cycle: int, by_law: bool) -> bool:
-    """Whether both halves of all workers' steps took equally long and sent equally much; one cycle has no halves.
+def _with_means_of_law(
+    found: Rehearsal, stage: _Stage, counted: list[list[StepEvent]], cycle: int, abreast: bool
+) -> Rehearsal:
+    """Return the rehearsal with the mean seconds of the compute model, instead of those of the rehearsal's few draws,
+    and with the range of a step's seconds.
 
-    If computing times follow a known compute model (`by_law`), differences between them are ignored.
+    What remains to be measured is how long workers wait. Waiting follows the slowest worker's delay, whose mean over
+    many draws is known, too. The delay is therefore a control variate: a regression over blocks of steps shows its
+    share in the time spent waiting, and only the rest of that time is uncertain.
     """
-    took, sent = _halves(counted, cycle, _took), _halves(counted, cycle, _sent)
-    compared = _halves(counted, cycle, _waited) if by_law else took
-    return abs(compared[0] - compared[1]) <= AGREE * max(took) and abs(sent[0] - sent[1]) <= BYTES * max(sent)
+    draws = _draws(stage, counted)
+    added, exposure = 0.0, None
+    if draws is None:
+        computing = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
+        periods = [_period(mine) for mine in counted]
+        blocks = _blocks(counted, cycle, _took)
+    else:
+        computing = []
+        for mine, times in zip(counted, draws, strict=True):
+            took = statistics.fmean(step.compute_seconds for step in mine) - stage.work.step
+            longer = took / float(times[-len(mine) :].mean())  # than the draws, as for several batches
+            computing.append(longer * mean_of(stage.compute, mine[0].rank) + stage.work.step)
+        waited = _blocks(counted, cycle, _waited)
+        if abreast:
+            added, unsure, exposure = _longer_waits(stage, waited.mean(0), draws, cycle)
+        periods = [
+            seconds + max(0.0, statistics.fmean(map(_waited, mine)) + added)
+            for seconds, mine in zip(computing, counted, strict=True)
+        ]
+        blocks = waited + np.array(computing)[:, None]
+        if not abreast and waited.mean() <= SURE * blocks.mean():
+            exposure = 0.0
+    seconds = statistics.fmean(periods)
+    if not seconds:
+        return found
+    if not abreast:
+        rate = sum(1 / period for period in periods)
+        unsure = 2 * _mean_and_error((1 / blocks).sum(0))[1] / rate
+    else:
+        rate = stage.workers / seconds
+        unsure = (2 * _mean_and_error(blocks.mean(0))[1] if draws is None else unsure) / seconds
+    return replace(
+        found,
+        seconds_per_step=seconds,
+        steps_per_second=rate,
+        utilization=sum(computing) / sum(periods),
+        range=unsure,
+        exposure=exposure,
+    )
 
 
-def _by_law(stage: _Stage, counted: list[list[StepEvent]]) -> bool:
-    """Whether each step computes one gradient to its end, with a core of its own."""
-    if stage.compute.sharing is not None:
-        return False
-    close = 1e-6 * mean_of(stage.compute)
+def _draws(stage: _Stage, counted: list[list[StepEvent]]) -> list[Means] | None:
+    """The durations that the compute model drew for the gradient before each worker's counted steps, and for theirs;
+    None if gradients were canceled, or share cores, so that the model's mean is not the mean time of computing.
+    """
+    if stage.compute.sharing is not None or not mean_of(stage.compute):
+        return None
+    found = []
     for mine in counted:
-        times = list(itertools.islice(stage.compute.stream(stage.seed, mine[0].rank), mine[-1].step))
-        if any(abs(one.compute_seconds - times[one.step - 1] - stage.work.step) > close for one in mine):
-            return False
-    return True
+        draws = np.array(list(itertools.islice(stage.compute.stream(stage.seed, mine[0].rank), mine[-1].step)))
+        draws = draws[max(0, mine[0].step - 2) :]
+        took = (np.array([step.compute_seconds for step in mine]) - stage.work.step) / draws[-len(mine) :]
+        if took.min() < (1 - CLOSE) * min(1.0, took.max()):
+            return None
+        found.append(draws)
+    return found
 
 
-def _halves(counted: list[list[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> tuple[float, float]:
-    """Sum over the workers of the mean of a measure per step, in the first half and in the second half."""
-    halves = [(mine[: len(mine) // 2], mine[len(mine) // 2 :]) for mine in counted if len(mine) >= 2 * cycle]
-    first, second = (sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2))
-    return first, second
+def _longer_waits(stage: _Stage, waited: Means, draws: list[Means], cycle: int) -> tuple[float, float, float | None]:
+    """Return the seconds by which workers wait longer in many steps than in the counted steps, the uncertainty of the
+    waiting time, and the share of the slowest worker's delay that all workers suffer, None if it is unknown.
+    """
+    mean, error = _mean_and_error(waited)
+    usual = late_of(stage.compute, stage.workers, cycle)
+    cycles = (min(map(len, draws)) - 1) // cycle
+    if not cycles:
+        return 0.0, 2 * error + usual, None
+    sums = np.array([times[: cycles * cycle].reshape(cycles, cycle).sum(1) for times in draws]) / cycle
+    had = _in_blocks(sums.max(0) - sums.mean(0))
+    off, square = usual - float(had.mean()), float(((had - had.mean()) ** 2).sum())
+    if len(had) < BLOCKS or square <= (CLOSE * usual) ** 2:
+        return 0.0, 2 * error + abs(off), None
+    exposure = max(0.0, float((had - had.mean()) @ (waited - mean)) / square)
+    rest = waited - mean - exposure * (had - had.mean())
+    error = math.sqrt(float(rest @ rest) / (len(had) - 2) * (1 / len(had) + off**2 / square))
+    return exposure * off, 2 * error, exposure
 
 
-def _spread(counted: list[list[StepEvent]], cycle: int) -> float:
-    """Ratio of the step times of the two halves, at least 1."""
-    took = _halves(counted, cycle, _took)
-    return max(took) / min(took) if min(took) else math.inf if max(took) else 1.0
+def _blocks(counted: list[list[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> Means:
+    """Means of a measure for each worker (rows) in up to `BLOCKS` successive blocks of whole cycles (columns)."""
+    cycles = min(map(len, counted)) // cycle
+    of_each = [np.array(list(map(measure, mine))) for mine in counted]
+    if not cycles:
+        return np.array([[values.mean()] for values in of_each])
+    return np.array([
+        _in_blocks(values[: len(values) // cycle * cycle].reshape(-1, cycle).mean(1), cycles) for values in of_each
+    ])  # fmt: skip
+
+
+def _in_blocks(values: Means, most: int = BLOCKS) -> Means:
+    """Means of up to `BLOCKS` successive blocks of values."""
+    return np.array([part.mean() for part in np.array_split(values, min(BLOCKS, most, len(values)))])
+
+
+def _mean_and_error(blocks: Means) -> tuple[float, float]:
+    """Mean of the blocks and its standard error; a single block does not show an error."""
+    error = float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else 0.0
+    return float(blocks.mean()), error
 
 
 def _took(step: StepEvent) -> float:
@@ -557,11 +638,10 @@ def _summary(
         statistics.fmean(late) if late else None,
         max(late, default=None),
         steps,
-        True,
-        engine.batches,
-        counts.workers,
-        counts.used,
-        engine.factor * counts.held,
+        batches=engine.batches,
+        workers=counts.workers,
+        used=counts.used,
+        held=engine.factor * counts.held,
         updates=counts.updates,
         bytes_between_parts=engine.factor * counts.between_parts / len(counts.steps),
     )

@@ -17,14 +17,14 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rehearsal import LEFT_OUT, MOST, Rehearsal, rehearse
+from flockstep.planning.rehearsal import MOST, Rehearsal, rehearse
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import SurrogateBatches, longest_cycle
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Wrapper
 from flockstep.simulation.handling import Handled, Longer
-from flockstep.simulation.law import drawn, late_of, mean_of
+from flockstep.simulation.law import late_of, mean_of
 from flockstep.simulation.network import Link, Network
 from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
@@ -37,17 +37,11 @@ FEW = 16
 SIZES = (4, 8, 16)
 """Numbers of workers for which steps are rehearsed to extrapolate to larger numbers."""
 LONG = 4
-"""Smallest period of a strategy, in steps, for which a quick rehearsal may have one period only, and no halves to
-compare.
-"""
+"""Smallest period of a strategy, in steps, for which a quick rehearsal may have one period only, which has no range."""
 SPREAD = 0.01
 """Delay of the slowest worker, as a share of a gradient, above which stragglers are taken into account."""
-SLIGHT = 0.03
-"""Difference between drawn and expected gradient times, as a share of a step, below which the exposure to stragglers is
-not measured.
-"""
-WIDE = 2.0
-"""Largest accepted ratio between the step times of the two halves of a rehearsal."""
+WIDE = 1 / 2
+"""Largest accepted range of a step's seconds, as a share of the seconds."""
 FACTOR, EVERY = 5.0, 4
 """FACTOR: slowdown of a slow gradient. EVERY: number of steps between slow gradients. With both, the exposure of a
 strategy to stragglers is measured on a cluster that has none.
@@ -90,6 +84,8 @@ class StepPrediction:
     source: Literal["rehearsal", "extrapolation"]
     """Text that says how the figures were obtained: by a rehearsal or by an extrapolation."""
     notes: tuple[str, ...] = ()
+    range: float = 0.0
+    """Half the width of the range of `seconds` and `samples_per_second`, as a share of them; 0 for an extrapolation."""
     updates: bool = True
     """Whether the rehearsal recorded any update; without updates, the number of samples needed is unknown."""
 
@@ -102,8 +98,7 @@ class StepPrediction:
         """Return the prediction as plain data, for JSON."""
         names = (
             "name workers seconds utilization sent_bytes server_bytes staleness staleness_most samples_per_second "
-            "memory "
-            "source"
+            "memory source range"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
 
@@ -111,13 +106,21 @@ class StepPrediction:
 def alone(site: Site) -> StepPrediction:
     """Return the prediction for one worker on the fastest machine, which sends no messages."""
     task = site.task
-    mean = mean_of(site.compute(1)) if site.seconds is None else site.seconds
-    fastest = max(group.speed for group in site.cluster.groups)
-    seconds = (mean_of(site.cluster.law) if site.seconds is None else mean) / fastest
+    count = site.cluster.workers
+    seconds = min(mean_of(site.compute(count), rank) for rank in range(count))
     seconds += task.elements / site.rate("optimizer", site.optimizer)
     rate = task.batch / seconds if seconds else math.inf
     memory = held_bytes(task)
     return StepPrediction(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory, "rehearsal")
+
+
+def at_most(rate: float, site: Site, workers: int) -> float:
+    """Return the samples per second of `workers` workers, which are at most as many times those of one worker.
+
+    A strategy that cancels slow gradients would exceed them where the compute model draws each duration anew, which a
+    slow machine does not do.
+    """
+    return min(rate, workers * alone(site).samples_per_second)
 
 
 def held_bytes(task: JobProfile) -> float:
@@ -128,7 +131,7 @@ def held_bytes(task: JobProfile) -> float:
 
 
 class Unpredictable(ConfigurationError):
-    """Error: the step times of a strategy vary too much for a prediction of the mean."""
+    """Error: the steps of a strategy vary too much for a prediction of their mean."""
 
 
 def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
@@ -140,28 +143,23 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
 
     Raises:
         ConfigurationError: the strategy cannot run with this number of workers, or the cost of a step is unknown.
-        Unpredictable: the steps of one half of a rehearsal take more than twice as long as those of the other half.
+        Unpredictable: the range of a step's seconds is wider than `WIDE`.
     """
     strategy.check(workers)
     if workers > FEW:
         return _extrapolated(strategy, site, workers)
     found = rehearsed(strategy, site, workers, steps=steps)
-    _require_even_halves(found)
-    return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
+    _require_narrow(found)
+    return _of_rehearsal(strategy, site, workers, found)
 
 
-def _wide(found: Rehearsal) -> bool:
-    """Whether steps take more than twice as long in one half of a rehearsal as in the other half."""
-    return found.spread > WIDE and not found.settled
-
-
-def _require_even_halves(found: Rehearsal) -> None:
-    """Raise `Unpredictable` if the step times of the two halves of a rehearsal differ too much for a mean."""
-    if _wide(found):
-        slow = found.seconds_per_step * 2 * found.spread / (1 + found.spread)
+def _require_narrow(found: Rehearsal) -> None:
+    """Raise `Unpredictable` if the range of a step's seconds is too wide."""
+    if found.range > WIDE:
+        low, high = (found.seconds_per_step * (1 + sign * found.range) for sign in (-1, 1))
         raise Unpredictable(
-            f"cannot be predicted: a step takes {in_seconds(slow / found.spread)} in one half of the rehearsal and "
-            f"{in_seconds(slow)} in the other half; try the strategy with flockstep simulate"
+            f"cannot be predicted: after {found.steps} steps of a rehearsal, a step may take {in_seconds(max(low, 0))} "
+            f"to {in_seconds(high)}; try the strategy with flockstep simulate"
         )
 
 
@@ -267,35 +265,8 @@ def rehearsed_split(
     )
 
 
-def _leveled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
-    """Correct a rehearsal from its few draws to the compute model's mean and the mean delay of the slowest worker."""
-    law, step, busy = site.compute(workers), site.work(strategy, workers).step, found.computing
-    each, seconds = mean_of(law) + step, found.seconds_per_step
-    if law.sharing is not None or not seconds or not each:
-        return found
-    (mean, had), late, waits = _drawn_in(found, law), late_of(law, workers), seconds - busy
-    gradients = busy / (mean + step)
-    usual = each * (round(gradients) or gradients)
-    if abs(late - had) > SLIGHT * seconds:
-        bare = rehearsed(strategy, site, workers, as_steady(law), quick=True)
-        least = bare.seconds_per_step - bare.computing
-        exposure = min(1.0, max(0.0, (waits - least) / had)) if had else 0.0
-        waits = max(waits + exposure * (late - had), least)
-    level = usual + waits
-    rate = found.steps_per_second * seconds / level
-    return replace(found, seconds_per_step=level, steps_per_second=rate, utilization=min(1.0, usual / level))
-
-
-def _drawn_in(found: Rehearsal, law: ComputeModel) -> tuple[float, float]:
-    """Mean seconds of a gradient in a rehearsal, and mean delay of the slowest worker of a step."""
-    return drawn(law, found.workers, found.steps, found.steps - int(found.steps / (1 + LEFT_OUT)))
-
-
 def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> StepPrediction:
-    task, seconds = site.task, found.seconds_per_step
-    said, versions = [f"{found.steps} steps in virtual time"], has_versions(strategy)
-    if not found.settled:
-        said.append("the two halves of the rehearsal differ by more than 5 %")
+    task, seconds, versions = site.task, found.seconds_per_step, has_versions(strategy)
     return StepPrediction(
         str(strategy),
         strategy,
@@ -306,10 +277,11 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         _through_server(strategy, found),
         found.staleness if versions else None,
         found.staleness_max if versions else None,
-        found.used * found.batches * task.batch * found.steps_per_second,
+        at_most(found.used * found.batches * task.batch * found.steps_per_second, site, workers),
         held_bytes(task) + found.held,
         "rehearsal",
-        tuple(said),
+        (f"{found.steps} steps in virtual time",),
+        found.range,
         found.updates,
     )
 
@@ -324,7 +296,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
     pace = Pace(strategy, site)
     long = longest_cycle(strategy, MOST) >= LONG
     for found in (*pace.small_rehearsals, *([pace.longer(pace.sizes[-1])] if long else [])):
-        _require_even_halves(found)
+        _require_narrow(found)
     moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
     return StepPrediction(
         str(strategy),
@@ -336,7 +308,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
         pace.grown(lambda found: _through_server(strategy, found), workers),
         moved.staleness,
         None,
-        moved.samples_per_second,
+        at_most(moved.samples_per_second, site, workers),
         held_bytes(site.task) + pace.grown(lambda found: found.held, workers),
         "extrapolation",
         (
@@ -345,7 +317,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
                 "as slow as the slowest"
             ),
         ),
-        pace.updates,
+        updates=pace.updates,
     )
 
 
@@ -414,12 +386,11 @@ class Pace:
         few = min(SIZES[-2], count)
         workers = count if whole else few
         law = self.site.compute(workers)
-        late, mean = late_of(law, workers), mean_of(law)
-        if late > SPREAD * mean:
-            found = rehearsed(self.strategy, self.site, workers, quick=not whole, even=not whole)
-            bare = self._rehearsed(workers, not whole)
-            longer = found.seconds_per_step - bare.seconds_per_step - (found.computing - bare.computing)
-            return max(0.0, longer / _drawn_in(found, law)[1])
+        mean = mean_of(law)
+        if late_of(law, workers) > SPREAD * mean:
+            found = rehearsed(self.strategy, self.site, workers, even=not whole)
+            if found.exposure is not None:
+                return found.exposure
         if few == 1 or not mean:
             return 0.0
         steady, bare = as_steady(self.site.compute(few)), self._rehearsed(few, not whole)
@@ -442,13 +413,13 @@ class Pace:
     def small_rehearsals(self) -> list[Rehearsal]:
         """The rehearsals from which steps of larger numbers of workers are extrapolated, one for each of `sizes`.
 
-        A quick rehearsal whose halves differ too much is replaced by a longer rehearsal.
+        A quick rehearsal with a wide range is replaced by a longer rehearsal.
         """
         quick = [self._rehearsed(n, even=True) for n in self.sizes]
-        return [self.longer(one.workers) if _wide(one) else one for one in quick]
+        return [self.longer(one.workers) if one.range > WIDE else one for one in quick]
 
     def longer(self, workers: int) -> Rehearsal:
-        """Return a rehearsal that is long enough to compare its halves, also if the strategy has a long period."""
+        """Return a rehearsal that is long enough for a range, also if the strategy has a long period."""
         return self._rehearsed(workers, even=True, quick=False)
 
     @property

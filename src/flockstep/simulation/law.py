@@ -30,21 +30,24 @@ ROUNDS = 100
 """Minimum number of random draws for each worker."""
 
 
-def mean_of(law: ComputeModel) -> float:
-    """Return the mean seconds of a gradient over all workers, without the time spent waiting for a core."""
+def mean_of(law: ComputeModel, rank: int | None = None) -> float:
+    """Return the mean seconds of a gradient of worker `rank`, or over all workers, without the time spent waiting for a
+    core.
+    """
     if isinstance(law, SharedCores):
-        return mean_of(law.base)
+        return mean_of(law.base, rank)
     if isinstance(law, Speeds):
-        return mean_of(law.base) * statistics.fmean(law.factors)
+        factors = law.factors
+        return mean_of(law.base, rank) * (statistics.fmean(factors) if rank is None else factors[rank % len(factors)])
     if isinstance(law, SlowSpells):
         often = law.probability * law.length
         slow = often / (often + 1 - law.probability)
-        return mean_of(law.base) * (1 - slow + slow * law.factor)
+        return mean_of(law.base, rank) * (1 - slow + slow * law.factor)
     if isinstance(law, Normal):
         return _truncated(law.mean, law.deviation)
     if isinstance(law, (ConstantTime, Exponential, Lognormal, Pareto, Empirical)):
         return law.mean
-    return statistics.fmean(itertools.islice(law.stream(0, 0), DRAWS))
+    return statistics.fmean(itertools.islice(law.stream(0, rank or 0), DRAWS))
 
 
 def _truncated(mean: float, deviation: float) -> float:
@@ -56,19 +59,14 @@ def _truncated(mean: float, deviation: float) -> float:
     return mean + deviation * density / (0.5 * math.erfc(-ratio / math.sqrt(2)))
 
 
-def late_of(law: ComputeModel, workers: int) -> float:
-    """Return the mean seconds by which the slowest worker's gradient in a step exceeds the mean over the workers."""
-    return drawn(law, workers, max(ROUNDS, DRAWS // workers))[1]
-
-
 @lru_cache(maxsize=512)
-def drawn(law: ComputeModel, workers: int, rounds: int, first: int = 0) -> tuple[float, float]:
-    """Return the mean seconds of a gradient, and the mean delay of the slowest worker in a step, from random draws with
-    seed 0.
-
-    Time spent waiting for a core is not included.
+def late_of(law: ComputeModel, workers: int, cycle: int = 1) -> float:
+    """Return the mean seconds of a step by which the slowest of `workers` workers is later than their mean, if workers
+    wait for each other after every `cycle` steps.
     """
     if isinstance(law, SharedCores):
-        return drawn(law.base, workers, rounds, first)
-    times = np.array([list(itertools.islice(law.stream(0, rank), first, rounds)) for rank in range(workers)])
-    return float(times.mean()), float((times.max(0) - times.mean(0)).mean())
+        return late_of(law.base, workers, cycle)
+    cycles = math.ceil(max(ROUNDS, DRAWS // workers) / cycle) + ROUNDS // 4
+    times = np.array([list(itertools.islice(law.stream(0, rank), cycles * cycle)) for rank in range(workers)])
+    sums = times.reshape(workers, cycles, cycle).sum(2)
+    return float((sums.max(0) - sums.mean(0)).mean()) / cycle
