@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flockstep.claims.base import Claim, Verdict
+from flockstep.claims.c06_deep_gradient_compression import Final
 from flockstep.claims.compressed_digits import Finals
 from flockstep.claims.sorted_digits import RunErrors
 from flockstep.claims.spans import GUESSING
@@ -24,15 +25,18 @@ RUNS = {
     "B7": ("b07_data_that_differ", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B8": ("b08_partial_communication", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B9": ("b09_feedback_needs_contraction", {"trained": GUESSED}),
+    "C6": ("c06_deep_gradient_compression", {"_trained": Final(GUESSING, math.log(10), 300.0, 300.0)}),
 }
 """What runs a claim's training, and what that would give if every model guessed."""
 REFERENCES = {
     "B1": ["synchronous", "1-softsync, alpha", "15-softsync, alpha / 15", "30-softsync, alpha / 30"],
     "B2": ["EASGD, tau 1:", "EASGD, tau 16", "EASGD, tau 64", "Downpour, tau 1:"],
+    "B3": ["mean test error in %, small batch"],
     "B4": ["dense"],
     "B7": ["synchronous, mixed", "synchronous, sorted", "sgp", "dpsgd", "local_sgd(10)", "local_sgd(50)"],
     "B8": ["full", "updates deferred, share 0.5", "updates deferred, share 0.05"],
     "B9": ["dense"],
+    "C6": ["dense"],
 }
 """Rows about what has to learn, by how they begin."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
+from flockstep.cli.reproduce import known
 from flockstep.cli.verdicts import BEGIN, END, HEAD, PAGE, row
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,8 @@ def test_a_verdict_takes_the_place_of_the_last_one(page: Path, capsys: pytest.Ca
     assert run(["reproduce", "A6", "--write", "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["claims"]
     text = page.read_text()
-    assert text.startswith(f"# Claims\n\n{BEGIN}{HEAD}| A5 | 2001-01-01 | holds | kept |\n| A6 | 20")
+    assert text.startswith(f"# Claims\n\n{BEGIN}{HEAD}| A1 | – | not tried | |\n")
+    assert "| A4 | – | not tried | |\n| A5 | 2001-01-01 | holds | kept |\n| A6 | 20" in text
     assert text.endswith(f"|\n{END}\n\nthe rest\n")
     (found,) = re.findall(r"^\| A6 \| (\d{4}-\d\d-\d\d) \| holds \| (.*) \|$", text, re.MULTILINE)
     assert found[0] > "2026-01-01"
@@ -51,6 +53,8 @@ def test_without_a_page_nothing_is_tried(
     assert "A6:" not in said.err
 
 
-def test_the_page_has_a_place_for_verdicts() -> None:
+def test_the_page_has_a_row_for_every_claim() -> None:
     text = (ROOT / PAGE).read_text("utf-8")
     assert text.count(BEGIN + HEAD) == text.count(END) == 1
+    table = text.partition(BEGIN + HEAD)[2].partition(END)[0]
+    assert re.findall(r"^\| (\w+) \|", table, re.MULTILINE) == known()

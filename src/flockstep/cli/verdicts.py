@@ -12,6 +12,8 @@ from flockstep.errors import ConfigurationError
 PAGE = Path("docs") / "explanation" / "claims.md"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
 HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
+UNTRIED = "| {} | – | not tried | |"
+"""Row of a claim without a verdict."""
 SHOWN = 3
 """Number of figures that are shown for a claim in addition to the figures that do not hold."""
 
@@ -30,7 +32,7 @@ def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE
     old, _, after = rest.partition(END)
     rows = {line.split("|")[1].strip(): line for line in old.removeprefix(HEAD).splitlines() if line}
     rows[str(result["claim"])] = row(result)
-    kept = "".join(f"{rows[name]}\n" for name in order if name in rows)
+    kept = "".join(f"{rows.get(name, UNTRIED.format(name))}\n" for name in order)
     page.write_text(f"{before}{BEGIN}{HEAD}{kept}{END}{after}", "utf-8")
 
 
