@@ -123,7 +123,7 @@ def test_the_host_with_the_most_connections_gives_way(
 ) -> None:
     monkeypatch.setattr(admission, "UNPROVED", 8)
     first = make(0)
-    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     peer = crowd.enter_context(raw_connection(first, handshake.out))
     answered(peer, handshake, first)
     for _ in range(30):
@@ -301,7 +301,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
 def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "UNPROVED", 3)
     first = make(0, "tcp")
-    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     with contextlib.ExitStack() as stack:
         peer = stack.enter_context(raw_connection(first, handshake.out))
         answered(peer, handshake, first)
@@ -320,7 +320,7 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
 ) -> None:
     monkeypatch.setattr(streams, "TICK", 60.0)  # the thread beside the program stays away
     first = make(0, "tcp")
-    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     with raw_connection(first, handshake.out) as peer:
         answered(peer, handshake, first)
         peer.sendall(handshake.out)
@@ -332,7 +332,7 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
 
 def proved(bus: StreamBus, said: bytes) -> socket.socket:
     """A connection of a process that proves the secret, and says that."""
-    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     peer = raw_connection(bus, handshake.out)
     answered(peer, handshake, bus)
     peer.sendall(handshake.out + said)

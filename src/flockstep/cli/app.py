@@ -527,6 +527,14 @@ app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": Tru
 )
 
 
+@app.command(rich_help_panel=RUN)
+def secret() -> None:
+    """Print a new secret for a run over several hosts: 256 random bits, written as 64 hexadecimal digits."""
+    from secrets import token_hex
+
+    print(token_hex(32))
+
+
 @app.command("list", rich_help_panel=LOOK_UP)
 def list_components(
     what: Annotated[

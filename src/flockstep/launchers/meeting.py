@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import select
@@ -16,7 +17,9 @@ from flockstep.errors import ConfigurationError, require
 from flockstep.transports.host_channel import HostChannel
 
 SHORTEST = 16
-"""Minimum number of characters of a secret; an attacker could guess a shorter secret from a recorded handshake."""
+"""Minimum number of characters of a secret."""
+SCRYPT = {"n": 1 << 16, "r": 8, "p": 1, "maxmem": 1 << 27}
+"""Cost of a guess at a secret that a human has chosen: 64 MiB of memory, and about 0.2 s."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
 """Wildcard addresses: a process that listens on one of them, such as 0.0.0.0, listens on all addresses of its host."""
 TIMEOUT = 600.0
@@ -173,7 +176,7 @@ def read_secret(file: Path | None) -> bytes:
     Raises:
         ConfigurationError: there is no secret, or it is too short, or others may read the file.
     """
-    how = "make a secret with: openssl rand -hex 32"
+    how = "make a secret with: flockstep secret"
     if file is not None:
         try:
             if file.stat().st_mode & 0o077:
@@ -192,4 +195,10 @@ def read_secret(file: Path | None) -> bytes:
             )
     if len(text) < SHORTEST:
         raise ConfigurationError(f"the secret must have at least {SHORTEST} characters, got {len(text)}; {how}")
-    return hashlib.sha256(text.encode()).digest()
+    return _stretched(text)
+
+
+@functools.cache
+def _stretched(text: str) -> bytes:
+    """The key of a secret. All hosts derive the same key, so that the salt is fixed."""
+    return hashlib.scrypt(text.encode(), salt=b"flockstep, the secret of a run", dklen=32, **SCRYPT)

@@ -1,11 +1,13 @@
 """The first bytes of a connection: both ends prove that they know the secret of the run, and agree on keys.
 
-The end that connects sends a hello, the other end a hello and a proof, the first end a proof. A hello names the
-protocol and has 32 random bytes, which are the public key of an X25519 exchange if the link is encrypted. A proof is an
-HMAC of both hellos, under a key that is derived from the secret and the exchange. So a recorded session cannot be
-replayed, the proof of one end is not valid for the other end, and an attacker who learns the secret later cannot
-decrypt a recorded session. Until a valid proof has arrived, the bytes from the other end are bounded by
-`Handshake.due`; the accepting end creates no key before it has received a hello of this protocol.
+Each end sends a hello, first the end that connects; then the end that connects sends a proof, and the other end answers
+a valid proof with its own, so that a stranger who connects gets nothing from which the secret can be guessed. A hello
+names the protocol and has 32 random bytes, which are the public key of an X25519 exchange if the link is encrypted. A
+proof is an HMAC under a key that is derived from the secret, the exchange, both hellos, and the purpose of the
+connection: the run, and the node that accepts it. So a recorded session cannot be replayed or led to another node, the
+proof of one end is not valid for the other end, and an attacker who learns the secret later cannot decrypt a recorded
+session. Until a valid proof has arrived, the bytes from the other end are bounded by `Handshake.due`; the accepting end
+creates no key before it has received a hello of this protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from flockstep.errors import ProtocolError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-PLAIN, ENCRYPTED = b"flockstep1p", b"flockstep1e"
+PLAIN, ENCRYPTED = b"flockstep2p", b"flockstep2e"
 """First bytes of a hello, for links without (PLAIN) and with (ENCRYPTED) encryption; they name the version of the
 handshake.
 """
@@ -60,9 +62,9 @@ class Handshake:
     Send `out`, pass the next `due` bytes from the other end to `feed`, and repeat until `due` is 0.
     """
 
-    def __init__(self, secret: bytes, connects: bool, encrypts: bool):
-        """`connects`: this end has opened the connection."""
-        self._secret = secret
+    def __init__(self, secret: bytes, connects: bool, encrypts: bool, purpose: str = ""):
+        """`connects`: this end has opened the connection; `purpose`: text on which both ends must agree."""
+        self._secret, self._purpose = secret, purpose.encode()
         self._connects = connects
         self._name = ENCRYPTED if encrypts else PLAIN
         self._private: X25519PrivateKey | None = None
@@ -70,7 +72,7 @@ class Handshake:
         self._hello = self._name + self._share() if connects else b""
         self.out = self._hello
         """Bytes to send now."""
-        self.due = HELLO + PROOF if connects else HELLO
+        self.due = HELLO
         """Number of bytes of the other end that `feed` expects next; 0 once both ends are proved."""
 
     def require_protocol(self, arrived: bytes) -> None:
@@ -90,15 +92,15 @@ class Handshake:
         Raises:
             ProtocolError: the other end speaks another protocol, or does not know the secret.
         """
-        first = not self._key
-        if first:
-            self._agree(arrived[:HELLO])
-            self.out = self._proof(self._connects) if self._connects else self._hello + self._proof(self._connects)
-        if first and not self._connects:
-            self.due = PROOF  # of the other end, which has not had this end's hello yet
+        if not self._key:
+            self._agree(arrived)
+            self.out = self._proof(True) if self._connects else self._hello
+            self.due = PROOF
             return
-        if not hmac.compare_digest(arrived[-PROOF:], self._proof(not self._connects)):
-            self.out = b""
+        proved = hmac.compare_digest(arrived, self._proof(not self._connects))
+        if not self._connects:
+            self.out = self._proof(False) if proved else bytes(PROOF)  # the other end sees that it was refused
+        if not proved:
             raise ProtocolError("the process at the other end of a connection does not know the secret of this run")
         self.due = 0
 
@@ -136,7 +138,7 @@ class Handshake:
                     f"the process at the other end of a connection sent a bad public key: {error}"
                 ) from None
         self._hellos = self._hello + other if self._connects else other + self._hello
-        self._key = hmac.digest(self._secret, hashlib.sha256(self._hellos).digest() + shared, "sha256")
+        self._key = hmac.digest(self._secret, hashlib.sha256(self._hellos + self._purpose).digest() + shared, "sha256")
 
     def _proof(self, connects: bool) -> bytes:
         return self._derived(b"proof", connects)

@@ -61,7 +61,7 @@ class HostChannel:
         """Time at which the connection began, in seconds of the monotonic clock."""
         self.own: str = sock.getsockname()[0]
         """Address of this end."""
-        self._socket = SealedSocket(sock, secret, connects, encrypts=True)
+        self._socket = SealedSocket(sock, secret, connects, encrypts=True, purpose="the coordinator of hosts")
         self._session = Session("")
         self.down = math.inf
         """Time at which the connection broke; infinite while there is a connection."""

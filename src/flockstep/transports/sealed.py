@@ -34,8 +34,8 @@ class SealedSocket:
     `socket`.
     """
 
-    def __init__(self, sock: socket.socket, secret: bytes, connects: bool, encrypts: bool):
-        """`connects`: this end has opened the connection."""
+    def __init__(self, sock: socket.socket, secret: bytes, connects: bool, encrypts: bool, purpose: str = ""):
+        """`connects`: this end has opened the connection; `purpose`: text on which both ends must agree."""
         self.family = sock.family
         self.fileno, self.getsockopt, self.shutdown, self.close = (
             sock.fileno,
@@ -44,7 +44,7 @@ class SealedSocket:
             sock.close,
         )
         self._socket = sock
-        self._handshake: Handshake | None = Handshake(secret, connects, encrypts)
+        self._handshake: Handshake | None = Handshake(secret, connects, encrypts, purpose)
         self._arrived = bytearray()
         self._unsent = memoryview(self._handshake.out)
         self._sealer: _Sealer | None = None
@@ -144,6 +144,8 @@ class SealedSocket:
                 return bool(data)
             handshake.feed(bytes(self._arrived))
         except ProtocolError as error:
+            with contextlib.suppress(OSError):
+                self._socket.send(handshake.out)
             raise LinkForged(str(error)) from None
         self._arrived.clear()
         self._unsent = memoryview(bytes(self._unsent) + handshake.out)

@@ -600,7 +600,8 @@ class StreamBus(Bus):
         if self._is_here(host):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
-        link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts) if host else sock
+        purpose = f"{self._me.run} {node_name(self._me.address if wanted is None else wanted)}"
+        link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts, purpose) if host else sock
         connection = self._connections[sock.fileno()] = _Connection(link, host, wanted)
         self._epoll.register(sock, select.EPOLLIN)
         self._flush(connection)
