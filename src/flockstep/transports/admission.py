@@ -34,7 +34,7 @@ class Unproved(Protocol):
         """Whether the other end has proved that it knows the secret."""
 
 
-Connection = TypeVar("Connection", bound=Unproved)
+AnyUnproved = TypeVar("AnyUnproved", bound=Unproved)
 
 
 class Admission:
@@ -49,7 +49,7 @@ class Admission:
         self.limit = time_for_proof(heartbeat)
         """Seconds within which the other end of a connection must prove that it knows the secret."""
 
-    def excess(self, connections: Sequence[Connection]) -> Connection | None:
+    def excess(self, connections: Sequence[AnyUnproved]) -> AnyUnproved | None:
         """Return the connection to close after the last of `connections` has been accepted; None if all may stay.
 
         The connection is one of the host with the most connections: a silent one, or else the oldest. The newest
