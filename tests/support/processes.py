@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import msgspec
 
 import flockstep
+from flockstep.records.scratch import sweep
 from support.commands import CommandForker, Process
 
 PATIENCE = 150.0
@@ -255,6 +256,8 @@ class RealRun:
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
         took, limit = time.monotonic() - self._faulted, max(PROMISE, 4 * (self._faulted - self._started))
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
+        if self.main.returncode == -signal.SIGKILL:
+            sweep(self.scratch)  # a script's launcher that is killed leaves its folder, which the next run removes
         left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
         assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []
         file = self.record / "summary.json"
