@@ -60,7 +60,7 @@ def possible(kind: str, strategy: str, event: str) -> bool:
         return False
     if event == "server killed" and not found.servers_for(2):
         return False
-    if event == "killed after a loss" and not traits.survives:
+    if event == "killed after a loss" and (not traits.survives or "essp" in strategy):
         return False
     try:
         for workers in (2, 3) if changes else (2,):
