@@ -220,6 +220,9 @@ class ParameterGuard(Protocol):
     def check(self) -> None:
         """Raise `ConfigurationError` if the model has changed since the last call of `note`."""
 
+    def require_own_steps(self) -> None:
+        """Raise `ConfigurationError` if another optimizer has trained the model since the last call of `note`."""
+
     def note(self) -> None:
         """Accept the current values of the parameters as the strategy's own."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flockstep
 from flockstep.errors import ConfigurationError
@@ -82,10 +83,10 @@ def test_the_step_is_that_of_plain_torch(watched: Watched) -> None:
 
 
 def test_other_strategies_have_no_hooks_that_hand_parts_over() -> None:
-    """Every strategy has the hook that moves a gradient to its place; the other hook is the test's own."""
+    """Hooks of every strategy move a gradient to its place and tell the guard; another hook is the test's own."""
     one = Watched("all_reduce")
-    assert [len(p._post_accumulate_grad_hooks) for p in one.model.parameters()] == [2] * 6
-    assert [len(p._post_accumulate_grad_hooks) for p in Watched().model.parameters()] == [3] * 6
+    assert [len(p._post_accumulate_grad_hooks) for p in one.model.parameters()] == [3] * 6
+    assert [len(p._post_accumulate_grad_hooks) for p in Watched().model.parameters()] == [4] * 6
 
 
 def test_a_parameter_without_a_gradient_is_completed_by_step() -> None:
@@ -124,21 +125,62 @@ def test_changes_that_torch_does_not_count_are_found(watched: Watched, way: str)
         watched.optimizer.step()
 
 
-def test_blocks_of_large_parts_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 elements are five blocks, of which each step compares two."""
-    monkeypatch.setattr("flockstep.drivers.torch_guard.BLOCK", 20)
+def test_of_large_parts_some_elements_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of all elements, as clipping makes it, is found from a few."""
     monkeypatch.setattr("flockstep.drivers.torch_guard.SENT", 2)
     one = Watched()
-
-    def steps() -> None:
-        for _ in range(3):
-            one.optimizer.zero_grad()
-            one.forward().backward()
-            one.model[2].bias.grad.data[3] *= 0.5
-            one.optimizer.step()
-
+    one.forward().backward()
+    for parameter in one.model.parameters():
+        parameter.grad.data *= 0.5
     with pytest.raises(ConfigurationError, match=r"changed between backward\(\) and step\(\)"):
-        steps()
+        one.optimizer.step()
+
+
+class TwiceCheckpointed(nn.Module):
+    """A layer that runs twice under activation checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.first, self.second = reentrant, nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
+        return x
+
+
+def test_the_advice_for_a_layer_that_runs_twice_under_a_checkpoint_works() -> None:
+    found = []
+    for strategy, reentrant in ((SMALL, False), ("all_reduce", True)):
+        model = TwiceCheckpointed(reentrant)
+        optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 12)).square().sum().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*found)
+    model = TwiceCheckpointed(True)
+    flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), SMALL)
+    with pytest.raises(ConfigurationError, match="use_reentrant=False, or use all_reduce"):
+        model(torch.ones(2, 12)).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("strategy", [SMALL, "bucketed", "all_reduce"])
+def test_a_penalty_of_the_gradients_counts_as_in_plain_torch(strategy: str) -> None:
+    """Its backward pass needs the graph of the gradients, which a part that is handed over does not have."""
+    found = []
+    for one in (Watched(strategy), Watched("all_reduce")):
+        plain = torch.optim.SGD(one.model.parameters(), lr=0.1)
+        optimizer = one.optimizer if not found else plain
+        optimizer.zero_grad()
+        one.forward().backward(create_graph=True)
+        sum((p.grad.square().sum() for p in one.model.parameters()), torch.zeros(())).backward()
+        optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+    assert torch.equal(*found)
 
 
 def test_a_gradient_that_is_replaced_after_backward_is_refused(watched: Watched) -> None:

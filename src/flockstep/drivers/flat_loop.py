@@ -20,6 +20,9 @@ class FiniteGuard:
     def check(self) -> None:
         """Do nothing: the script holds only copies of the parameters, which need no check."""
 
+    def require_own_steps(self) -> None:
+        """Do nothing, because nothing else can step on the flat array."""
+
     def note(self) -> None:
         """Look for NaN and infinity in the flat array after a step."""
         self._first = first_not_finite(self._params)

@@ -688,7 +688,10 @@ class Loop:
 
     def require_used(self) -> None:
         """Raise `ConfigurationError` if the script has trained with another optimizer than the one of `distribute`."""
-        if self.watch is None or self._worker.step > 0:
+        if self.watch is None:
+            return
+        if self._worker.step > 0:
+            self.watch.require_own_steps()
             return
         try:
             self.watch.check()

@@ -130,9 +130,12 @@ class BackwardHooks:
             self.revise(
                 f"{self._flat.schema.entries[index].name} got a second gradient before step(), after bucketed had "
                 "sent the first gradient; put every backward() except the last before step() into 'with "
-                "optimizer.no_sync():'"
+                "optimizer.no_sync():', and for a layer that runs twice under torch.utils.checkpoint pass "
+                "use_reentrant=False, or use all_reduce, which reads the gradients in step()"
             )
-        if self.paused or self._revised:
+        slope = self._flat.parameters[index].grad
+        graph = slope is not None and slope.requires_grad  # the script may compute a gradient of the gradient
+        if self.paused or self._revised or graph:
             loop.listen()
             return
         self._flat.gather_gradient(index)

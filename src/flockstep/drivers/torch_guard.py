@@ -5,45 +5,39 @@ that were already sent.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NoReturn
+from functools import partial
+from typing import NoReturn
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
-from flockstep.arrays.schema import Entry
+from flockstep.arrays.namespace import as_tensor
 from flockstep.drivers.torch_clipping import Clipping
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
-BLOCK = 1 << 16
-"""Number of elements that one checksum covers."""
-SMALL = 16
-"""Maximum size of a model, in blocks of `BLOCK` elements, that is compared completely before every step."""
-WINDOW = 4
-"""Number of blocks of a larger model that are compared before each step; the next step compares the following blocks.
-"""
+COMPARED = 1 << 20
+"""Maximum size of a model, in elements, that is compared completely before every step."""
+SMALL = 1 << 12
+"""Maximum size of a tensor, in elements, that is compared completely in a larger model."""
 STRIDE = 1021
-"""Minimum distance, in elements, between the single elements of a large model that are also compared; each step starts
-at another element.
-"""
-SENT = 4
-"""Number of blocks that are compared in each part of a gradient; the next gradient is compared in the following blocks.
-"""
+"""Distance, in elements, between the single elements that are compared in the larger tensors of a larger model."""
+SENT = 1 << 16
+"""Number of elements that are compared in each part of a gradient."""
 
 
 class Guard:
     """Compares a module before a step with its state after the previous step.
 
-    A model of at most a million parameters is compared completely. In a larger model, a digest of all parameters would
-    take as long as a copy of them. The guard therefore compares the digests of all tensors of at most `BLOCK` elements,
-    such as biases, the digests of `WINDOW` other blocks, which change from step to step, and single elements at least
-    `STRIDE` apart. torch counts writes to each tensor, except writes through `.data` and numpy. If torch has counted a
-    write although all compared elements are equal, as when averaged weights are swapped in and out again, the guard
-    digests the whole model from then on, and warns if it had not compared the whole tensor.
+    A model of at most `COMPARED` elements is compared completely. In a larger model all tensors of at most `SMALL`
+    elements are compared, such as biases, and every `STRIDE`-th element of the others: what happens to scripts (loading
+    a model, clamping, averaging, another optimizer) changes a whole tensor. Values count: a tensor with the same values
+    at another address is accepted, and returns to the flat array.
+
+    The guard also notices that another optimizer steps, from a change of the model between two backward passes.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
@@ -60,27 +54,71 @@ class Guard:
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._versions: list[int] = []
-        self._blocks = [slice(at, min(at + BLOCK, len(flat.params))) for at in range(0, len(flat.params), BLOCK)]
-        self._count = len(self._blocks)
-        self._whole = self._small = self._count <= SMALL
-        """Whether every block is digested after each step."""
-        if not self._small:
-            self._blocks += _runs([entry for entry in flat.schema.entries if entry.size <= BLOCK])
-        self._bounds = np.array([(block.start, block.stop) for block in self._blocks])
-        self._written = False
-        """Whether torch has counted a write to a large model after which the compared parts were equal."""
-        self._sums: Any = []
-        """Digest of each block, or of each block of the window and of `_kept`: numbers, or a tensor on the parameters'
-        device.
+        self._places = _compared(flat)
+        """Positions of the compared elements in the flat array; None: all elements are compared."""
+        self._backward: dict[int, int] = {}
+        """Index of a parameter → torch's count of writes to it when it first received a gradient after the previous
+        step.
         """
-        self._kept: list[Any] = []
-        """Copies of the single elements that are compared; empty if every block is digested."""
-        self._stride = max(STRIDE, -(-len(flat.params) // BLOCK))
-        self._turn = 0
         self.unsent = False
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
-        self._finite: Any = True
+        self._warned = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_completed, weakref.ref(self), index)
+            )
+            for index, parameter in enumerate(flat.parameters)
+        ]
         self.note()
+
+    def end(self) -> None:
+        """Stop watching backward passes, because the run has ended."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def completed(self, index: int) -> None:
+        """Handle the gradient of a parameter in a backward pass.
+
+        Raises:
+            ConfigurationError: the model has changed since an earlier backward pass, without a step.
+        """
+        version = self._flat.parameters[index]._version
+        if self._backward.setdefault(index, version) != version:
+            self.require_own_steps()
+            self._backward[index] = version
+
+    def require_own_steps(self) -> None:
+        """Raise `ConfigurationError` if the model has changed after a backward pass without a step of the strategy:
+        another optimizer has stepped.
+        """
+        if not self._backward or (changed := self.changed()) is None:
+            return
+        if any(id(p) in self._flat.shared for p in self._flat.parameters):
+            return  # another call of `distribute` trains the parameter
+        raise ConfigurationError(
+            f"parameter {changed} was changed after backward() without step() of the optimizer that "
+            "flockstep.distribute returned, so the optimizer that was distributed is not the one that steps; call "
+            "step() of the returned optimizer and change its settings in optimizer.param_groups, or call finish() and "
+            "then flockstep.distribute again for each new optimizer"
+        )
+
+    def require_no_own_step(self, call: str) -> None:
+        """Refuse the method of the optimizer that has just returned from `call` and has changed the parameters.
+
+        Raises:
+            ConfigurationError: other ranks lack the change.
+        """
+        if self._server_side:
+            raise ConfigurationError(
+                f"{call} changed the parameters, which servers or other ranks update under this strategy; take a "
+                "strategy whose workers step, such as all_reduce or local_sgd"
+            )
+        if self._backward:
+            raise ConfigurationError(
+                f"{call} stepped with the gradients of this rank alone, because ranks exchange gradients in step(); "
+                "let the optimizer make all its passes in step(self, closure), without a default, which flockstep "
+                "evaluates on all ranks under all_reduce"
+            )
 
     def check(self) -> None:
         """Compare the module with its state after the previous step.
@@ -96,13 +134,26 @@ class Guard:
                 "optimizer.sync() on every rank before the next step, so that all ranks continue with the state of "
                 "rank 0"
             )
+        changed = self.changed()
+        if changed is not None:
+            self._tell_changed(changed)
+
+    def changed(self) -> str | None:
+        """Name of a parameter whose values have changed since the last call of `note`; None if no change is found.
+
+        A parameter that has the same values at another address returns to its place in the flat array.
+        """
         flat = self._flat
         for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
             if parameter.data_ptr() != place.data_ptr():
-                self._tell_changed(entry.name)
-        moved = self._moved()
-        if moved is not None:
-            self._tell_changed(next(e.name for e in flat.schema.entries if moved < e.offset + e.size))
+                if id(parameter) in flat.shared or not _same(parameter.detach(), place):
+                    return entry.name
+                parameter.data = place
+        now = _bits(self._elements())
+        if not torch.equal(now, self._kept):  # one truth value leaves the device
+            return self._name_of(int((now != self._kept).nonzero()[0]))
+        self._warn_of_unknown()
+        return None
 
     def check_structure(self) -> None:
         """Compare the set of parameters, which of them are trained, their dtypes, and the optimizer's parameters with
@@ -132,36 +183,19 @@ class Guard:
         """
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
-        self._turn += 1
-        self._whole = self._whole or self._written
-        self._kept = [] if self._whole else self._elements()
-        self._sums, self._finite = self._digests(range(self._count) if self._whole else self._window(), self._kept)
+        self._backward.clear()
+        elements = self._elements()
+        self._kept = _bits(elements)
+        self._finite = torch.stack([torch.isfinite(part).all() for part in elements]).all()
 
-    def _window(self) -> list[int]:
-        """Numbers of the blocks whose turn it is, then of those that hold the small tensors of a large model."""
-        if self._small:
-            return list(range(self._count))
-        turn = sorted((self._turn * WINDOW + i) % self._count for i in range(WINDOW))
-        return [*turn, *range(self._count, len(self._blocks))]
-
-    def _elements(self) -> list[Any]:
-        """Copies of every `_stride`-th element of the flat array, and of the memory of narrower parameters."""
-        part = slice(self._turn % self._stride, None, self._stride)
-        return [_copied(self._flat.params[part]), *(_copied(each.values[part]) for each in self._flat.narrow)]
-
-    def _digests(self, numbers: Sequence[int], elements: list[Any]) -> tuple[Any, Any]:
-        """Digests of the blocks of the given numbers and of `elements`, if any, and whether what was read is finite;
-        tensors for parameters on a device.
-        """
-        params: Any = self._flat.params
-        last = [_digest(elements)] if elements else []
-        if isinstance(params, np.ndarray) and params.dtype == np.float32 and not self._flat.narrow:
-            from flockstep.arrays.kernels.numpy_digest import digests
-
-            sums, known = digests(params, self._bounds[list(numbers)])
-            return sums + [one for one, _ in last], known and all(each for _, each in last)
-        found, finite = map(list, zip(*map(_digest, map(self._block, numbers)), *last, strict=True))
-        return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
+    def _elements(self) -> list[torch.Tensor]:
+        """The compared elements of the flat array, and those of the memory of narrower parameters."""
+        params, places = as_tensor(self._flat.params), self._places
+        if places is None:
+            return [params, *(each.values for each in self._flat.narrow)]
+        narrow = [(each.values, each.part.start, each.part.stop) for each in self._flat.narrow]
+        inside = [memory[places[(places >= start) & (places < stop)] - start] for memory, start, stop in narrow]
+        return [params[places], *inside]
 
     def not_finite(self) -> str | None:
         """Return the name of the first parameter that contained NaN or infinity at the last call of `note`; None if all
@@ -170,63 +204,35 @@ class Guard:
         if self._finite:
             return None
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
-        return next(entry.name for entry, parameter in named if not _finite(parameter.detach()))
+        return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
 
-    def _moved(self) -> int | None:
-        """Position at or after the first detected change of the flat array; None if no change was detected."""
-        every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
-        looked = self._looked(every)
-        elements = self._elements() if self._kept else []
-        found, _ = self._digests(looked, elements)
-        known = _chosen(self._sums, looked) if self._whole else self._sums
-        if _equal(found, known):  # one truth value leaves the device
-            if every and not self._whole:
-                self._tell_unknown()
-                self._written = True
-            return None
-        differs = [one != other for one, other in zip(_numbers(found), _numbers(known), strict=True)].index(True)
-        if differs == len(looked):
-            return self._moved_element(elements)
-        start = self._blocks[looked[differs]].start
-        return self._first_written(start) if every else start
+    def _name_of(self, byte: int) -> str:
+        """Name of the parameter to which a byte of the compared elements belongs."""
+        whole = torch.arange(len(self._flat.params), device=self._device) if self._places is None else self._places
+        parts = [slice(0, len(self._flat.params)), *(each.part for each in self._flat.narrow)]
+        for part, elements in zip(parts, self._elements(), strict=True):
+            if byte < elements.nbytes:
+                within = whole[(whole >= part.start) & (whole < part.stop)]
+                place = int(within[byte // elements.element_size()])
+                return next(e.name for e in self._flat.schema.entries if place < e.offset + e.size)
+            byte -= elements.nbytes
+        raise AssertionError("no such element")
 
-    def _looked(self, every: bool) -> list[int]:
-        """Numbers of the blocks to compare; `every`: torch has counted a write."""
-        if not self._whole:
-            return self._window()
-        return list(range(self._count)) if every else [one for one in self._window() if one < self._count]
-
-    def _tell_unknown(self) -> None:
-        """Warn if torch has counted a write to a tensor that was not compared as a whole."""
+    def _warn_of_unknown(self) -> None:
+        """Warn once if torch has counted a write to a tensor that was not compared as a whole."""
+        if self._places is None or self._warned:
+            return
         moved = zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True)
-        names = [entry.name for entry, p, old in moved if p._version != old and entry.size > BLOCK]
+        names = [entry.name for entry, p, old in moved if p._version != old and entry.size > SMALL]
+        self._warned = bool(names)
         if names:
             warnings.warn(
                 f"parameter {names[0]} was written to between two steps; the elements that flockstep compares are "
                 "unchanged, but others may have changed; if you changed the parameter's values, call optimizer.sync() "
-                "on every rank after each such change; from now on flockstep compares every parameter in full",
+                "on every rank after each such change",
                 RuntimeWarning,
                 stacklevel=6,
             )
-
-    def _moved_element(self, elements: list[Any]) -> int:
-        """Position of the first of the single elements that has changed."""
-        starts = [0, *(each.part.start for each in self._flat.narrow)]
-        firsts = map(_first_difference, self._kept, elements)
-        start, first = next((start, first) for start, first in zip(starts, firsts, strict=True) if first is not None)
-        return int(start + self._turn % self._stride + first * self._stride)
-
-    def _first_written(self, start: int) -> int:
-        """First element of the first tensor, in or after a block, that torch has written to; `start`: of the block."""
-        for entry, parameter, old in zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True):
-            if parameter._version != old and entry.offset + entry.size > start:
-                return entry.offset
-        return start
-
-    def _block(self, index: int) -> list[Any]:
-        """A part of the flat array, and what narrower parameters hold of it."""
-        part = self._blocks[index]
-        return [self._flat.params[part], *self._flat.narrow_within(part.start, part.stop)]
 
     def _tell_changed(self, name: str) -> NoReturn:
         """Raise the error about the changed parameter `name`, which another call of `distribute` may have too."""
@@ -280,42 +286,52 @@ class SentParts:
 
     def __init__(self, flat: FlatModule):
         self._flat = flat
-        self._turn = 0
-        self._blocks: list[slice] = []
-        self._sums: list[Any] = []
+        self._parts: list[slice] = []
+        self._kept: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Forget the parts of the previous gradient."""
-        self._turn, self._blocks, self._sums = self._turn + SENT, [], []
+        self._parts, self._kept = [], []
 
     def note(self, start: int, stop: int) -> None:
-        """Store checksums of gradient elements start to stop-1, which are passed to the strategy now."""
-        begins = range(start, stop, BLOCK)
-        for number in range(min(len(begins), SENT)):
-            begin = begins[(self._turn + number) % len(begins)]
-            self._blocks.append(slice(begin, min(begin + BLOCK, stop)))
-            self._sums.append(self._digest(self._blocks[-1]))
+        """Keep some of the gradient elements start to stop-1, which are passed to the strategy now."""
+        self._parts.append(slice(start, stop))
+        self._kept.append(self._elements(self._parts[-1]))
 
     def changed(self) -> bool:
-        """Return whether one of the blocks with a stored checksum has changed since `note`."""
-        found = list(map(self._digest, self._blocks))
-        return bool(found) and not _equal(_together(found), _together(self._sums))
+        """Return whether one of the kept elements has changed since `note`."""
+        now = [self._elements(part) for part in self._parts]
+        return bool(now) and not torch.equal(torch.cat(now), torch.cat(self._kept))
 
-    def _digest(self, block: slice) -> Any:
-        narrow = self._flat.narrow_within(block.start, block.stop, gradients=True)
-        return _digest([self._flat.grads[block], *narrow])[0]
+    def _elements(self, part: slice) -> torch.Tensor:
+        step = max(1, (part.stop - part.start) // SENT)
+        narrow = self._flat.narrow_within(part.start, part.stop, gradients=True)
+        return _bits([each[::step] for each in (as_tensor(self._flat.grads[part]), *narrow)])
 
 
-def _runs(entries: Sequence[Entry]) -> list[slice]:
-    """The places of tensors in the flat array, where neighbors are one place of at most `BLOCK` elements."""
-    found: list[slice] = []
-    for entry in entries:
-        stop = entry.offset + entry.size
-        if found and found[-1].stop == entry.offset and stop - found[-1].start <= BLOCK:
-            found[-1] = slice(found[-1].start, stop)
-        else:
-            found.append(slice(entry.offset, stop))
-    return found
+def _compared(flat: FlatModule) -> torch.Tensor | None:
+    """Positions of the elements that are compared; None for all."""
+    if len(flat.params) <= COMPARED:
+        return None
+    entries = flat.schema.entries
+    ranges = [torch.arange(e.offset, e.offset + e.size, 1 if e.size <= SMALL else STRIDE) for e in entries]
+    return torch.cat(ranges).to(flat.parameters[0].device)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same bits."""
+    return one.dtype == other.dtype and torch.equal(as_bytes(one.reshape(-1)), as_bytes(other.reshape(-1)))
+
+
+def _bits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the bytes of all parts."""
+    return torch.cat([as_bytes(part) for part in parts])
+
+
+def _completed(of: weakref.ref[Guard], index: int, _: torch.Tensor) -> None:
+    guard = of()  # a module's hooks must not keep this object alive
+    if guard is not None:
+        guard.completed(index)
 
 
 def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) -> None:
@@ -358,73 +374,3 @@ def _trained(module: torch.nn.Module) -> set[int]:
         found.update(id(p) for p in each._parameters.values() if p is not None and p.requires_grad)
         modules += [child for child in each._modules.values() if child is not None]
     return found
-
-
-def _digest(block: list[Any]) -> tuple[Any, Any]:
-    """Digest of the bits and positions of a block's arrays, and whether all their elements are finite.
-
-    A changed block has the same digest only by chance. The digest of tensors is computed on the tensors' device.
-    """
-    if not isinstance(block[0], np.ndarray):
-        return sum(_weighed(as_bytes(part)) for part in block), torch.stack(list(map(_finite, block))).all()
-    from flockstep.arrays.kernels.numpy_digest import digest
-
-    found, finite = 0, True
-    for part in block:
-        array = isinstance(part, np.ndarray)
-        found, known = digest(part.view(np.uint8) if array else as_bytes(part).numpy(), found)
-        finite &= known if array and part.dtype == np.float32 else bool(_finite(part))
-    return found, finite
-
-
-def _copied(part: Any) -> Any:
-    """The elements of an array or tensor one after another, in memory of their own."""
-    return part.clone() if isinstance(part, torch.Tensor) else np.array(part)
-
-
-def _first_difference(one: Any, other: Any) -> int | None:
-    """Number of the first element whose bits differ between two arrays or tensors; None if none does."""
-    tensors = isinstance(one, torch.Tensor)
-    differ = as_bytes(one) != as_bytes(other) if tensors else one.view(np.uint8) != other.view(np.uint8)
-    return int(differ.nonzero()[0].min()) // one.itemsize if differ.any() else None
-
-
-def _weighed(bits: torch.Tensor) -> torch.Tensor:
-    return (bits * _weights(bits.device)[: len(bits)]).sum()
-
-
-@lru_cache(maxsize=4)
-def _weights(device: torch.device) -> torch.Tensor:
-    """Odd 32-bit random numbers, the weights of the digest, one for each byte of the largest block."""
-    return torch.from_numpy(np.random.default_rng(BLOCK).integers(1 << 32, size=BLOCK * 8) | 1).to(device)
-
-
-def _together(values: Sequence[Any]) -> Any:
-    """The values as a list of numbers, or as a tensor on their device."""
-    return torch.stack(list(values)) if isinstance(values[0], torch.Tensor) else list(map(int, values))
-
-
-def _chosen(sums: Any, blocks: Sequence[int]) -> Any:
-    """The digests of the given blocks."""
-    if isinstance(sums, torch.Tensor):
-        return sums if len(blocks) == len(sums) else sums[list(blocks)]
-    return [sums[index] for index in blocks]
-
-
-def _equal(found: Any, known: Any) -> bool:
-    return torch.equal(found, known) if isinstance(found, torch.Tensor) else bool(found == known)
-
-
-def _numbers(values: Any) -> list[int]:
-    """Digests as plain numbers."""
-    return values.tolist() if isinstance(values, torch.Tensor) else list(values)
-
-
-def _finite(part: Any) -> Any:
-    """Whether every element is finite; the sum of squares tells it unless it overflows."""
-    if not isinstance(part, np.ndarray):
-        return torch.isfinite(part).all()
-    if part.dtype == np.float16:  # numpy converts float16 element by element; testing the exponent's bits is faster
-        return not bool(((part.view(np.uint16) & 0x7C00) == 0x7C00).any())
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.dot(part, part))) or bool(np.isfinite(part).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -126,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
         self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
-        self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
+        self._closures = ClosureSteps(self.loop, self._use_gradients) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer, server_side)
         self.loop.compare_settings(loaded=bool(optimizer.state))  # before ranks take over a state of rank 0
         self.flat.signs = self.loop.workers > 1 and _averages_exactly(strategy)
@@ -139,10 +140,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the original optimizer's attribute, for example a hook."""
+        """Return the original optimizer's attribute, for example a hook or a method of its own."""
         if name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        own = not name.startswith("_") and getattr(found, "__self__", None) is self.inner
+        return self._watched(found) if own else found
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the original optimizer, whose changes of the parameters are accepted if servers do not undo them
+        and no gradient of this rank is in them, as where a schedule-free optimizer puts in its average.
+        """
+
+        @functools.wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            if self.loop.finished or self._shown or self._guard.changed() is not None:  # the next step tells
+                return method(*args, **named)
+            returned = method(*args, **named)
+            if self._guard.changed() is not None:
+                self._guard.require_no_own_step(f"{type(self.inner).__name__}.{method.__name__}()")
+                self._note_moved()
+            return returned
+
+        return call
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigurationError(
@@ -234,14 +254,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "private=True"
             )
         self._guard.check()
-        loss = self.inner.step(lambda: closures.mean(closure))
+
+        def evaluated() -> Any:
+            self._note_moved()
+            return closures.mean(closure)
+
+        loss = self.inner.step(evaluated)
         self._note_moved()
         return loss
-
-    def _evaluated(self) -> None:
-        """Pass the gradients of one evaluation of a closure to the strategy."""
-        self._note_moved()
-        self._use_gradients()
 
     def _note_moved(self) -> None:
         """Accept the parameters to which the optimizer itself has moved since the last evaluation of its closure."""
@@ -396,6 +416,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if running:
             self._check_at_end()
         self._backward.end()
+        self._guard.end()
         self.clipping.end()
         if running:  # the memory of the strategy ends with the run
             self.flat.return_gradients()
