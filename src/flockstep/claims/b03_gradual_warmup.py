@@ -73,10 +73,10 @@ class GradualWarmup(Claim):
             "Share of the seeds whose runs did not survive the first large steps: "
             + ", ".join(f"{(errors >= small + 5).mean():.0%} fail with {name}" for name, errors in others.items())
             + f", {(gradual >= small + 5).mean():.0%} fail with gradual warm-up, and the mean error of the other runs "
-            f"is {lucky:.2f} %. A single run that guesses adds {(GUESSING - small) / len(gradual):.1f} points to a mean of "
-            f"{len(gradual)}, which is more than the tolerance for gradual warm-up: the means differ by how many seeds fail, "
-            "not by how well the others learn. The perceptron's initial weights (Glorot) and centered pixels were chosen "
-            "because they separate the warm-ups: with He weights and pixels from 0 to 1 all three fail, and "
+            f"is {lucky:.2f} %. A single run that guesses adds {(GUESSING - small) / len(gradual):.1f} points to the "
+            f"mean of {len(gradual)}, more than the tolerance for gradual warm-up: the means differ by how many seeds "
+            "fail, not by how well the others learn. The initial weights (Glorot) and centered pixels were "
+            "chosen because they separate the warm-ups: with He weights and pixels from 0 to 1 all three fail, and "
             "fewer seeds show nothing (the first ten seeds show no failure without a warm-up)"
         )
         medians = {"small batch": base, "gradual": gradual, **others, f"gradual, {LIMIT} workers": beyond}
