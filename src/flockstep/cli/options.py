@@ -407,7 +407,7 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     every, steps = given.get("evaluate_every"), given.get("steps")
     if given.get("target") is not None and every is not None and steps is not None and every >= steps:
         raise ConfigurationError(
-            f"--target {given['target']:g} needs an evaluation before the last step, got --evaluate-every {every} and "
+            f"--target {given['target']} needs an evaluation before the last step, got --evaluate-every {every} and "
             f"--steps {steps}; lower --evaluate-every, or leave out --target"
         )
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}

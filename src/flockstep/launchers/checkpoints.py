@@ -122,6 +122,11 @@ class Checkpointer:
         return self._scripts and not self._offered and self._every is None and self.resumed is None
 
     @property
+    def at_intervals(self) -> bool:
+        """Whether the user has set an interval, so that the run ends where the first checkpoint cannot be taken."""
+        return self._every is not None
+
+    @property
     def stopping(self) -> bool:
         """Whether some nodes must still stop for a checkpoint."""
         return self._phase == "stopping"

@@ -98,7 +98,9 @@ class NodeChanges:
 
     def _tell_idle(self) -> None:
         """Say once that workers cannot join, because a script does not call `flockstep.checkpoint`."""
-        missing = "" if self._checkpoints is None or self._most is None else self._checkpoints.missing
+        if self._checkpoints is None or self._checkpoints.at_intervals or self._most is None:
+            return
+        missing = self._checkpoints.missing
         steps = (one.step for address, one in self._state.standings.items() if address >= 0)
         if missing and min(steps, default=0) >= CALLED:
             text = f"--max-workers has no effect so far, because {missing}; call it at the top of the loop over batches"
