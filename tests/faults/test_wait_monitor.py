@@ -124,7 +124,7 @@ def test_a_call_that_the_others_do_not_make_ends_the_run_in_a_minute() -> None:
         monitored.until(60, *range(9), calls=alone)
     monitored = Monitored(2)
     monitored.ended = {1}
-    with pytest.raises(RunError, match=r"call sync\(\) on every rank, or on none"):
+    with pytest.raises(RunError, match=r"; worker 1 took its last step; call sync\(\) on every rank, or on none"):
         monitored.until(60, 0, calls={0: "sync"})
 
 

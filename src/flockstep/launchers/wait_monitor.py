@@ -142,7 +142,9 @@ class WaitMonitor:
         sentence = self._sentence(late, [r for r in waiting if r not in late], joined, longest, stuck)
         apart = self._apart(late, set(ended).difference(lost)) if stuck else ""
         if apart and self._limit is None and longest >= self._standstill:
-            raise RunError(f"{sentence}; call {apart}() on every rank, or on none")
+            over = joined_and(node_name(rank) for rank in sorted(set(ended).difference(lost)))
+            rest = f"{over} took its last step; " if over else ""
+            raise RunError(f"{sentence}; {rest}call {apart}() on every rank, or on none")
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
