@@ -18,10 +18,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
-def run(tmp_path: Path, body: str, workers: int = 2):
+def run(tmp_path: Path, body: str, workers: int = 2, afresh: bool = False):
     script = tmp_path / "script.py"
     script.write_text(body)
-    started = RealRun(["launch", "-n", str(workers), str(script)], tmp_path / "run", torch="torch" in body)
+    words = ["launch", "-n", str(workers), str(script)]
+    started = RealRun(words, tmp_path / "run", torch="torch" in body, afresh=afresh)
     try:
         return started.end()
     finally:
@@ -44,6 +45,18 @@ def test_a_program_that_launches_itself_without_end_is_one_sentence(tmp_path):
         "flockstep: every process of a run, or of a pool, imports the program that starts the run"
     )
     assert done.err.count("\n") == 1
+
+
+def test_a_branch_for_ddp_is_one_sentence(tmp_path):
+    """As most scripts have it: with RANK set they open a process group, before flockstep.distribute. Here they ask for
+    the group's address only, because tests run without the part of torch that a group imports.
+    """
+    branch = "import os\nif 'RANK' in os.environ:\n    next(torch.distributed.rendezvous('env://'))\n"
+    done = run(tmp_path, MODEL + branch + "flockstep.distribute(model, optimizer, 'all_reduce').finish()", afresh=True)
+    assert done.code == 2, done.err
+    assert "leave out this branch and the DistributedDataParallel wrapper" in done.err
+    assert "Traceback" not in done.err
+    assert done.err.count("init_process_group") == 1
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def test_the_others_make_the_call_later() -> None:
     monitored = Monitored(2)
     monitored.until(50, 0, 1, calls={0: "sync"})
     monitored.until(51, 0, moving=(1,), calls={0: "sync"})
-    monitored.until(100, 0, 1, calls={0: "sync", 1: "sync"})
+    monitored.until(100, 0, 1, calls={0: "sync", 1: "sync"})  # raises if it counts as a deadlock
+    assert monitored.time == 100
 
 
 def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:

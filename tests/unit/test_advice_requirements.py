@@ -54,7 +54,7 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     assert 0.5 < speedup < 1
     told = (
         f"One worker is predicted to need only {100 * speedup:.0f} % of the time, but is ruled out: the data are on "
-        "other machines. With this requirement, use gossip on 16 workers: it processes 11 times as many samples per "
+        "other machines. With this requirement, use gossip on 16 workers: it processes 10 times as many samples per "
     )
     assert advice.sentences[0].startswith(told)
     assert advice.sentences[0].endswith("but needs 14 times as many samples for the same accuracy.")

@@ -100,9 +100,9 @@ def _parse(words: list[str]) -> None:
     root = group.make_context("flockstep", list(words), resilient_parsing=False)
     name, command, rest = group.resolve_command(root, [*root._protected_args, *root.args])
     given = command.make_context(name, rest, parent=root).params
-    if "job" in given:
+    if "job" in given and not _is_script(given["job"]):
         (load_job if given["job"].endswith(".py") else _workload)(given["job"], 0)
-    if {"job", "strategy"} <= given.keys():
+    if {"job", "strategy"} <= given.keys() and not _is_script(given["job"]):
         kind = "simulate" if name == "simulate" or given.get("simulate") else "train"
         texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
         for text in texts:
@@ -113,6 +113,11 @@ def _parse(words: list[str]) -> None:
         assert set(given["require"] or ()) <= set(REQUIREMENTS)
     if "script" in given:
         assert any((folder / given["script"]).is_file() for folder in (Path(), ROOT, ROOT / "examples"))
+
+
+def _is_script(job: str) -> bool:
+    """Whether `compare` launches this file: pages call a reader's own script train.py."""
+    return job == "train.py"
 
 
 FEW_PLANNED = """

@@ -249,6 +249,6 @@ def test_a_script_that_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Pa
     file.write_text("import flockstep  # changed\n")
     refused("script.py has changed since the run began")
     file.unlink()
-    refused("there is no script .*script.py; give the path of a Python file")
+    refused("the script must be a Python file, and .*script.py does not exist; give the path of a .py file")
     record.write_config(dataclasses.replace(config, versions={}))
     refused("did not start from a script, so it cannot be resumed")

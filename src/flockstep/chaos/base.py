@@ -185,7 +185,8 @@ def after_server_death(index: int) -> Expected:
     """Return how a run with checkpoints must end after a server dies: the run continues from the newest checkpoint
     without a restart by the user.
     """
-    return Expected(says=f"{node_name(server(index))} was killed by SIGKILL")
+    node = server(index)
+    return Expected(lost=frozenset({node}), says=f"{node_name(node)} was killed by SIGKILL")
 
 
 def after_promotion(node: Address) -> Expected:

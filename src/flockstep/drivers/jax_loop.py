@@ -197,6 +197,7 @@ class OptaxStepper:
 
     @property
     def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        """Name of the optimizer, and the settings of each of its groups."""
         return "the optax optimizer", [{"lr": self.lr}]
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:

@@ -249,6 +249,7 @@ class LocalOptimizer:
 
     @property
     def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        """Name of the optimizer, and the settings of its only group."""
         return type(self._optimizer).__name__, [{"lr": self.lr}]
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:

@@ -57,6 +57,7 @@ class _UserOptimizer:
 
     @property
     def settings(self) -> tuple[str, list[dict[str, Any]]]:
+        """Name of the optimizer, and the settings of each of its groups."""
         return type(self._optimizer).__name__, settings_of(self._optimizer)
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol
 
 from flockstep.drivers.member import SILENT
 from flockstep.drivers.place import SECRET
+from flockstep.drivers.process_group import OPENED, REASON
 from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.fork_server import house_fork_server
@@ -239,10 +240,14 @@ def refuse_program() -> None:
         )
 
 
-def refuse_unguarded(child: Child) -> None:
-    """Raise `ConfigurationError` if a forked process has ended because the program's call is unguarded."""
+def refuse_program_of(child: Child) -> None:
+    """Raise `ConfigurationError` if the exit code of a process says that its program cannot be run: its call is
+    unguarded, or it opens a process group of its own.
+    """
     if isinstance(child, Forked) and child.exit_code() == UNGUARDED:
         raise ConfigurationError(GUARD)
+    if child.exit_code() == OPENED:
+        raise ConfigurationError(REASON)
 
 
 def how_it_ended(code: int) -> str:

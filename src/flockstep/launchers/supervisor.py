@@ -36,7 +36,7 @@ from flockstep.errors import (
 from flockstep.expression import from_data
 from flockstep.launchers.backups import is_replaced, replaced
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_unguarded
+from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_program_of
 from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
@@ -830,7 +830,7 @@ class Supervisor:
             return
         self._evaluation.lose(self._cluster.logical(address))
         if self._state.went is None and child is not None:
-            refuse_unguarded(child)
+            refuse_program_of(child)
         self._state.view = self._state.view.without(address)
         goes_on = self._changes.goes_on_after(address, reason)
         if self._state.went is None and not goes_on:

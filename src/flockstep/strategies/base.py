@@ -174,6 +174,8 @@ class Strategy(Component):
     @property
     def resizing(self) -> Resizing:
         """The rule by which nodes get their states when a run continues with another number of workers."""
+        if not self.traits.results:
+            return Resizing(refused="it has no model, so nothing says with which state a new worker begins")
         if self.traits.results[0] in ("best", "ensemble"):
             return Resizing(
                 refused="each worker trains a separate model, and no rule determines the model of a new worker"
