@@ -134,7 +134,7 @@ def test_every_comparison_holds_one_worker_which_uses_as_many_samples(
     out, err = capsys.readouterr()
     assert err.count("kept from before") == 3
     assert "3 of 3: softmax, one worker" in err
-    (row,) = [line.split() for line in out.splitlines() if " local_sgd(period=4) " in line]
+    (row,) = [line.split() for line in out.splitlines() if line.split()[1:2] == ["local_sgd(period=4)"]]
     single, together = runs[2]["seconds_to_target"], runs[1]["seconds_to_target"]
     assert [float(cell) for cell in row[2:5]] == pytest.approx([together, single / together, 4 * together], rel=0.01)
     shown = Path("c/report.html").read_text().split("What the figures show", 1)[1].split("<p>", 2)[1]

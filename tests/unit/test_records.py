@@ -93,13 +93,13 @@ def test_steps_lost_from_before_a_checkpoint_are_told_once(tmp_path: Path) -> No
     assert record.read_summary().completeness is None
 
 
-def test_a_worker_that_joined_late_lacks_no_steps(tmp_path: Path) -> None:
-    """The checkpoints of a run whose number of workers changes keep its configurations."""
+def test_a_run_whose_workers_changed_lacks_no_steps(tmp_path: Path) -> None:
+    """Steps are counted anew then; the checkpoints of such a run keep its configurations."""
     record = RunFolder(tmp_path / "run")
     (record.path / "checkpoints").mkdir(parents=True)
     (record.path / "checkpoints" / "0123.toml").touch()
     with EventWriter(record.node_events_file(0)) as events:
-        for step in (7, 8):
+        for step in (1, 2, 7, 8):
             events.write(StepEvent(0.1 * step, 0, step, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2))
     with record.resumed(1.0, {0: 8, 1: 8}) as (_, lost):
         assert lost == []

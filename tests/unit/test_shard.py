@@ -80,10 +80,10 @@ class Doubling(DataLoader[int]):
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
     """Each rank counts its loaders and their epochs by itself, as in a process of its own."""
-    counters: dict[int, tuple[Any, list[Any]]] = {}
+    counters: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
     def become(rank: int, workers: int = WORKERS) -> None:
-        places, counts = counters.setdefault(rank, (weakref.WeakKeyDictionary(), []))
+        places, counts = counters.setdefault(rank, (weakref.WeakKeyDictionary(), {}))
         monkeypatch.setattr(epochs, "_places", places)
         monkeypatch.setattr(epochs, "_counts", counts)
         node_spec = NodeSpec(
@@ -311,9 +311,25 @@ SAMPLERS: list[Callable[[Any], Any]] = [
 def test_of_a_custom_sampler_each_worker_takes_every_nth_index(sampler: Any, as_rank: Become) -> None:
     data = Numbers()
     found = parts(lambda: DataLoader(data, batch_size=2, sampler=sampler(data)), as_rank)
-    torch.manual_seed(0)  # the seed of the first epoch of the first loader
+    torch.manual_seed(epochs.EpochCount(identity(data)).seed)  # of the first epoch of the first loader of these data
     order = list(sampler(data))
     assert [flat(one) for one in found] == [order[rank::WORKERS] for rank in range(WORKERS)]
+
+
+def test_a_loader_that_one_worker_alone_makes_leaves_the_parts_disjoint(as_rank: Become) -> None:
+    """For other data, or in a reference cycle that only the other workers have freed."""
+    found = []
+    for rank in range(WORKERS):
+        as_rank(rank)
+        if rank == 0:
+            other = flockstep.shard(DataLoader(Numbers(8), batch_size=2))
+            cycle = [DataLoader(Numbers(30), batch_size=1, shuffle=True)]
+            cycle.append(cycle)  # type: ignore[arg-type]
+            flockstep.shard(cycle[0])
+            del cycle
+        found += [int(one) for one in flockstep.shard(DataLoader(Numbers(30), batch_size=1, shuffle=True))]
+    assert sorted(found) == list(range(30))
+    assert len(list(other)) == 2
 
 
 @pytest.mark.parametrize("batches", [False, True])

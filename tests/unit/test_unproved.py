@@ -8,6 +8,7 @@ import logging
 import socket
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -352,3 +353,33 @@ def test_a_session_that_goes_on_after_an_impossible_number_of_bytes_is_refused(m
                     assert first.poll(0.01) is None
         assert not first.traffic.resumed
         peer.close()
+
+
+@dataclass
+class Stranger:
+    host: str
+    since: float = 0.0
+    begun: bool = False
+    established: bool = False
+
+
+@pytest.mark.parametrize(
+    ("flood", "peer"),
+    [
+        ("10.0.0.1", "10.0.0.2"),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2"),
+        ("fd00:0:0:1::5", "fd00:0:0:2::5"),
+        ("fe80::1%eth0", "fd00::1"),
+    ],
+)
+def test_a_host_with_many_connections_loses_its_own_only(
+    flood: str, peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at a listener for both protocols, which writes IPv4 addresses as IPv6 addresses."""
+    monkeypatch.setattr(admission, "UNPROVED", 4)
+    waiting, rule = Stranger(peer), admission.Admission(5.0)
+    connections = [waiting, *(Stranger(flood, begun=True) for _ in range(4))]
+    excess = rule.excess(connections)
+    assert excess is not None
+    assert excess.host == flood
+    assert rule.excess(connections[:4]) is None

@@ -426,7 +426,7 @@ def compare(
     from flockstep.experiments.comparison import Grid, kind_of
     from flockstep.launchers.output import Output
 
-    kind: Kind = "simulate" if simulate else kind_of(job)
+    kind: Kind = kind_of(job, simulate)
     o.refuse_idle(kind, context)
     o.refuse_by_hand(context, where)
     base = o.configured(kind, {**locals(), "strategy": "", "arguments": tuple(arguments or ())})

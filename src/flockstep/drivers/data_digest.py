@@ -46,13 +46,13 @@ def _add(digest: Any, value: object) -> None:
         digest.update(array.reshape(-1).view(np.uint8)[:MOST].data)
 
 
-def tell_data(place: int, what: str, digest: str, certain: bool) -> None:
+def tell_data(number: int, what: str, digest: str, certain: bool) -> None:
     """Send the supervisor a digest of the data that this worker is about to read; do nothing if there is no run.
 
-    The supervisor compares digests of the same run step, of the loader in the same `place`, and of the same kind
-    `what`. If they differ, the run ends if the difference is `certain` to be a mistake.
+    The supervisor compares digests of the same run step, of the loader with the same `number` among those in use, and
+    of the same kind `what`. If they differ, the run ends if the difference is `certain` to be a mistake.
     """
     here = membership_here()
     if here is not None and here.steps is not None and not here.member.closed:
-        note: Fields = {"of": f"{what} of loader {place}", "digest": digest, "certain": int(certain)}
+        note: Fields = {"of": f"{what} of loader {number}", "digest": digest, "certain": int(certain)}
         here.member.tell("data", None, {**note, "step": here.steps()})

@@ -1,15 +1,18 @@
 """Batches that are drawn epoch by epoch, with separate random numbers for each epoch.
 
 All workers must draw the order of an epoch with the same seed, although one of them may look at some batches alone. The
-seed therefore depends on what all workers have in common: the number of loaders in use, and the number of passes in
-which the optimizer has taken steps.
+seed therefore depends on what all workers have in common: what identifies the data, the number of loaders in use for
+these data, and the number of passes in which the optimizer has taken steps. A loader that one worker alone has made for
+other data changes no order.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -19,7 +22,11 @@ from flockstep.drivers.node_spec import seed_of_script
 
 B = TypeVar("B")
 APART = 1_000_003
-"""Difference between the seeds of two loaders in use; no loader has as many epochs."""
+"""Difference between the seeds of two loaders in use for equal data; no loader has as many epochs."""
+DATA = 1 << 31
+"""Difference between the seeds of two kinds of data, in units of a checksum of 32 bits."""
+LARGEST = 1 << 63
+"""Bound of the seeds of torch's generators."""
 LOADERS = 1009
 """Difference between the seeds of two runs, in units of `APART`; no script has as many loaders in use."""
 
@@ -30,10 +37,12 @@ class EpochCount:
     Without a run, every pass that was read beyond its first batch is an epoch.
     """
 
-    def __init__(self, place: int = 0):
-        """`place`: number of the iterable among those in use, from 0."""
-        self.place = place
-        self.seed = _seed_of(place)
+    def __init__(self, data: str = "", place: int = 0):
+        """`data`: what identifies the data; `place`: number of the iterable among those in use for them, from 0."""
+        self.data = data
+        self.number = 0
+        """Number of the iterable among all in use, by which the supervisor finds what other workers say of it."""
+        self.seed = _seed_of(data, place)
         """Seed of epoch 0; that of a later epoch is larger by the number of the epoch."""
         self._next = 0
         self._read = False
@@ -71,34 +80,38 @@ class EpochCount:
         return steps
 
 
-_counts: list[EpochCount] = []
-"""The counters by place; the counter of a loader that is no longer in use goes on with the next loader in its place, so
-that a loader that is made anew for each epoch draws another order in each.
+_counts: dict[tuple[str, int], EpochCount] = {}
+"""The counters by data and place; the counter of a loader that is no longer in use goes on with the next loader in its
+place, so that a loader that is made anew for each epoch draws another order in each.
 """
-_places: weakref.WeakKeyDictionary[Iterable[Any], int] = weakref.WeakKeyDictionary()
-"""Iterable in use → its place."""
+_places: weakref.WeakKeyDictionary[Iterable[Any], tuple[str, int]] = weakref.WeakKeyDictionary()
+"""Iterable in use → its data and place."""
 
 
-def count_of(batches: Iterable[Any]) -> EpochCount:
-    """Return the epoch counter of an iterable, the same object at each call.
+def count_of(batches: Iterable[Any], data: str = "") -> EpochCount:
+    """Return the epoch counter of an iterable over `data`, the same object at each call.
 
     Lists and similar iterables, whose order never changes, get a new counter at each call.
     """
     try:
-        place = _places.get(batches)
-        if place is None:
+        key = _places.get(batches)
+        if key is None:
+            if any(of == data for of, _ in _places.values()):
+                gc.collect()  # a loader in a reference cycle may have been freed on some workers only
             taken = set(_places.values())
-            place = _places[batches] = next(each for each in itertools.count() if each not in taken)
-            _counts.extend(map(EpochCount, range(len(_counts), place + 1)))
-            _counts[place].seed = _seed_of(place)
+            key = next((data, n) for n in itertools.count() if (data, n) not in taken)
+            count = _counts.setdefault(key, EpochCount(*key))
+            numbers = {_counts[other].number for other in taken}
+            count.seed, count.number = _seed_of(*key), next(n for n in itertools.count() if n not in numbers)
+            _places[batches] = key
     except TypeError:  # no weak references, or no hash
         return EpochCount()
-    return _counts[place]
+    return _counts[key]
 
 
-def _seed_of(place: int) -> int:
+def _seed_of(data: str, place: int) -> int:
     """Seed of epoch 0 of the loader in a place; runs with different seeds draw different orders."""
-    return APART * (place + LOADERS * seed_of_script())
+    return (DATA * zlib.crc32(data.encode()) + APART * (place + LOADERS * seed_of_script())) % LARGEST
 
 
 def epochs_of(part: Any) -> EpochCount:

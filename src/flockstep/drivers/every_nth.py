@@ -57,7 +57,7 @@ class ShardedBatches(EpochBatches[B]):
     def _compare(self, turn: list[B]) -> None:
         """Compare the first batches of an epoch with those of other workers, and of other loading processes."""
         digests = list(map(digest_of, turn))
-        tell_data(self._epochs.place, self.what, " ".join(digests), self.certain)
+        tell_data(self._epochs.number, self.what, " ".join(digests), self.certain)
         loading = getattr(self._batches, "num_workers", 0)
         if loading > 1 and self._rank == 0 and digests[0] == digests[1] and not self._warned:
             self._warned = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 
 OPENED = 84
 """Exit code of a script that has tried to open a process group; the supervisor says so, once for all ranks."""
@@ -15,22 +14,14 @@ REASON = (
 )
 
 
-def end_at_process_group() -> None:
-    """Let a launched script end with the exit code `OPENED`, without a traceback, when torch finds no address for a
-    group.
+def end_if_opened(error: BaseException) -> None:
+    """End a launched script with the exit code `OPENED` if its error is that torch finds no address for a group.
 
-    A launched script has RANK and WORLD_SIZE, by which most scripts decide to open a group, but no MASTER_ADDR: with a
-    group, DistributedDataParallel would average the gradients before the strategy sees them.
+    The script has RANK and WORLD_SIZE, by which most scripts decide to open a group, but no MASTER_ADDR: with a group,
+    DistributedDataParallel would average the gradients before the strategy sees them.
     """
-    before = sys.excepthook
-
-    def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        no_address = isinstance(error, ValueError) and "variable MASTER_ADDR expected" in str(error)
-        # asked only now: a process that forks scripts has imported this module before they have a place in a run
-        if no_address and "FLOCKSTEP_NODE_SPEC" in os.environ:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(OPENED)
-        before(kind, error, trace)
-
-    sys.excepthook = on_crash
+    no_address = isinstance(error, ValueError) and "variable MASTER_ADDR expected" in str(error)
+    if no_address and "FLOCKSTEP_NODE_SPEC" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(OPENED)

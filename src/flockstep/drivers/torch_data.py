@@ -69,8 +69,8 @@ class _Part:
     def _of_epoch(self, epoch: int) -> Iterator[Any]:
         seed, shuffles = self._epochs.seed + epoch, getattr(self._order, "shuffle", True)
         self._order.set_epoch(seed)
-        tell_data(self._epochs.place, "data", self._identity, certain=True)
-        tell_data(self._epochs.place, "order", f"{self._samples} {seed if shuffles else ''}", certain=False)
+        tell_data(self._epochs.number, "data", self._identity, certain=True)
+        tell_data(self._epochs.number, "order", f"{self._samples} {seed if shuffles else ''}", certain=False)
         return super().__iter__()  # type: ignore[misc,no-any-return]
 
 
@@ -98,8 +98,8 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Any:
         return ShardedBatches(copied, rank, workers, count_of(copied))
     part: Any = object.__new__(type(type(loader).__name__, (_Part, type(loader)), {}))
     vars(part).update(vars(copied))
-    part._epochs = count_of(part)
     part._identity = identity(loader.dataset)
+    part._epochs = count_of(part, part._identity)
     batches: Any = loader.batch_sampler
     sampler: Any = loader.sampler if loader.batch_size is not None or batches is None else batches
     for each in (sampler, getattr(sampler, "sampler", None)):

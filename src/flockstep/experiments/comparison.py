@@ -290,7 +290,7 @@ def compare(
     else:
         modeled = {"network": network, "compute": compute, "cluster": cluster, "until_target": until_target or None}
         _refuse_idle(modeled, "has an effect in virtual time only; add simulated=True")
-    kind: Kind = "simulate" if simulated else kind_of(job)
+    kind: Kind = kind_of(job, simulated)
     of_jobs = {
         "epochs": epochs, "steps": steps, "batch": batch, "lr": lr, "lr_grid": lr_grid or None, "schedule": schedule,
         "partition": partition, "evaluate_every": evaluate_every, "result": result, "faults": faults or None,
@@ -321,11 +321,20 @@ def compare(
     return carry_out_all(grid, folder(out, f"compare-{job}"), execute, lambda line: None, lambda found: None)
 
 
-def kind_of(job: str | Path) -> Kind:
-    """Return the kind of real run that compares strategies on `job`: a script's if it is a Python file that defines no
+def kind_of(job: str | Path, simulated: bool) -> Kind:
+    """Return the kind of run that compares strategies on `job`: a script's if it is a Python file that defines no
     `job` at its top level.
+
+    Raises:
+        ConfigurationError: a script is to be simulated.
     """
-    return "launch" if Path(job).is_file() and Path(job).suffix == ".py" and not defines_job(job) else "train"
+    script = Path(job).is_file() and Path(job).suffix == ".py" and not defines_job(job)
+    if script and simulated:
+        raise ConfigurationError(
+            f"{job} is a training script, because it has no function job(), and scripts run on real processes only; "
+            "leave out --simulate (in Python, simulated=True), or add a function job() that returns a flockstep.Job"
+        )
+    return "launch" if script else "simulate" if simulated else "train"
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:

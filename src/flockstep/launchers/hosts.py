@@ -631,8 +631,10 @@ class RemoteHosts(OtherHosts):
 
     def _resume(self, channel: HostChannel, message: Resume) -> None:
         """Go on with the session of a host whose agent has connected again."""
-        host = next((one for one in self._hosts.values() if one.join.session == message.session), None)
-        if host is None and not message.received:  # the connection broke before its Join arrived, which is sent again
+        host = next((one for one in self._hosts.values() if one.join.session == message.session != ""), None)
+        if (
+            host is None and message.session and not message.received
+        ):  # the connection broke before its Join arrived, which is sent again
             channel.send(encoded(Resumed(0)))
             channel.flush()
             channel.begin_session()

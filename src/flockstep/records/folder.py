@@ -246,8 +246,8 @@ class RunFolder:
             self._clear(but=self.events_file)
             make_folder(self.path / "events")
             self.events_file.replace(self.path / "events" / "before.jsonl")
-            joined = any((self.path / CHECKPOINTS).glob("*.toml"))  # a configuration for each number of workers
-            yield dropped, _lost_steps(kept, steps, joined)
+            changed = any((self.path / CHECKPOINTS).glob("*.toml"))  # a configuration for each number of workers
+            yield dropped, _lost_steps(kept, steps, changed)
 
     @property
     def unfinished(self) -> bool:
@@ -447,11 +447,13 @@ def _without_end(events: Sequence[Event]) -> list[Event]:
     return [e for e in kept if not isinstance(e, EvaluationEvent) or (e.seconds, e.step) not in ends]
 
 
-def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], joined: bool) -> list[str]:
+def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], changed: bool) -> list[str]:
     """Sentences about workers of whose first `steps` steps the events are missing, unless an event says so already.
 
-    If workers have `joined` the run, the first step of a worker is not known, so only later gaps count.
+    If the number of workers has `changed`, nothing is said: steps are counted anew then, and their numbers have gaps.
     """
+    if changed:
+        return []
     recorded: dict[int, set[int]] = {rank: set() for rank in steps}
     for event in events:
         if isinstance(event, StepEvent) and event.step <= steps.get(event.rank, 0):
@@ -459,8 +461,7 @@ def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], joined: b
     said = {event.text for event in events if isinstance(event, NoteEvent)}
     found = []
     for rank, there in recorded.items():
-        first = min(there, default=steps[rank] + 1) if joined else 1
-        if lost := steps[rank] + 1 - first - len(there):
+        if lost := steps[rank] - len(there):
             text = f"{LACKS} the events of {lost} steps of {node_name(rank)}, which were lost before the run "
             text += "was resumed; figures made from events, such as completeness, lack these steps"
             found += [text] if text not in said else []

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
-from flockstep.report.ranking import places, tied, unranked
+from flockstep.report.ranking import places, unranked
 from flockstep.report.style import ACTIVITIES, Series
+from flockstep.report.table import over_one_worker
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     if (why := unranked([one.record.summary for one in series])) is not None:
         return [why, *_quality(usable), *_caveats(usable, seeds)]
     hits = _hits(usable)
-    found = [*_over_one_worker(series, hits, seeds), *_first(usable, hits, seeds)]
+    found = [*over_one_worker([one.record.summary for one in series], seeds), *_first(usable, hits, seeds)]
     if len(hits) > 1:
         found += [*_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
         found += _fewest_bytes([hit for hit in hits if not hit.one.alone])
@@ -59,29 +60,6 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
             continue
         hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target))
     return sorted(hits, key=lambda hit: hit.time)
-
-
-def _over_one_worker(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[str]:
-    """Say whether several workers were faster than one, which is the first question about a cluster."""
-    alone = next((one for one in series if one.alone), None)
-    strategies = [hit for hit in hits if not hit.one.alone]
-    if alone is None or not hits:
-        return []
-    goal = f"{alone.record.summary.metric} {alone.record.summary.target:g}"
-    single = next((hit for hit in hits if hit.one.alone), None)
-    if single is None:
-        return [f"One worker alone did not reach {goal} in {formatting.seconds(alone.record.summary.seconds)}."]
-    if not strategies:
-        return [f"One worker alone reached {goal}, after {_clock(single)}, and no strategy on several workers did."]
-    best = strategies[0]
-    took = f"{best.label} reached {goal} after {_clock(best)}, one worker alone after {_clock(single)}"
-    if best.time >= single.time:
-        return [f"No strategy was faster than one worker: {took}."]
-    if tied(best.summary, single.summary):
-        why = "the ranges of their seeds overlap" if seeds > 1 else "the evaluations are too far apart to tell"
-        return [f"No strategy is known to be faster than one worker: {took}, but {why}."]
-    paid = formatting.times(_ratio(best.time * best.summary.workers, single.time))
-    return [f"Several workers were faster than one: {took}, with {paid} the worker-seconds."]
 
 
 def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[str]:

@@ -116,7 +116,7 @@ def render(
         "report.html.j2",
         title=_title(series),
         clock=ranked[0].summary.clock,
-        facts=_facts(configs),
+        facts=_facts(configs, [] if spread is None else [run.seed for group in spread[0] for run in group.runs]),
         findings=[
             *findings(series, seeds),
             *apart([record.summary for record in ranked]),
@@ -160,8 +160,11 @@ def _title(series: Sequence[Series]) -> str:
     return f"{series[0].record.summary.job} on {workers}: {runs} compared"
 
 
-def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
-    """Settings of the runs with their names: one value if all runs agree, otherwise all values."""
+def _facts(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[tuple[str, str]]:
+    """Settings of the runs with their names: one value if all runs agree, otherwise all values.
+
+    `seeds`: those of all runs, if `configs` are only of the runs nearest to the medians.
+    """
     found: list[tuple[str, str]] = []
     configs = [config for config in configs if config.workers in compared_workers(configs)]
     modeled = () if any(config.cluster is None for config in configs) else ("network", "compute")
@@ -170,7 +173,9 @@ def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
             continue
         if name == "split" and configs[0].kind == "launch":  # scripts divide their data themselves
             continue
-        values = list(dict.fromkeys(getattr(config, name) for config in configs))
+        values: list[Any] = list(dict.fromkeys(getattr(config, name) for config in configs))
+        if name == "seed" and seeds:
+            values = sorted(set(seeds))
         if values and values != [None]:
             shown = [f"{v:g}" if isinstance(v, float) else "the job's own" if v is None else str(v) for v in values]
             found.append((text, shown[0] if len(shown) == 1 else "differs: " + "; ".join(shown)))

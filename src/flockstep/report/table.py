@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary, partition_notes, trained_apart
 from flockstep.report import formatting
-from flockstep.report.ranking import labels, places, rank, reference, unranked
+from flockstep.report.ranking import labels, places, rank, reference, tied, unranked
 from flockstep.report.terminal import TableColumn, TextTable
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
@@ -106,6 +106,41 @@ def apart(ranked: Sequence[Summary]) -> list[str]:
     ]
 
 
+def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
+    """Say whether several workers were faster than one, which is the first question about a cluster; nothing without a
+    run of one worker, or if no run reached the target.
+    """
+    alone = reference(ranked)
+    hits = [(label, run) for label, run in zip(labels(ranked), ranked, strict=True) if run.useful and _hit(run)]
+    if alone is None or not hits:
+        return []
+    goal = _goal(alone)
+    if not (alone.useful and _hit(alone)):
+        return [f"One worker alone did not reach {goal} in {formatting.seconds(alone.seconds)}."]
+    strategies = [(label, run) for label, run in hits if run.workers > 1]
+    if not strategies:
+        return [f"One worker alone reached {goal}, after {_clock(alone)}, and no strategy on several workers did."]
+    name, best = min(strategies, key=lambda one: _hit(one[1]))
+    took = f"{name} reached {goal} after {_clock(best)}, one worker alone after {_clock(alone)}"
+    if _hit(best) >= _hit(alone):
+        return [f"No strategy was faster than one worker: {took}."]
+    if tied(best, alone):
+        why = "the ranges of their seeds overlap" if seeds > 1 else "the evaluations are too far apart to tell"
+        return [f"No strategy is known to be faster than one worker: {took}, but {why}."]
+    paid = formatting.times(_hit(best) * best.workers / _hit(alone))
+    return [f"Several workers were faster than one: {took}, with {paid} the worker-seconds."]
+
+
+def _hit(run: Summary) -> float:
+    """Seconds in which a run reached the target; 0 if it did not."""
+    return run.seconds_to_target or 0.0
+
+
+def _clock(run: Summary) -> str:
+    text = formatting.seconds(run.seconds_to_target)
+    return text.replace(" ", " virtual ", 1) if run.clock == "virtual" else text
+
+
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
     """Return sentences about how certain the order of the ranked runs is; `seeds` is the number of runs of each
     strategy.
@@ -169,7 +204,7 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
         title=heading(ranked),
         styles={0: "bold"} if first.useful and unranked(ranked) is None else {},
         marks=_STYLES,
-        notes=[*apart(ranked), *ties(ranked, seeds)],
+        notes=[*over_one_worker(ranked, seeds), *apart(ranked), *ties(ranked, seeds)],
     )
 
 

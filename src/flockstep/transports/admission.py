@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -13,8 +13,8 @@ UNPROVED = 128
 """Largest number of connections that a listener keeps although their other ends have not proved that they know the
 secret; each further connection closes one of them.
 """
-_NETWORK = 8
-"""Bytes of an IPv6 address that name a network, all of whose addresses one host may use."""
+_NETWORK = 64
+"""Bits of an IPv6 address that name a network, all of whose addresses one host may use."""
 
 
 class Unproved(Protocol):
@@ -66,6 +66,11 @@ class Admission:
         return now > connection.since + self.limit
 
 
-def _network(host: str) -> str | bytes:
-    """The host itself for an IPv4 address, the network of an IPv6 address."""
-    return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:_NETWORK] if ":" in host else host
+def _network(host: str) -> str:
+    """The host itself for a Unix socket and for an IPv4 address, also if a listener at [::] writes the address as
+    ::ffff:a.b.c.d; the network of an IPv6 address.
+    """
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, _NETWORK), strict=False))
