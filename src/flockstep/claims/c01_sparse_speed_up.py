@@ -27,9 +27,10 @@ NETWORKS = {"Piz Daint": ("SSAR", 0.932, 4.53, 3.65), "EC2": ("gather", 0.991, 2
 """Network → (sparse algorithm, share of communication in a dense step as in claim A16, published speed-up of
 communication, published speed-up of training).
 """
+LEAST = {"Piz Daint": 4.5, "EC2": 20.0}
 REACHED = 0.98
-"""Smallest share of the possible speed-up of communication that must be reached. The possible speed-up is the published
-one, or the ratio of the bytes sent, if that is smaller.
+"""Smallest share of the ratio of the bytes sent that the speed-up of communication must reach where this ratio, which
+no speed-up exceeds, is below `LEAST`.
 """
 COMPUTE = 1.0
 """Virtual seconds that a gradient takes."""
@@ -64,8 +65,8 @@ class SparseSpeedUp(Claim):
         "median of 10 seeds"
     )
     tolerance = (
-        f"speed-up of communication at least {REACHED} of the published one, or of the ratio of the bytes sent, if "
-        "that is smaller; training speed-ups within 30 % of 3.65 and 19.12; accuracy at most 0.5 points below dense "
+        f"communication >= 4.5 and >= 20 times as fast as with a ring, or >= {REACHED} of the ratio of the bytes sent "
+        "if that is smaller; training speed-ups within 30 % of 3.65 and 19.12; accuracy at most 0.5 points below dense "
         "training"
     )
 
@@ -94,7 +95,7 @@ class SparseSpeedUp(Claim):
                 bounded(
                     f"{network}: seconds of communication per step with a ring / with {name}, limited by sending "
                     f"{fewer:.2f} times fewer bytes",
-                    f"{comm}, >= {round(REACHED * min(comm, fewer), 2)}",
+                    f"{comm}, >= {round(min(LEAST[network], REACHED * fewer), 2)}",
                     speed_up,
                     round(speed_up, 2),
                 ),
