@@ -316,6 +316,14 @@ def test_of_a_custom_sampler_each_worker_takes_every_nth_index(sampler: Any, as_
     assert [flat(one) for one in found] == [order[rank::WORKERS] for rank in range(WORKERS)]
 
 
+def test_seeds_made_from_a_date_are_seeds_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "seed_of_script", lambda: 20261128000000)
+    found = {epochs.EpochCount("data", place).seed for place in range(3)}
+    assert len(found) == 3
+    for seed in found:
+        torch.Generator().manual_seed(seed + 1000)  # of a later epoch
+
+
 def test_a_loader_that_one_worker_alone_makes_leaves_the_parts_disjoint(as_rank: Become) -> None:
     """For other data, or in a reference cycle that only the other workers have freed."""
     found = []
