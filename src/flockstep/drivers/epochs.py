@@ -39,7 +39,6 @@ class EpochCount:
 
     def __init__(self, data: str = "", place: int = 0):
         """`data`: what identifies the data; `place`: number of the iterable among those in use for them, from 0."""
-        self.data = data
         self.number = 0
         """Number of the iterable among all in use, by which the supervisor finds what other workers say of it."""
         self.seed = _seed_of(data, place)
