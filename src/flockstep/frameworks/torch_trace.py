@@ -6,7 +6,7 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count, pairwise
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_chain import ChainLayer
-from flockstep.frameworks.torch_effects import StateSnapshot, Variable, hidden
 from flockstep.frameworks.torch_layers import WHOLE
 from flockstep.frameworks.torch_local import LocallyConnected2d
 
@@ -128,18 +127,12 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
     """The operations of a module; modules inside that cannot be traced are one operation each."""
     opaque: set[nn.Module] = set()
     modules = dict(module.named_modules())
-    changing: list[Variable] = []
     for name, one in reversed(modules.items()):  # a module comes after the modules inside it
         if fx.Tracer().is_leaf_module(one, name) and one is not module:
             continue
         try:
-            with hidden(changing), _without_iterators(one) as before:
-                with _without_effects(one, before, changing):
-                    graph = _Tracer(opaque).trace(one)
-                with _without_effects(one, before, changing):  # a switch that the first trace turns on, it turns off
-                    again = _Tracer(opaque).trace(one)
-                if str(graph) != str(again):
-                    raise ConfigurationError(f"forward of {type(one).__name__} has different operations in every call")
+            with _without_effects(one):
+                graph = _Tracer(opaque).trace(one)
         except Exception as error:
             if one is module:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -153,58 +146,46 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
 
 
 @contextmanager
-def _without_iterators(module: nn.Module) -> Iterator[StateSnapshot]:
-    """Hide all iterators that a module can reach while it is traced, and return a snapshot of everything else.
+def _without_effects(module: nn.Module) -> Iterator[None]:
+    """Raise `ConfigurationError` after tracing that has drawn random numbers, assigned attributes of modules or written
+    to buffers; random streams and attributes become as before.
 
-    The elements that tracing takes from an iterator cannot be put back.
-
-    Raises:
-        ConfigurationError: the module uses an iterator, or reaches an iterator that cannot be hidden.
+    What tracing computes is not in the graph: every call of the graph would have the random numbers and the counts of
+    the trace. Changes of lists, of other objects and of global variables are not noticed.
     """
-    why = (
-        f"forward of {type(module).__name__} may take elements from the iterator in {{}}, which tracing cannot put back"
-    )
-    titles = set[str]()
-    with ExitStack() as stack:
-        before = StateSnapshot(module)
-        while found := {place.title for place in before.iterators}:
-            if found & titles:
-                raise ConfigurationError(why.format(", ".join(sorted(found))))
-            titles |= found
-            stack.enter_context(hidden(before.iterators, why))
-            before = StateSnapshot(module)  # another variable may lead to the same iterator
-        yield before
-
-
-@contextmanager
-def _without_effects(module: nn.Module, before: StateSnapshot, changing: list[Variable]) -> Iterator[None]:
-    """Raise `ConfigurationError` after tracing that has drawn random numbers or changed values; undo the change.
-
-    What tracing computes is not in the graph: every call of the graph would have the random numbers of the trace, and
-    would leave the change out. `before` is a snapshot of the state before the trace. Places whose values have changed
-    are added to `changing`.
-    """
-    who = f"forward of {type(module).__name__}"
-    drawn, numpy_drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - a model may draw from it
-    with torch.random.fork_rng(devices=[]):
-        torch_drawn = torch.get_rng_state()
-        try:
-            yield
-            if (
-                not torch.equal(torch.get_rng_state(), torch_drawn)
-                or random.getstate() != drawn
-                or repr(np.random.get_state()) != repr(numpy_drawn)  # noqa: NPY002
-            ):
-                raise ConfigurationError(f"{who} draws random numbers while it is traced")
-        finally:
-            random.setstate(drawn)
-            np.random.set_state(numpy_drawn)  # noqa: NPY002
-            changed = before.changed
-            changing += changed
-            before.restore()
-        if changed:
-            titles = ", ".join(dict.fromkeys(place.title for place in changed))
-            raise ConfigurationError(f"{who} changes {titles} while it is traced")
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - a model may draw from it
+    attributes = {one: dict(vars(one)) for one in module.modules()}
+    buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()]
+    try:
+        yield
+    finally:
+        drawn = (
+            random.getstate() != streams[0]
+            or repr(np.random.get_state()) != repr(streams[1])  # noqa: NPY002
+            or not torch.equal(torch.get_rng_state(), streams[2])
+        )
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])  # noqa: NPY002
+        torch.set_rng_state(streams[2])
+        changed = [
+            name
+            for one, before in attributes.items()
+            for name, value in vars(one).items()
+            if value is not before.get(name)
+        ]
+        for one, before in attributes.items():
+            vars(one).clear()
+            vars(one).update(before)
+        for name, buffer, version, values in buffers:
+            if buffer._version != version:
+                changed.append(name)
+                with torch.no_grad():
+                    buffer.copy_(values)
+    name = f"forward of {type(module).__name__}"
+    if drawn:
+        raise ConfigurationError(f"{name} draws random numbers while it is traced")
+    if changed:
+        raise ConfigurationError(f"{name} changes {', '.join(changed)} while it is traced")
 
 
 def _places(nodes: Sequence[fx.Node], first: fx.Node) -> dict[int, fx.Node]:
