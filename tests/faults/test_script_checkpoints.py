@@ -190,7 +190,8 @@ def test_after_a_full_disk_a_script_goes_on_from_the_previous_checkpoint(
     """The script trains on while the disk is full, and is then stopped."""
     epochs = 60
     with small_disk(tmp_path / "small", "2m") as place:
-        record, text = place / "run", "the previous checkpoint is kept: No space left on device"
+        full = "Error while serializing: I/O error: No space left on device (os error 28)"
+        record, text = place / "run", f"the previous checkpoint is kept: {full}"
         run = begin(tmp_path, "all_reduce", "--checkpoint-every", "20", epochs=epochs, record=record)
         wait_until(lambda: any(record.glob("checkpoints/*/manifest.json")), PATIENCE, "a checkpoint")
         fill(place / "filler")
@@ -202,7 +203,7 @@ def test_after_a_full_disk_a_script_goes_on_from_the_previous_checkpoint(
         ended, least = run.end(), min(disk.newest(record).manifest.steps.values())
         if kind == signal.SIGTERM:
             assert ended.code == 130
-            assert "no checkpoint was taken at the end, because No space left on device; flockstep resume" in ended.err
+            assert f"no checkpoint was taken at the end, because {full}; flockstep resume" in ended.err
             assert f"continues from step {least}, the step of the previous checkpoint" in ended.err
         (place / "filler").unlink()
         again = resumed(tmp_path, record)

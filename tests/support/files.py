@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import random
 import shutil
@@ -17,6 +16,8 @@ import msgspec
 import networkx as nx
 import numpy as np
 import tomli_w
+from safetensors.numpy import load as arrays_of
+from safetensors.numpy import save
 
 from flockstep.collectives.table import Measured, read_table, write_table
 from flockstep.costs.cluster_reading import load_cluster
@@ -29,7 +30,6 @@ from flockstep.planning.trials import Trial
 from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
 from flockstep.records.follow import follow
-from flockstep.records.safetensors import arrays_in, write_arrays
 from flockstep.records.snapshots import Snapshot
 from flockstep.records.summary import summarize
 from flockstep.strategies.base import Strategy
@@ -71,12 +71,11 @@ def header(data: bytes, draw: random.Random) -> bytes:
 
 def structure(data: bytes, draw: random.Random) -> bytes:
     """A file of arrays with another structure of the node's state."""
-    arrays, file = arrays_in(np.frombuffer(data, np.uint8)), io.BytesIO()
+    arrays = arrays_of(data)
     document = changed(msgspec.msgpack.decode(arrays[STRUCTURE].tobytes()), draw)
     with suppress(ValueError, TypeError, OverflowError):  # such as text with half a character
         arrays[STRUCTURE] = np.frombuffer(msgspec.msgpack.encode(document), np.uint8)
-    write_arrays(file, arrays)
-    return file.getvalue()
+    return save(arrays)
 
 
 def numpy_header(data: bytes, draw: random.Random) -> bytes:

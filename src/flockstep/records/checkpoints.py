@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
@@ -23,7 +24,6 @@ from flockstep.messages import Address, node_name
 from flockstep.records.access import make_folder, open_file
 from flockstep.records.failpoints import reach
 from flockstep.records.full_disk import HALF
-from flockstep.records.safetensors import read_arrays, write_arrays
 from flockstep.records.snapshots import Snapshot
 
 CHECKPOINTS = "checkpoints"
@@ -111,10 +111,12 @@ class Checkpoint:
             raise ConfigurationError(
                 f"{self.folder} does not hold the state of {node_name(node)}; {_way_out(self.folder)}"
             )
+        file = self.folder / shard.file
+        self._require_whole(file, shard.sha256)
         try:
-            return read_arrays(self.folder / shard.file, shard.sha256)
-        except ConfigurationError as error:
-            raise ConfigurationError(str(error).rpartition(";")[0] + f"; {_way_out(self.folder)}") from None
+            return load_file(file)
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, OSError, MemoryError) as error:
+            raise ConfigurationError(f"{file} is not a file of arrays: {error}; {_way_out(self.folder)}") from None
 
     def check(self) -> None:
         """Check that all files of the checkpoint are undamaged.
@@ -125,15 +127,15 @@ class Checkpoint:
         for shard in self.manifest.shards:
             self.arrays(shard.node)
         for item in self.manifest.pending:
-            file = self.folder / item.snapshot.path
-            try:
-                whole = digest_of(file) == item.sha256
-            except OSError as error:
-                raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(self.folder)}") from None
-            if not whole:
-                raise ConfigurationError(
-                    f"{file} is damaged: its bytes differ from those written; {_way_out(self.folder)}"
-                )
+            self._require_whole(self.folder / item.snapshot.path, item.sha256)
+
+    def _require_whole(self, file: Path, sha256: str) -> None:
+        try:
+            whole = digest_of(file) == sha256
+        except OSError as error:
+            raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(self.folder)}") from None
+        if not whole:
+            raise ConfigurationError(f"{file} is damaged: its bytes differ from those written; {_way_out(self.folder)}")
 
 
 def digest_of(file: Path) -> str:
@@ -169,17 +171,22 @@ def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, Fla
     """Write a node's state to the folder of a checkpoint.
 
     Raises:
-        OSError: the disk is full, or the file cannot be written.
+        ConfigurationError: the disk is full, or an array has a dtype that the format does not have.
+        OSError: the file cannot be written.
     """
-    name, found = shard_file(node), list[tuple[int, str]]()
+    path, written = folder / shard_file(node), list[tuple[int, str]]()
 
-    def write(file: IO[bytes]) -> None:
-        found.append(write_arrays(file, arrays))
+    def write(half: Path) -> None:
+        save_file(dict(arrays), half)  # the library replaces `half` by a file of its own, so the hash is read back
+        written.append((half.stat().st_size, digest_of(half)))
         reach("shard.written")
 
-    _write_durably(folder / name, write)
+    try:
+        _write_durably(path, write)
+    except SafetensorError as error:
+        raise ConfigurationError(str(error)) from None
     reach("shard.renamed")
-    return Shard(node, name, step, *found[0])
+    return Shard(node, path.name, step, *written[0])
 
 
 class ArrivingShard:
@@ -238,7 +245,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     whole = msgspec.structs.replace(manifest, sha256=manifest.digest())
     data = msgspec.json.format(msgspec.json.encode(whole), indent=1)
     reach("manifest.begun")
-    _write_durably(folder / MANIFEST, lambda file: file.write(data))
+    _write_durably(folder / MANIFEST, lambda half: half.write_bytes(data))
     reach("manifest.renamed")
 
 
@@ -276,7 +283,7 @@ def keep_config(record: Path, digest: str, text: str) -> None:
     Raises:
         OSError: the disk is full.
     """
-    _write_durably(record / CHECKPOINTS / f"{digest}.toml", lambda file: file.write(text.encode()))
+    _write_durably(record / CHECKPOINTS / f"{digest}.toml", lambda half: half.write_bytes(text.encode()))
 
 
 def kept_config(record: Path, digest: str) -> str | None:
@@ -354,16 +361,18 @@ def _way_out(folder: Path) -> str:
     return f"delete {folder} to resume from the previous checkpoint"
 
 
-def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that is complete on the disk, also after a power cut, or not there at all."""
+def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that is complete on the disk, also after a power cut, or not there at all.
+
+    `write` writes the file under the path that it is given.
+    """
     half = half_of(path)
     try:
-        with open_file(half, "wb") as file:
-            write(file)
-            file.flush()
+        write(half)
+        with open_file(half, "ab") as file:  # which also lets the readers of the folder read the file
             os.fsync(file.fileno())
         half.replace(path)
-    except OSError:
+    except (OSError, SafetensorError):
         half.unlink(missing_ok=True)
         raise
     _synchronize(path.parent)
