@@ -411,6 +411,25 @@ def test_exchanges_may_be_rare_and_separate_models_need_none():
     checks.check_exchanges(Rarely(period=501), 3, steps=30)
 
 
+@dataclass(frozen=True)
+class ForgetsAwait(SendsNothing):
+    async def swap(self, me):
+        me.params[:] = 0
+
+    async def worker(self, me):
+        while me.training:
+            self.swap(me)
+            me.optimizer_step(await me.gradient())
+
+
+def test_a_program_that_is_no_coroutine_is_refused_where_it_is_defined():
+    with pytest.raises(ConfigurationError, match=r"Plain.worker must be a coroutine; write async def worker"):
+
+        class Plain(SendsNothing):
+            def worker(self, me):
+                me.leave()
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
@@ -438,6 +457,7 @@ def test_exchanges_may_be_rare_and_separate_models_need_none():
             AnswersTooFew(),
             "on 2 workers fails: deadlock.*: worker 1 for a reply from server 0 at step 20; server 0 for",
         ),
+        (ForgetsAwait(), "coroutine 'ForgetsAwait.swap' was never awaited; write await before the call"),
         (NoResult(), "name no policy"),
         (NoSuchServer(), "is server, but the strategy has no server"),
         (RefusesAll(), "refuses every number of workers"),

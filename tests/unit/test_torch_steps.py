@@ -257,54 +257,6 @@ class Ascending(torch.optim.Optimizer):
         return loss
 
 
-class Unaware(Ascending):
-    def step(self, closure: Any = None) -> torch.Tensor:
-        return super().step(closure)
-
-
-class Asserting(Unaware):
-    def step(self, closure: Any = None) -> torch.Tensor:
-        assert closure is not None, "a closure is required"
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("kind", "cause"), [(Unaware, "'NoneType' object is not callable"), (Asserting, "AssertionError: a closure is req")]
-)
-def test_an_optimizer_that_needs_the_closure_it_calls_optional_is_told_how_to_declare_it(kind: Any, cause: str) -> None:
-    model = network()
-    optimizer: Any = flockstep.distribute(model, kind(model.parameters(), {"lr": 0.1}), "all_reduce")
-
-    def closure() -> torch.Tensor:
-        loss: torch.Tensor = model(torch.ones(3, 4)).square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}.step\(\) .*{cause}.* as step\(self, closure\)"):
-        optimizer.step(closure)
-
-
-def test_errors_of_a_hook_stay_as_they_are() -> None:
-    model, missing = network(), None
-    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
-    optimizer.register_step_post_hook(lambda *_: missing())  # type: ignore[misc]
-    model(torch.ones(3, 4)).square().mean().backward()
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        optimizer.step()
-
-
-def test_other_errors_of_a_step_stay_as_they_are() -> None:
-    class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise TypeError("a mistake")
-
-    model = network()
-    optimizer: Any = flockstep.distribute(model, Broken(model.parameters(), lr=0.1), "all_reduce")
-    model(torch.ones(3, 4)).square().mean().backward()
-    with pytest.raises(TypeError, match="a mistake"):
-        optimizer.step()
-
-
 def test_an_optimizer_that_declares_its_closure_steps_as_alone() -> None:
     model, other = network(), network()
     plain = Ascending(other.parameters(), {"lr": 0.1})

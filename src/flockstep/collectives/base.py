@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all, sum_shares
 from flockstep.collectives.group import Group
-from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 
 
@@ -29,10 +27,8 @@ class Collective(Component):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `divided_sum` from `all_reduce`, or the other way round, if the class overrides only one of them, so
-        that the class does not inherit sums that leave its own sum out.
-
-        Raises:
-            ConfigurationError: the overridden method calls the method that would be derived from the overridden method.
+        that the class does not inherit sums that leave its own sum out. The overridden method must not call the
+        derived one.
         """
         super().__init_subclass__(**options)
         names = ("all_reduce", "divided_sum", "average", "average_of")
@@ -159,37 +155,12 @@ class Collective(Component):
         raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 
 
-class _Sums:
-    """The sums in progress that call the method `own` of a class by way of the method `derived` from it."""
-
-    def __init__(self, own: str, derived: str):
-        self._own, self._derived = own, derived
-        self._running = set[tuple[int, int, int]]()
-
-    @contextmanager
-    def one(self, collective: Collective, me: Group, array: FlatArray) -> Iterator[None]:
-        """Context manager of a sum; raises `ConfigurationError` within the same sum, which would never end."""
-        same = id(collective), id(me), id(array)
-        if same in self._running:
-            raise ConfigurationError(
-                f"{type(collective).__name__}.{self._own} calls {self._derived} of the same array, which calls "
-                f"{self._own} again; sum the array in {self._own} without {self._derived}, or define both methods"
-            )
-        self._running.add(same)
-        try:
-            yield
-        finally:
-            self._running.discard(same)
-
-
 def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
     """The `divided_sum` of a class that defines `all_reduce`."""
-    sums = _Sums("all_reduce", "divided_sum")
 
     @wraps(Collective.divided_sum)
     async def divided_sum(self: Collective, me: Group, array: FlatArray, divisor: int) -> None:
-        with sums.one(self, me, array):
-            await all_reduce(self, me, array)
+        await all_reduce(self, me, array)
         if divisor != 1:
             array /= divisor
 
@@ -198,11 +169,9 @@ def _divided(all_reduce: Callable[..., Awaitable[None]]) -> Any:
 
 def _undivided(divided_sum: Callable[..., Awaitable[None]]) -> Any:
     """The `all_reduce` of a class that defines `divided_sum`."""
-    sums = _Sums("divided_sum", "all_reduce")
 
     @wraps(Collective.all_reduce)
     async def all_reduce(self: Collective, me: Group, array: FlatArray) -> None:
-        with sums.one(self, me, array):
-            await divided_sum(self, me, array, 1)
+        await divided_sum(self, me, array, 1)
 
     return all_reduce

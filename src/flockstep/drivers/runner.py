@@ -30,7 +30,6 @@ from flockstep.nodes import BadGradients, Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.records import failpoints
 from flockstep.records.events import Event
-from flockstep.strategies.awaits import explained
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import bad_gradient, require_finite_message
 
@@ -301,13 +300,6 @@ class Runner:
                 self._refuse_other_params()
             self._end()
             return
-        except FlockstepError:
-            raise
-        except Exception as error:
-            known = explained(error)
-            if known is None:
-                raise
-            raise known from error
         if self.node.params is not self._params:
             self._refuse_other_params()
         if self.recorded and self.clock() > self._since:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from traceback import walk_tb
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +12,7 @@ import torch
 from flockstep.arrays.namespace import to_host
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, in_short
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.nodes import BadGradients, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
@@ -29,36 +24,6 @@ def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_ABOUT_CLOSURES = re.compile(r"\bclosure\b|^'NoneType' object is not callable$")
-
-
-@contextmanager
-def explaining_closures(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager in which `optimizer` steps without a closure.
-
-    Raises:
-        ConfigurationError: the optimizer fails because it has no closure.
-    """
-    try:
-        yield
-    except FlockstepError:
-        raise
-    except Exception as error:
-        own = [inspect.unwrap(vars(one)["step"]).__code__ for one in type(optimizer).__mro__ if "step" in vars(one)]
-        frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-        # an error of a hook has no frame of `step`, and one of a function that `step` calls ends in another file
-        within = not set(frames).isdisjoint(own)
-        within = within and (frames[-1] in own or frames[-1].co_filename.startswith(_TORCH))
-        if not within or not _ABOUT_CLOSURES.search(str(error)):
-            raise
-        raise ConfigurationError(
-            f"{type(optimizer).__name__}.step() failed without a closure ({in_short(error)}), because flockstep passes "
-            "a closure only to a step() that cannot be called without one; declare it as step(self, closure), without "
-            "a default, if it evaluates the closure"
-        ) from error
 
 
 def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, narrow: bool) -> None:

@@ -19,7 +19,6 @@ from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_closure import (
     ClosureSteps,
     evaluates_closures,
-    explaining_closures,
     require_every_gradient,
     require_mean_gradient,
 )
@@ -67,7 +66,7 @@ class _UserOptimizer:
             self._flat.grads[:] = gradient
         with self._flat.using(gradient) if elsewhere and in_place else nullcontext():
             if self._prepare() and not self._holds:
-                with self._flat.stepping(), explaining_closures(self._optimizer):
+                with self._flat.stepping():
                     self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:

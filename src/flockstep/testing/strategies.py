@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
-from flockstep.strategies.awaits import check_awaits
 from flockstep.strategies.base import ResultPolicy, Strategy, choose_result
 from flockstep.testing.expressions import check_component
 from flockstep.workloads.sampler import Sampler
@@ -63,7 +63,6 @@ def check_strategy(
         AssertionError: a check fails; the message names the violated rule.
     """
     check_traits(strategy)
-    check_programs(strategy)
     accepted = [n for n in workers if accepts(strategy, n)]
     assert accepted, f"{strategy} refuses every number of workers in {tuple(workers)}"
     for n in accepted:
@@ -108,14 +107,6 @@ def check_traits(strategy: Strategy) -> None:
     assert held or "server" not in traits.results, (
         f"the result policy of {strategy} is server, but the strategy has no server"
     )
-
-
-def check_programs(strategy: Strategy) -> None:
-    """Check that the programs of the strategy await every call whose result they drop."""
-    try:
-        check_awaits(strategy)
-    except ConfigurationError as error:
-        raise AssertionError(str(error)) from error
 
 
 def check_exchanges(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
@@ -499,11 +490,19 @@ def run_or_fail(
     restarts: Sequence[float] = (),
     parts: Sequence[Indices] | None = None,
 ) -> SimulatedRun:
-    """Run a strategy on the small job; an error of flockstep, such as a deadlock, becomes an `AssertionError`."""
-    try:
-        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts, parts=parts)
-    except FlockstepError as error:
-        raise AssertionError(f"{strategy} on {workers} workers fails: {error}") from error
+    """Run a strategy on the small job; an error of flockstep, such as a deadlock, and Python's warning about a call
+    without await become an `AssertionError`.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "coroutine .* was never awaited", RuntimeWarning)
+        try:
+            run = run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts, parts=parts)
+        except FlockstepError as error:
+            raise AssertionError(f"{strategy} on {workers} workers fails: {error}") from error
+    for each in caught:
+        assert "was never awaited" not in str(each.message), f"{strategy}: {each.message}; write await before the call"
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return run
 
 
 def equal_bits(*arrays: FlatArray) -> bool:
