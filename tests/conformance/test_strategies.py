@@ -418,7 +418,7 @@ class ForgetsAwait(SendsNothing):
 
     async def worker(self, me):
         while me.training:
-            self.swap(me)
+            self.swap(me)  # type: ignore[unused-coroutine]
             me.optimizer_step(await me.gradient())
 
 
