@@ -6,7 +6,7 @@
 # make fuzz     any bytes to every decoder and to the wire, for five minutes; a million damaged frames and a hundred thousand damaged files
 # make nightly  the whole suite, a million damaged frames and a hundred thousand damaged files, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
-# make package  build the wheel and the sdist, install each in a clean environment, try the command there
+# make package  build the wheel and the sdist, install each in a clean environment, try the command there; then the wheel of flockstep-lab
 # make docs     rewrite the generated tables in README.md and docs/, and draw the README's picture
 # make tutorials run the tutorials in docs/ and rewrite what their commands print; some minutes
 # make site     build the site of the documentation into build/site; a link that leads nowhere fails
@@ -38,10 +38,10 @@ help:
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("flockstep needs Python 3.11 or newer; say which with make PYTHON=…" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads,dev]' -e lab
 	touch $@
 
 demo: $(READY)
@@ -87,12 +87,15 @@ package: $(READY)
 	rm -rf build/package dist
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build twine
 	$(BIN)/python -m build
+	$(BIN)/python -m build --outdir dist lab
 	$(BIN)/python -m twine check --strict dist/*
-	for file in dist/*.whl dist/*.tar.gz; do \
+	for file in dist/flockstep-*; do \
 		rm -rf build/package && $(PYTHON) -m venv build/package && \
 		build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $$file && \
 		(cd build/package && bin/flockstep doctor) || exit 1; \
 	done
+	build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) dist/flockstep_lab-*.whl
+	cd build/package && bin/flockstep reproduce A15 --strict
 
 fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'

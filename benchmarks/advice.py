@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.digits_perceptron import digits_job
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import FlockstepError
 from flockstep.frameworks.base import Job
@@ -46,6 +45,7 @@ from flockstep.planning import advice, trials
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, combines, plan
 from flockstep.planning.step_prediction import ALONE, StepPrediction
+from flockstep_lab.claims.digits_perceptron import digits_job
 
 CASES = Path(__file__).with_name("advice_cases.toml")
 COARSE = (1.0, 4.0, 0.25)

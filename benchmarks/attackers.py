@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flockstep.claims.c22_attackers import RULES, accuracies
 from flockstep.strategies.aggregations import Aggregation
+from flockstep_lab.claims.c22_attackers import RULES, accuracies
 
 SEEDS, ROUNDS, WORKERS, SIZE = 3, 3, 8, 25_000_000
 

@@ -37,9 +37,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from flockstep import __version__, registry
-from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Failpoint, Setting
-from flockstep.chaos.failpoint import write_failpoint
-from flockstep.chaos.run import COMMAND, ChaosRun
 from flockstep.codecs.base import Codec
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.host_messages import Join, decoded, encoded
@@ -52,6 +49,9 @@ from flockstep.strategies.base import Strategy
 from flockstep.transports.handshake import Handshake
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL, SenderIdentity, decode, encode
+from flockstep_lab.chaos.base import DisruptedRun, Disruption, Expected, Failpoint, Setting
+from flockstep_lab.chaos.failpoint import write_failpoint
+from flockstep_lab.chaos.run import COMMAND, ChaosRun
 from support.disks import fill, small_disk
 from support.hosts import PORT, SECRET, Ended, network
 from support.jobs import go_on, paced

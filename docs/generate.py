@@ -28,18 +28,19 @@ import msgspec
 import typer
 
 from flockstep import registry
-from flockstep.claims.base import Claim
 from flockstep.cli.app import app
 from flockstep.cli.listing import listing
-from flockstep.cli.reproduce import known as known_claims
+from flockstep.cli.plug_ins import LAB, plugged_in
 from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
 from flockstep.strategies.base import Optimization, Scheduling, Strategy, Traits
 from flockstep.systems.catalog import System, systems
-from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
+from flockstep_lab import failure_matrix
+from flockstep_lab.claims.base import Claim
+from flockstep_lab.cli.reproduce import known as known_claims
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proofs
@@ -211,7 +212,8 @@ def commands() -> str:
 
 def commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     """Every command with its name, those of groups with the group's before it."""
-    for name, command in group.commands.items():
+    for name, built_in in group.commands.items():
+        command = plugged_in(name) if name in LAB and not before else built_in
         if hasattr(command, "commands"):
             yield from commands_of(command, f"{before}{name} ")
         else:

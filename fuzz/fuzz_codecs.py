@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["flockstep"]):
     from flockstep import registry
     from flockstep.arrays.kernels import FLOATS
     from flockstep.codecs.base import Codec
-    from flockstep.testing.damage import check_any_bytes
+    from flockstep_lab.damage import check_any_bytes
 
 CODECS = [Codec.parse(name) for name in registry.names("codec")]
 SHAPES = ((7,), (8, 5), ())

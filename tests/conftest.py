@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections import defaultdict
@@ -17,6 +18,8 @@ from support.matrix import covering, never_chosen, values
 from support.order import mixed
 from support.processes import RealRun, end_forkers, search_path
 
+if importlib.util.find_spec("flockstep_lab") is None:
+    raise pytest.UsageError("the tests need flockstep-lab; run make venv, or .venv/bin/pip install --no-deps -e lab")
 for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # tables and output are as where nobody says how
     os.environ.pop(name, None)
 os.environ["PYTHONPATH"] = search_path()

@@ -226,7 +226,6 @@ _TRANSPORTS = {
     "shared_memory": "use --transport tcp; shared memory needs Linux and free space in /dev/shm",
     "ipc": "use --transport tcp",
     "tcp": "let processes of this machine reach each other on 127.0.0.1 (check the firewall and the hosts file)",
-    "namespaces": "needed only for tests on virtual hosts: run as root on Linux, with iproute2 (ip, tc) and nsenter",
 }
 _TORCH = """
 import torch

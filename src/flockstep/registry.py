@@ -6,6 +6,7 @@ Command-line choices, documentation tables and conformance tests are all generat
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import keyword
@@ -137,64 +138,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "pipedream_2bw": "flockstep.partitions.pipeline_schedules.pipedream_2bw:PipeDream2BW",
         "ddg": "flockstep.partitions.pipeline_schedules.ddg:DelayedGradients",
     },
-    "claim": {
-        "A1": "flockstep.claims.a01_staleness:Staleness",
-        "A2": "flockstep.claims.a02_softsync_staleness:SoftsyncStaleness",
-        "A3": "flockstep.claims.a03_geometric_staleness:GeometricStaleness",
-        "A4": "flockstep.claims.a04_asynchrony_begets_momentum:AsynchronyBegetsMomentum",
-        "A5": "flockstep.claims.a05_easgd_stability:EasgdStability",
-        "A6": "flockstep.claims.a06_power_sgd_bytes:PowerSgdBytes",
-        "A7": "flockstep.claims.a07_ring_bytes:RingBytes",
-        "A8": "flockstep.claims.a08_collective_costs:CollectiveCosts",
-        "A9": "flockstep.claims.a09_layout_delays:LayoutDelays",
-        "A10": "flockstep.claims.a10_sync_async_runtime:SyncAsyncRuntime",
-        "A11": "flockstep.claims.a11_backup_workers:BackupWorkersRuntime",
-        "A12": "flockstep.claims.a12_streaming_diloco_bytes:StreamingDilocoBytes",
-        "A13": "flockstep.claims.a13_diloco_bytes:DilocoBytes",
-        "A14": "flockstep.claims.a14_pipeline_schedules:PipelineSchedules",
-        "A15": "flockstep.claims.a15_gradient_coding:GradientCodingExact",
-        "A16": "flockstep.claims.a16_sparse_fill_in:SparseFillIn",
-        "A17": "flockstep.claims.a17_consensus_rate:ConsensusRate",
-        "A18": "flockstep.claims.a18_statement_1:StatementOne",
-        "A19": "flockstep.claims.a19_ssp_limits:SspLimits",
-        "A20": "flockstep.claims.a20_codec_errors:CodecErrors",
-        "A21": "flockstep.claims.a21_straggler:Straggler",
-        "A22": "flockstep.claims.a22_taxonomy:Taxonomy",
-        "A23": "flockstep.claims.a23_pipeline_delays:PipelineDelays",
-        "A24": "flockstep.claims.a24_megatron_sums:MegatronSums",
-        "A25": "flockstep.claims.a25_hybrid_bytes:HybridBytes",
-        "A26": "flockstep.claims.a26_grid_halo:GridHalo",
-        "B1": "flockstep.claims.b01_softsync_rates:SoftsyncRates",
-        "B2": "flockstep.claims.b02_easgd_downpour:EasgdDownpour",
-        "B3": "flockstep.claims.b03_gradual_warmup:GradualWarmup",
-        "B4": "flockstep.claims.b04_error_feedback:ErrorFeedback",
-        "B5": "flockstep.claims.b05_delay_compensation:DelayCompensation",
-        "B6": "flockstep.claims.b06_sync_async_time:SyncAsyncTime",
-        "B7": "flockstep.claims.b07_data_that_differ:DataThatDiffer",
-        "B8": "flockstep.claims.b08_partial_communication:PartialCommunication",
-        "B9": "flockstep.claims.b09_feedback_needs_contraction:FeedbackNeedsContraction",
-        "C1": "flockstep.claims.c01_sparse_speed_up:SparseSpeedUp",
-        "C2": "flockstep.claims.c02_neighbors_on_slow_networks:NeighborsOnSlowNetworks",
-        "C3": "flockstep.claims.c03_local_sgd_bytes:LocalSgdBytes",
-        "C4": "flockstep.claims.c04_post_local:PostLocalGeneralizes",
-        "C5": "flockstep.claims.c05_diloco:Diloco",
-        "C6": "flockstep.claims.c06_deep_gradient_compression:DeepGradientCompression",
-        "C7": "flockstep.claims.c07_power_sgd:PowerSgdAccuracy",
-        "C8": "flockstep.claims.c08_push_with_stragglers:PushWithStragglers",
-        "C9": "flockstep.claims.c09_backup_time_to_target:BackupTimeToTarget",
-        "C10": "flockstep.claims.c10_layer_wise_rates:LayerWiseRates",
-        "C11": "flockstep.claims.c11_batch_increase:LargerBatches",
-        "C13": "flockstep.claims.c13_hogwild:HogwildSpeedUp",
-        "C14": "flockstep.claims.c14_few_bits:FewBits",
-        "C15": "flockstep.claims.c15_bmuf:BlockMomentum",
-        "C16": "flockstep.claims.c16_hierarchical_server:HierarchicalServer",
-        "C17": "flockstep.claims.c17_one_to_five:OneToFive",
-        "C18": "flockstep.claims.c18_reproducible:Reproducible",
-        "C19": "flockstep.claims.c19_resilience:Resilience",
-        "C20": "flockstep.claims.c20_sparta:SpartaDiloco",
-        "C21": "flockstep.claims.c21_largest_learning_rate:LargestLearningRate",
-        "C22": "flockstep.claims.c22_attackers:Attackers",
-    },
     "topology": {
         "ring": "flockstep.topologies.ring:RingGraph",
         "complete": "flockstep.topologies.complete:CompleteGraph",
@@ -250,7 +193,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "shared_memory": "flockstep.transports.kinds:InSharedMemory",
         "ipc": "flockstep.transports.kinds:Ipc",
         "tcp": "flockstep.transports.kinds:Tcp",
-        "namespaces": "flockstep.launchers.namespaces:Namespaces",
     },
     "optimizer": {
         "sgd": "flockstep.optimizers.sgd:SGD",
@@ -292,17 +234,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "enlarges": "flockstep.simulation.attacks:Enlarges",
         "little_is_enough": "flockstep.simulation.attacks:LittleIsEnough",
         "miscomputes": "flockstep.simulation.attacks:Miscomputes",
-    },
-    "disruption": {
-        "kills_worker": "flockstep.chaos.kills_worker:KillsWorker",
-        "kills_server": "flockstep.chaos.kills_server:KillsServer",
-        "kills_head": "flockstep.chaos.kills_head:KillsHead",
-        "kills_writer": "flockstep.chaos.kills_writer:KillsWriter",
-        "kills_launcher": "flockstep.chaos.kills_launcher:KillsLauncher",
-        "ends_run": "flockstep.chaos.ends_run:EndsRun",
-        "pauses_worker": "flockstep.chaos.pauses_worker:PausesWorker",
-        "slows_worker": "flockstep.chaos.slows_worker:SlowsWorker",
-        "corrupts_gradient": "flockstep.chaos.corrupts_gradient:CorruptsGradient",
     },
     "split": {
         "iid": "flockstep.workloads.split:Iid",
@@ -360,15 +291,28 @@ _CATALOGS = {"strategy": "flockstep.systems.catalog"}
 
 _loaded: dict[tuple[str, str], Any] = {}
 _names: dict[type, str] = {}
+_custom: set[tuple[str, str]] = set()
+
+
+@functools.cache
+def _add_installed() -> None:
+    """Add the tables of other installed distributions: the entry points of the group `flockstep.components`."""
+    from importlib.metadata import entry_points  # here, since most processes need built-in components only
+
+    for found in entry_points(group="flockstep.components"):
+        for noun, table in found.load().items():
+            _TABLE.setdefault(noun, {}).update(table)
 
 
 def nouns() -> list[str]:
     """Return the nouns of the registry, that is, the kinds of components."""
+    _add_installed()
     return list(_TABLE)
 
 
 def names(noun: str) -> list[str]:
     """Return the names of the components that are registered under `noun`, in the order of registration."""
+    _add_installed()
     return list(_table(noun))
 
 
@@ -421,6 +365,8 @@ def register(noun: str, name: str, target: type) -> None:
     table[name] = place
     _loaded[noun, name] = target
     _names[target] = name
+    if not place.startswith("flockstep."):
+        _custom.add((noun, name))
 
 
 def _same_source(place: str, target: type) -> bool:
@@ -453,6 +399,8 @@ def load(noun: str, name: str) -> Any:
     """
     table = _table(noun)
     if name not in table:
+        _add_installed()
+    if name not in table:
         others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
         if others:
             raise UnknownName(
@@ -483,12 +431,14 @@ def unknown(noun: str, name: str) -> UnknownName:
 
 def is_custom(noun: str, name: str) -> bool:
     """Return whether code outside flockstep registered `name`."""
-    return not _table(noun).get(name, "flockstep.").startswith("flockstep.")
+    return (noun, name) in _custom
 
 
 def name_of(kind: type) -> str:
     """Return the name under which the class `kind` is registered, or the name of the class if it is not registered."""
     if kind not in _names:
+        if not kind.__module__.startswith("flockstep."):
+            _add_installed()
         place = f"{kind.__module__}:{kind.__qualname__}"
         for table in _TABLE.values():
             for name, target in table.items():
@@ -498,6 +448,8 @@ def name_of(kind: type) -> str:
 
 
 def _table(noun: str) -> dict[str, str]:
+    if noun not in _TABLE:
+        _add_installed()
     if noun not in _TABLE:
         raise UnknownName.among("noun", noun, _TABLE)
     return _TABLE[noun]

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from flockstep import registry
-from flockstep.claims.a03_geometric_staleness import chi_squared_above
-from flockstep.claims.a04_asynchrony_begets_momentum import fitted
-from flockstep.claims.a14_pipeline_schedules import PipelineSchedules, idle_share_of
-from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
-from flockstep.claims.base import Claim
-from flockstep.claims.c13_hogwild import rate
-from flockstep.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
-from flockstep.claims.update_trace import timed, trace_of
 from flockstep.records.events import StepEvent, UpdateEvent
+from flockstep_lab.claims.a03_geometric_staleness import chi_squared_above
+from flockstep_lab.claims.a04_asynchrony_begets_momentum import fitted
+from flockstep_lab.claims.a14_pipeline_schedules import PipelineSchedules, idle_share_of
+from flockstep_lab.claims.a17_consensus_rate import PUBLISHED, as_steep
+from flockstep_lab.claims.base import Claim
+from flockstep_lab.claims.c13_hogwild import rate
+from flockstep_lab.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
+from flockstep_lab.claims.update_trace import timed, trace_of
 from support.matrix import each, few
 
 NAMES = registry.names("claim")

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from flockstep.claims.base import Claim, Verdict
-from flockstep.claims.c06_deep_gradient_compression import Final
-from flockstep.claims.compressed_digits import Finals
-from flockstep.claims.sorted_digits import RunErrors
-from flockstep.claims.spans import GUESSING
+from flockstep_lab.claims.base import Claim, Verdict
+from flockstep_lab.claims.c06_deep_gradient_compression import Final
+from flockstep_lab.claims.compressed_digits import Finals
+from flockstep_lab.claims.sorted_digits import RunErrors
+from flockstep_lab.claims.spans import GUESSING
 
 GUESSED = Finals(np.full(5, GUESSING), np.full(5, math.log(10)), 0)
 RUNS = {
@@ -46,7 +46,7 @@ def guessing(name: str, patch: pytest.MonkeyPatch) -> Verdict:
     module, runs = RUNS[name]
     for function, gives in runs.items():
         patch.setattr(
-            importlib.import_module(f"flockstep.claims.{module}"), function, lambda *_, gives=gives, **__: gives
+            importlib.import_module(f"flockstep_lab.claims.{module}"), function, lambda *_, gives=gives, **__: gives
         )
     return Claim.parse(name).check(lambda line: None)
 
@@ -63,7 +63,7 @@ def test_a_claim_does_not_hold_where_nothing_learns(name: str, monkeypatch: pyte
 
 def test_replicas_that_just_met_do_not_show_that_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of B7: a worst worker as good as the mean model says nothing about replicas."""
-    module = importlib.import_module("flockstep.claims.b07_data_that_differ")
+    module = importlib.import_module("flockstep_lab.claims.b07_data_that_differ")
     monkeypatch.setattr(module, "ends_of", lambda *_, **__: [RunErrors(6.0, 6.0, 0.0, True, 1)] * 5)
     rows = {row.what.split(",")[0]: row.holds for row in Claim.parse("B7").check(lambda line: None).rows}
     assert not rows["dpsgd"]

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flockstep.claims import c19_resilience, delay_share, real_faults
-from flockstep.claims.failure_table import FAMILIES, Expectation, Short
 from flockstep.strategies.base import Strategy
-from flockstep.testing import failures
-from flockstep.testing.failure_matrix import WORDS
+from flockstep_lab import failures
+from flockstep_lab.claims import c19_resilience, delay_share, real_faults
+from flockstep_lab.claims.failure_table import FAMILIES, Expectation, Short
+from flockstep_lab.failure_matrix import WORDS
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -18,7 +18,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.half import Half
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message
-from flockstep.testing.damage import check_any_bytes
+from flockstep_lab.damage import check_any_bytes
 
 SIZES = st.sampled_from([0, 1, 2, 7, 33, 256, 1000])
 many = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

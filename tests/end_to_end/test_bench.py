@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.bench import collectives, simulator, transport
-from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
-from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.cli.app import run
-from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
 from flockstep.frameworks.base import Evaluation
 from flockstep.frameworks.numpy import NumpyEngine
+from flockstep_lab.bench import collectives, simulator, transport
+from flockstep_lab.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
+from flockstep_lab.bench.interleaved import Measurement, measure_interleaved
+from flockstep_lab.cli.bench import LEGEND, rows_of
 from support.matrix import few
 
 ORDINARY = ["ring", "recursive_doubling"]

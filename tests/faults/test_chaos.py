@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 
 from flockstep import registry
-from flockstep.chaos.base import Disruption, Expected, Setting
-from flockstep.chaos.campaign import BaselineRun, drawn
-from flockstep.chaos.invariants import INVARIANTS, RunHistory, broken
-from flockstep.chaos.kills_head import KillsHead
-from flockstep.chaos.kills_server import KillsServer
 from flockstep.cli.app import run as run_command
 from flockstep.drivers.replication import ReplicatedServer
 from flockstep.errors import ConfigurationError
@@ -29,6 +24,11 @@ from flockstep.strategies import gossip
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency.stale_synchronous import StaleSynchronous
 from flockstep.strategies.parameter_server import ParameterServer
+from flockstep_lab.chaos.base import Disruption, Expected, Setting
+from flockstep_lab.chaos.campaign import BaselineRun, drawn
+from flockstep_lab.chaos.invariants import INVARIANTS, RunHistory, broken
+from flockstep_lab.chaos.kills_head import KillsHead
+from flockstep_lab.chaos.kills_server import KillsServer
 from support.matrix import few
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")

@@ -14,8 +14,6 @@ import msgspec
 import pytest
 
 from flockstep import registry
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
@@ -23,6 +21,8 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.disks import fill, small_disk
 from support.jobs import go_on, paced
 from support.matrix import few

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.hosts import PORT, Ended, Host, network, on_all
 from support.jobs import go_on, paced
 from support.matrix import few

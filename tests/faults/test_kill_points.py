@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from flockstep import registry
-from flockstep.chaos.base import Expected, Setting, after_death, after_server_death
-from flockstep.chaos.campaign import lost_in
-from flockstep.chaos.invariants import RunHistory, broken
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep.testing.failure_matrix import rows
+from flockstep_lab.chaos.base import Expected, Setting, after_death, after_server_death
+from flockstep_lab.chaos.campaign import lost_in
+from flockstep_lab.chaos.invariants import RunHistory, broken
+from flockstep_lab.failure_matrix import rows
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import Ended, RealRun

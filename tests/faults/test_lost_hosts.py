@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.commands import Process
 from support.hosts import PORT, Ended, Host, network, on_all, require, require_idle, summary
 from support.jobs import go_on, paced, undisturbed

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.launchers.simulate import simulate
 from flockstep.records.config import RunConfig
 from flockstep.records.events import PromotedEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, alive, state, wait_until

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.resizing import resized_run
@@ -18,6 +16,8 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import Ended, RealRun

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from flockstep import registry
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.jobs import go_on, paced_train
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.disks import fill, small_disk
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 from support.torch_scripts import write_scheduled_script, write_script

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import flockstep
-from flockstep.chaos.base import Failpoint
-from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.train import resume
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep_lab.chaos.base import Failpoint
+from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.matrix import few
 from support.processes import RealRun
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.claims.a05_easgd_stability import InTurn, one_round
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
+from flockstep_lab.claims.a05_easgd_stability import InTurn, one_round
 
 STILL = bowl_job("sgd(lr=0)")
 

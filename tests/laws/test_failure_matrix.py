@@ -18,8 +18,8 @@ from flockstep.errors import PeerLost, ProtocolError
 from flockstep.messages import Mailbox, Message, Wanted
 from flockstep.nodes import Worker
 from flockstep.strategies.all_reduce import AllReduce
-from flockstep.testing import failures
-from flockstep.testing.failure_matrix import CELLS, WORDS, FailureRow, as_toml, differences, observed, rows
+from flockstep_lab import failures
+from flockstep_lab.failure_matrix import CELLS, WORDS, FailureRow, as_toml, differences, observed, rows
 from support.matrix import covering, each, few
 
 ROWS = {row.strategy: row for row in rows()}
@@ -31,12 +31,12 @@ def rowless(noun, composed):
 
 
 def test_every_strategy_has_a_row():
-    assert rowless("strategy", [row.composed for row in rows()]) == set(), "see flockstep.testing.failure_matrix"
+    assert rowless("strategy", [row.composed for row in rows()]) == set(), "see flockstep_lab.failure_matrix"
 
 
 def test_every_consistency_rule_has_a_row():
     rules = [row.composed.consistency for row in rows() if row.strategy.startswith("ps(")]
-    assert rowless("consistency", rules) == set(), "see flockstep.testing.failure_matrix"
+    assert rowless("consistency", rules) == set(), "see flockstep_lab.failure_matrix"
 
 
 def test_a_strategy_without_a_row_is_noticed():

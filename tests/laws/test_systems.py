@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from flockstep import registry
-from flockstep.claims.a22_taxonomy import Taxonomy
 from flockstep.cli.app import run as flockstep
 from flockstep.errors import CompositionError, UnknownName
 from flockstep.strategies.base import Strategy, TaxonomyEntry
@@ -19,6 +18,7 @@ from flockstep.systems import catalog
 from flockstep.systems.catalog import system, systems
 from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import GradientSource, run_strategy
+from flockstep_lab.claims.a22_taxonomy import Taxonomy
 from support.matrix import few
 
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
@@ -47,7 +47,7 @@ def test_the_claim_about_the_table_holds_in_every_row():
 
 def test_the_claim_falls_short_without_the_modes_that_split_the_model(monkeypatch):
     """Negative control: the eight rows with MP take it from a partition and from nothing else."""
-    from flockstep.claims import a22_taxonomy
+    from flockstep_lab.claims import a22_taxonomy
 
     def unsplit(name):
         known = system(name)

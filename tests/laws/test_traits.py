@@ -13,9 +13,9 @@ from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.programs import NeedGradient
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.testing import failures
-from flockstep.testing.failure_matrix import rows
 from flockstep.testing.strategies import Sent, Watched, run_strategy
+from flockstep_lab import failures
+from flockstep_lab.failure_matrix import rows
 
 WORKERS = 4
 

@@ -29,7 +29,7 @@ while True:
 DISTANCE = """
 import sys, threading
 from pathlib import Path
-from flockstep.testing.link_faults import FaultProxy
+from flockstep_lab.link_faults import FaultProxy
 
 proxy = FaultProxy((sys.argv[1], int(sys.argv[2])), ("delay",), 1, every=1, most=30)
 half = Path(sys.argv[3] + ".half")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep import registry
-from flockstep.testing.link_faults import FaultProxy
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.streams import StreamBus
 from flockstep.transports.wire import SenderIdentity
+from flockstep_lab.link_faults import FaultProxy
 
 
 @dataclass(frozen=True)

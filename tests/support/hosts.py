@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from flockstep.launchers import namespaces
 from flockstep.simulation import units
+from flockstep_lab import namespaces
 from support.commands import Process
 from support.processes import COMMAND, PATIENCE, SCRIPTS, TORCH, alive, content, forker, wait_until
 

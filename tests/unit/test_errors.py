@@ -12,6 +12,7 @@ import typer
 from flockstep import errors, registry
 from flockstep.cli.app import app
 from flockstep.cli.listing import plural
+from flockstep.cli.plug_ins import LAB, plugged_in
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
 from flockstep.records.events import Event
@@ -87,7 +88,7 @@ def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
 def test_every_present_name_in_the_table_of_former_names_exists():
     """A present name that is renamed again must be changed in the table too, or an error names what does not exist."""
     components = [registry.load(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(app).commands | {name: plugged_in(name) for name in LAB}
     options = {
         option
         for command in commands.values()

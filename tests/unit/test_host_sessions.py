@@ -16,8 +16,8 @@ from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join, Waiting
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
-from flockstep.testing.link_faults import FaultProxy
 from flockstep.transports.wire import PROTOCOL
+from flockstep_lab.link_faults import FaultProxy
 from support.matrix import few
 from support.processes import PATIENCE, wait_until
 

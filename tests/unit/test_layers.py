@@ -20,8 +20,8 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives partitions
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing chaos
-    claims bench doctor jax lightning accelerate transformers keras cli
+    report trackers planning experiments testing
+    doctor jax lightning accelerate transformers keras cli
 """
 LAYERS = ORDER.split()
 HEAVY = (
@@ -40,6 +40,7 @@ HEAVY = (
     "accelerate",
 )
 FILES = sorted(SOURCE.rglob("*.py"))
+ALL_FILES = [*FILES, *sorted((ROOT / "lab" / "src").rglob("*.py"))]
 
 
 def shown(path: Path) -> str:
@@ -198,7 +199,7 @@ def private_imports(source: str) -> list[str]:
 
 
 def test_no_private_name_is_imported():
-    assert {shown(path): found for path in FILES if (found := private_imports(path.read_text()))} == {}
+    assert {shown(path): found for path in ALL_FILES if (found := private_imports(path.read_text()))} == {}
 
 
 def test_a_private_import_is_found():
@@ -235,7 +236,7 @@ def undescribed(sources: list[str]) -> list[str]:
 
 
 def test_every_public_method_has_or_inherits_a_docstring():
-    assert undescribed([path.read_text() for path in FILES]) == []
+    assert undescribed([path.read_text() for path in ALL_FILES]) == []
 
 
 def test_a_method_without_a_docstring_is_found():
@@ -252,7 +253,7 @@ def summed_up_in_few_words(source: str) -> list[str]:
 
 
 def test_every_public_function_has_a_full_summary():
-    assert {shown(path): found for path in FILES if (found := summed_up_in_few_words(path.read_text()))} == {}
+    assert {shown(path): found for path in ALL_FILES if (found := summed_up_in_few_words(path.read_text()))} == {}
 
 
 def test_a_summary_of_four_words_is_found():
@@ -310,7 +311,14 @@ def test_importing_flockstep_loads_no_other_module_of_ours():
 @pytest.mark.parametrize("words", [["--help"], ["help", "train"], ["list"], ["version"]], ids=" ".join)
 def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(words):
     statement = f"from flockstep.cli.app import run; run({words})"
-    late = ("flockstep.strategies", "flockstep.drivers", "flockstep.launchers", "flockstep.records.folder", "jinja2")
+    late = (
+        "flockstep_lab.cli",
+        "flockstep.strategies",
+        "flockstep.drivers",
+        "flockstep.launchers",
+        "flockstep.records.folder",
+        "jinja2",
+    )
     assert loaded(statement, (*HEAVY, *late)) == []
 
 
@@ -357,10 +365,17 @@ def test_only_modules_for_jax_import_jax():
     }
 
 
+def test_the_product_imports_nothing_of_the_lab():
+    assert [shown(path) for path in FILES if "flockstep_lab" in roots_of_imports(path.read_text())] == []
+
+
 def test_a_loaded_module_is_found():
     assert loaded("import flockstep, json.tool", ("json.tool", "zmq")) == ["json.tool"]
 
 
-def test_the_version_is_written_twice_but_is_one():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == flockstep.__version__
+def test_the_version_is_written_several_times_but_is_one():
+    product, lab = (
+        tomllib.loads((ROOT / file).read_text())["project"] for file in ("pyproject.toml", "lab/pyproject.toml")
+    )
+    assert product["version"] == lab["version"] == flockstep.__version__
+    assert f"flockstep[torch,workloads]=={flockstep.__version__}" in lab["dependencies"]

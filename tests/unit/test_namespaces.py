@@ -14,12 +14,12 @@ import pytest
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.errors import ConfigurationError
-from flockstep.launchers import namespaces
-from flockstep.launchers.namespaces import Card, Namespaces, free_of, limit, parse_links, subnets, sweep
 from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
 from flockstep.simulation.tiers import Tiers
+from flockstep_lab import namespaces
+from flockstep_lab.namespaces import Card, Namespaces, free_of, limit, parse_links, subnets, sweep
 from support.processes import PATIENCE
 
 
@@ -115,7 +115,7 @@ def test_there_are_networks_besides_those_of_ten() -> None:
 TWO_AT_ONCE = """
 import os, subprocess, sys
 from pathlib import Path
-from flockstep.launchers.namespaces import Namespaces
+from flockstep_lab.namespaces import Namespaces
 folder = Path(sys.argv[1]) / sys.argv[2]
 folder.mkdir()
 Namespaces().prepare(folder)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.bench import plots, prediction
-from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, steps_for
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
@@ -22,6 +20,8 @@ from flockstep.planning.job_profile import task_of
 from flockstep.planning.scaling import faster
 from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
+from flockstep_lab.bench import plots, prediction
+from flockstep_lab.bench.prediction import Pair, Truth, predict, rank_correlation, steps_for
 
 JOB = "softmax(features=200, train=256, test=64)"
 

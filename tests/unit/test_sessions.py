@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message
-from flockstep.testing.link_faults import FaultProxy
 from flockstep.transports.session import Session
 from flockstep.transports.streams import StreamBus
+from flockstep_lab.link_faults import FaultProxy
 from support.buses import Make, arrived, buses, introduced, join, still_works
 from support.matrix import few
 

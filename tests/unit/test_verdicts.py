@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.cli.reproduce import known
-from flockstep.cli.verdicts import BEGIN, END, HEAD, PAGE, row
+from flockstep_lab.cli.reproduce import known
+from flockstep_lab.cli.verdicts import BEGIN, END, HEAD, PAGE, row
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,12 +20,13 @@ import typer
 from typer.exceptions import TyperException
 
 from flockstep import __version__
-from flockstep.cli import bench, listing
+from flockstep.cli import listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
 from flockstep.cli.coordinate import coordinate
 from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
+from flockstep.cli.plug_ins import LAB, CommandGroup
 from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
@@ -37,10 +38,13 @@ PARTS = ("codec", "collective", "consistency", "feedback", "topology")
 """Components that are arguments of strategies, and for which no command has an option."""
 INTERRUPTED = 130
 """Exit code of a command that a signal has ended: 130."""
-RUN, LOOK_UP, PLAN, HERE, HELP = "Train and compare", "Look up", "Before a run", "This machine", "Help"
+RUN, LOOK_UP, PLAN, HERE, EVIDENCE, HELP = (
+    "Train and compare", "Look up", "Before a run", "This machine", "Evidence (needs flockstep-lab)", "Help",
+)  # fmt: skip
 """Headings of the groups of commands in `--help`."""
 
 app = typer.Typer(
+    cls=CommandGroup,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one neural network on many workers, with the coordination strategy of your choice.",
@@ -609,28 +613,6 @@ def layouts(
     show_layouts(what or [], workers, bandwidth, as_json, out)
 
 
-@app.command(rich_help_panel=LOOK_UP)
-def reproduce(
-    claims: Annotated[
-        list[str] | None, typer.Argument(help="Claims to check, such as A5 (default: list all claims).")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Check every claim; this takes minutes.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with code 1 if a claim does not hold.")] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the verdicts to docs/explanation/claims.md of a clone.")
-    ] = False,
-    as_json: o.Json = False,
-) -> None:
-    """Reproduce published results: print the published figure, the measured figure, and whether the claim holds."""
-    from flockstep.cli.reproduce import list_claims
-    from flockstep.cli.reproduce import reproduce as try_claims
-
-    if not claims and not everything:
-        list_claims(as_json)
-        return
-    raise typer.Exit(try_claims(claims or [], everything, strict, as_json, write))
-
-
 @app.command(rich_help_panel=RUN)
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or the folder of a comparison.")],
@@ -658,45 +640,6 @@ def report(
     from flockstep.records.config import MetricTarget
 
     print(draw(folders, out, cluster, imports or (), None if target is None else MetricTarget.parse(target)))
-
-
-@app.command(rich_help_panel=RUN)
-def chaos(
-    job: o.JobArgument,
-    strategy: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy", "-s", help="Strategy to disrupt; repeat the option for several.", autocompletion=o.STRATEGY
-        ),
-    ],
-    workers: o.Workers = 4,
-    minutes: Annotated[float, typer.Option(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0,
-    seed: o.Seed = 0,
-    steps: Annotated[
-        int | None, typer.Option(help="Local steps per worker (default: enough for a few seconds of training).")
-    ] = None,
-    heartbeat: Annotated[
-        float, typer.Option(help="Seconds without an answer after which a node counts as lost.")
-    ] = 2.0,
-    on_bad_gradient: o.OnBadGradient = "stop",
-    disruption: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
-            autocompletion=o.completed("disruption"),
-        ),
-    ] = None,
-    imports: o.Imports = None,
-    out: o.Out = None,
-    as_json: o.Json = False,
-) -> None:
-    """Kill, stop and slow processes of real runs at random, resume the runs, and check invariants of their records."""
-    from flockstep.cli.chaos import run_chaos
-
-    place, given = o.folder(out, f"chaos-{job}"), disruption or []
-    run_chaos(
-        job, strategy, workers, minutes, seed, steps, heartbeat, on_bad_gradient, given, imports or [], place, as_json
-    )  # fmt: skip
 
 
 @app.command(rich_help_panel=RUN)
@@ -732,7 +675,8 @@ def track(
 
 app.command(rich_help_panel=PLAN)(plan)
 app.command(rich_help_panel=HERE)(calibrate)
-app.add_typer(bench.app, name="bench", rich_help_panel=HERE)
+for _name, _does in LAB.items():
+    app.command(_name, rich_help_panel=EVIDENCE, help=_does)(lambda: None)
 
 
 @app.command(rich_help_panel=HERE)

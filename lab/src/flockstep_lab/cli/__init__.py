@@ -1,0 +1,1 @@
+"""The commands that flockstep-lab adds to flockstep: reproduce, bench and chaos."""

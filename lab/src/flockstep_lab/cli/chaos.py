@@ -1,0 +1,135 @@
+"""`flockstep chaos`: disrupts real runs at random, and prints a line for each disruption and the goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flockstep.cli import options as o
+from flockstep.cli import show
+from flockstep.errors import ConfigurationError
+from flockstep.expression import to_text
+from flockstep.frameworks.job import import_components
+from flockstep.strategies.base import Strategy
+from flockstep_lab.chaos.base import Disruption, Setting
+from flockstep_lab.chaos.campaign import ChaosTrial, Goodput, campaign
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def chaos(
+    job: o.JobArgument,
+    strategy: Annotated[
+        list[str],
+        typer.Option(
+            "--strategy", "-s", help="Strategy to disrupt; repeat the option for several.", autocompletion=o.STRATEGY
+        ),
+    ],
+    workers: o.Workers = 4,
+    minutes: Annotated[float, typer.Option(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0,
+    seed: o.Seed = 0,
+    steps: Annotated[
+        int | None, typer.Option(help="Local steps per worker (default: enough for a few seconds of training).")
+    ] = None,
+    heartbeat: Annotated[
+        float, typer.Option(help="Seconds without an answer after which a node counts as lost.")
+    ] = 2.0,
+    on_bad_gradient: o.OnBadGradient = "stop",
+    disruption: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
+            autocompletion=o.completed("disruption"),
+        ),
+    ] = None,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Kill, stop and slow processes of real runs at random, resume the runs, and check invariants of their records."""
+    place, given = o.folder(out, f"chaos-{job}"), disruption or []
+    run_chaos(
+        job, strategy, workers, minutes, seed, steps, heartbeat, on_bad_gradient, given, imports or [], place, as_json
+    )  # fmt: skip
+
+
+def run_chaos(
+    job: str,
+    strategies: Sequence[str],
+    workers: int,
+    minutes: float,
+    seed: int,
+    steps: int | None,
+    heartbeat: float,
+    on_bad_gradient: str,
+    disruptions: Sequence[str],
+    imports: Sequence[str],
+    place: Path,
+    as_json: bool,
+) -> None:
+    """Disrupt runs until the time is over; return exit code 1 if a run violated an invariant."""
+    import_components(imports)
+    if not minutes > 0:
+        raise ConfigurationError(f"minutes must be > 0, got {minutes:g}; use 5")
+    if place.exists() and any(place.iterdir()):
+        raise ConfigurationError(f"{place} is not empty; choose another folder with --out")
+    settings = [
+        Setting(job, Strategy.parse(text), workers, steps or 0, seed, heartbeat, on_bad_gradient, tuple(imports))
+        for text in strategies
+    ]
+    for setting in settings:
+        setting.strategy.check(workers)
+    given = [Disruption.parse(text) for text in disruptions]
+    trials, goodputs = list[ChaosTrial](), list[Goodput]()
+    with show.status() as say:
+        for found in campaign(settings, minutes, place, steps, given, say):
+            if isinstance(found, Goodput):
+                goodputs.append(found)
+                continue
+            trials.append(found)
+            if not as_json:
+                print(line(found), flush=True)
+    failed = [one for one in trials if one.broken]
+    if as_json:
+        shares = [{"strategy": one.strategy, "runs": one.runs, "steps_per_second": one.disturbed,
+                   "baseline_steps_per_second": one.baseline, "share": one.share} for one in goodputs]  # fmt: skip
+        show.json({"trials": [one.document() for one in trials], "goodput": shares, "failed": len(failed)})
+    else:
+        show.page().print(table(goodputs))
+        print(f"{len(trials)} disrupted runs; runs that violated an invariant: {len(failed)}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def line(found: ChaosTrial) -> str:
+    """Describe a disrupted run in one line of text, with further lines for violated invariants and the command that
+    repeats the run.
+    """
+    fired = "fired" if found.fired else "NOT FIRED"
+    text = (
+        f"{found.number:3d}  {found.setting.strategy!s}  {to_text(found.disruption)}  {fired}  {found.ended}  "
+        f"{found.seconds:.1f} s  {'BROKEN' if found.broken else 'ok'}"
+    )
+    if not found.broken:
+        return text
+    return "\n".join(
+        [
+            text,
+            *(f"     {one}" for one in found.broken),
+            f"     record: {found.folder}",
+            f"     repeat: {found.command}",
+        ]
+    )
+
+
+def table(goodputs: Sequence[Goodput]) -> Table:
+    """Return the terminal table of the useful steps per second (goodput) of each strategy."""
+    shown = Table("strategy", "disruptions", "useful steps/s", "without", "goodput")
+    for one in goodputs:
+        shown.add_row(one.strategy, str(one.runs), f"{one.disturbed:.1f}", f"{one.baseline:.1f}", f"{one.share:.0%}")
+    return shown
