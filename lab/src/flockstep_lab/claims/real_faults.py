@@ -135,7 +135,7 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Trai
 
 
 def killed(strategy: str) -> str:
-    """Kill a worker with SIGKILL, and return how the run ends: an outcome of `testing.failures`, or a description."""
+    """Kill a worker with SIGKILL, and return how the run ends: an outcome of `failures`, or a description."""
     with running("softmax", strategy, STEPS) as run:
         run.wait_for(50)
         os.kill(run.pid(VICTIM), signal.SIGKILL)
