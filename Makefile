@@ -41,7 +41,8 @@ venv: $(READY)
 $(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("flockstep needs Python 3.11 or newer; say which with make PYTHON=…" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads,dev]' -e lab
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'pip>=25.1'  # for --group
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads]' -e lab --group dev
 	touch $@
 
 demo: $(READY)
@@ -80,7 +81,7 @@ tutorials: $(READY)
 	$(BIN)/python docs/tutorials.py
 
 site: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch]' --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 package: $(READY)
@@ -98,7 +99,7 @@ package: $(READY)
 	cd build/package && bin/flockstep reproduce A15 --strict
 
 fuzz: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch]' --group fuzz
 	$(BIN)/python fuzz/fuzz_codecs.py -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python tools/fuzz.py --seed $(SEED)
@@ -108,7 +109,7 @@ nightly: test-all
 	$(BIN)/flockstep reproduce --all --write
 
 mutants: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,mutants]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch]' --group mutants
 	$(BIN)/python mutants/mutate.py --sample $(MUTANTS) --seed $(SEED)
 
 clean:

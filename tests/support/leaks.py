@@ -22,7 +22,7 @@ def shared() -> dict[str, Any]:
     found = {
         "the working folder": Path.cwd(),
         "numpy's handling of errors": np.geterr(),
-        "the registry": {noun: tuple(names) for noun, names in registry._TABLE.items()},
+        "the registry": {noun: tuple(registry.names(noun)) for noun in registry.nouns()},
         "tracing of memory": tracemalloc.is_tracing(),
     }
     found |= {f"${name}": text for name, text in os.environ.items() if name not in OTHERS}

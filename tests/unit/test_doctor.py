@@ -138,8 +138,7 @@ def test_every_transport_and_every_extra_is_tried() -> None:
     names = {one.name for one in usual()}
     assert set(registry.names("transport")) - {"namespaces"} <= names  # of flockstep-lab
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for_users = set(project["optional-dependencies"]) - {"dev", "docs", "fuzz", "mutants", "notebooks"}
-    assert for_users <= names
+    assert set(project["optional-dependencies"]) <= names
     packages = {one.partition(">")[0].lower() for one in project["dependencies"]}
     assert packages <= {name.lower() for name in names}
 
