@@ -67,6 +67,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
+	$(BIN)/python tools/size.py --check
 	$(BIN)/python -m pytest $(PUSH)
 
 format: $(READY)
