@@ -317,4 +317,6 @@ def test_nothing_on_the_wire_can_name_code(folder: str) -> None:
         allowed = (
             {"import_module"} if file.name in ("threads.py", "state.py") else set()
         )  # of a module that the file itself names
+        if file.name == "function_entry.py":  # reads files of a folder that only this user may enter
+            allowed = {"pickle", "cloudpickle"}
         assert names & UNSAFE <= allowed, file

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flockstep.drivers.node_spec import refuse, spec_from_environment
-from flockstep.drivers.state import from_bytes
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, RunError
 from flockstep.experiments.arguments import listed
 from flockstep.experiments.folders import folder
 from flockstep.experiments.single import RunResult
+from flockstep.launchers import function_entry
 from flockstep.launchers.children import GUARD
-from flockstep.launchers.function_entry import PROGRAM, VALUES, error_file, result_file
-from flockstep.launchers.function_source import program_of
 from flockstep.launchers.output import OUT, Output
 from flockstep.launchers.script import launch as launch_script
 from flockstep.records.config import RunConfig
@@ -55,17 +53,16 @@ def launch(
 ) -> LaunchResult:
     """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
 
-    The function calls `flockstep.distribute`, and returns the value that the caller needs, such as
-    `model.state_dict()`. Each process starts fresh: it imports the modules that the function uses, and receives the
-    source of the functions and classes of the notebook or program that it uses. Numbers, text, arrays, tensors, and
-    lists, dicts and data classes of them travel as data; anything else must be created inside the function. The record
-    holds the whole program.
+    The function calls `flockstep.distribute`, and returns the value that the caller needs, such as the model. Each
+    process starts fresh, and receives a copy of the function, its arguments and everything that the function uses,
+    which cloudpickle makes: closures, lambdas, models and data travel, and modules are imported again. An open file or
+    a lock must be created inside the function. The record holds the source of the function.
 
     In a notebook nothing more is needed; interrupting the kernel ends all processes and keeps the record. A script must
     guard the call with `if __name__ == "__main__":`, because servers import the script again.
 
     Args:
-        function: a function that is defined at the top level of a notebook cell or module.
+        function: a function, or any other callable object that cloudpickle can pickle.
         workers: number of worker processes.
         args: arguments of the function.
         seed: seed of the random draws of strategies and codecs.
@@ -94,8 +91,12 @@ def launch(
         unguarded = ConfigurationError(GUARD)
         refuse(unguarded, node_spec)
         raise unguarded
-    program = program_of(function, tuple(args))
-    name = function.__name__
+    if not callable(function):
+        raise ConfigurationError(
+            f"launch takes a function, got {type(function).__name__}; write one with def, and give its arguments as "
+            "args=(…,)"
+        )
+    name = getattr(function, "__name__", type(function).__name__).strip("<>")
     config = RunConfig(
         kind="launch", job=name, strategy="as the script says", workers=workers, seed=seed, transport=transport,
         heartbeat=heartbeat, step_timeout=step_timeout, threads=threads, imports=listed("imports", imports),
@@ -104,24 +105,25 @@ def launch(
     record = RunFolder(folder(out, f"launch-{name}"))
     before = record.begun
     with scratch() as place:
-        within = place / FUNCTION
-        within.mkdir()
-        (within / PROGRAM).write_text(program.text)
-        (within / VALUES).write_bytes(program.values)
+        function_entry.store(place, name, function, args)
+        script, shown = Path(function_entry.__file__), Output(prefix=prefix, show=_print)
         try:
-            launch_script(within / PROGRAM, [], config, record.path, Output(prefix=prefix, show=_print), overwrite)
+            launch_script(script, [str(place)], config, record.path, shown, overwrite)
         except FlockstepError as error:
-            _add_traceback(error, within, workers)
+            _add_traceback(error, place, workers)
             raise
         finally:
             if record.begun not in (None, before):
-                for file in within.iterdir():
-                    with file.open("rb") as data:
-                        write_whole(record.path / FUNCTION / file.name, partial(shutil.copyfileobj, data))
-        _require_results(record, within, workers)
-        results = {rank: result_file(within, rank) for rank in range(workers)}
-        returned = {rank: from_bytes(file.read_bytes()) for rank, file in results.items() if file.exists()}
+                _keep_source(function, record)
+        _require_results(record, place, workers)
+        returned = function_entry.results(place, workers)
     return LaunchResult(record.path, record.read_config(), record.read_summary(), returned)
+
+
+def _keep_source(function: Callable[..., Any], record: RunFolder) -> None:
+    """Write the source of the function into the record, if Python knows the source."""
+    with contextlib.suppress(OSError, TypeError):
+        write_whole(record.path / FUNCTION / "source.py", inspect.getsource(function).encode())
 
 
 def _print(stream: int, data: bytes) -> None:
@@ -138,7 +140,7 @@ def _add_traceback(error: FlockstepError, shared: Path, workers: int) -> None:
     if getattr(error, "__notes__", ()) or isinstance(error, (Interrupted, ConfigurationError)):
         return
     for rank in range(workers):
-        if (file := error_file(shared, rank)).exists():
+        if (file := function_entry.error_file(shared, rank)).exists():
             error.add_note(f"worker {rank}: {file.read_text()}")
             return
 
@@ -146,5 +148,5 @@ def _add_traceback(error: FlockstepError, shared: Path, workers: int) -> None:
 def _require_results(record: RunFolder, shared: Path, workers: int) -> None:
     """Raise `RunError` if what a rank returned could not travel here, or the function failed after its run."""
     for rank in range(workers):
-        if (file := error_file(shared, rank)).exists():
+        if (file := function_entry.error_file(shared, rank)).exists():
             raise RunError(f"{file.read_text()}; the run itself has finished, and its record is in {record.path}")

@@ -1,54 +1,95 @@
-"""The worker's side of `flockstep.launch`: calls the function, and leaves its result where the launcher reads it."""
+"""The function of `flockstep.launch`: the launcher stores it, each worker calls it and stores what it returned.
+
+Function, arguments and results are pickled by cloudpickle, into files of a folder that only this user may enter. A
+pickle can run any code, so flockstep reads pickles from such a folder only, and never from a socket or a record.
+"""
 
 from __future__ import annotations
 
-import functools
+import io
+import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import cloudpickle
+
 from flockstep.drivers.node_spec import place_of_script
-from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.errors import ConfigurationError
-from flockstep.records.full_disk import replace
+from flockstep.records.full_disk import write_whole
+from flockstep.records.scratch import require_private
 
-PROGRAM, VALUES = "program.py", "values.bin"
-"""Names of the files with the program and with the values of a launched function, in the folder that the launcher
-shares with the workers.
-"""
-
-_FOLDER = Path(sys.argv[0]).resolve().parent
-"""Folder of the program, in a worker."""
+CALL = "call.pickle"
+"""Name of the file with the function and its arguments, in the folder that the launcher shares with the workers."""
 
 
-def value(name: str) -> Any:
-    """Return the value that `name` has in the program that called `flockstep.launch`."""
-    return from_bytes(_values()["names"][name])
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ships no types
+    """Keeps the file names of functions, which cloudpickle drops, so that a worker's traceback shows file and line."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        make, fields = self.dispatch_table[CodeType](obj)
+        return make, tuple(obj.co_filename if field == "<dynamic-code>" else field for field in fields)
 
 
-def call(function: Callable[..., Any]) -> None:
-    """Call the function with the arguments that were given to `flockstep.launch`, and store its result.
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
-    A result that cannot be sent to the launching process does not end the run; the launching process raises an error
-    that names the result.
+
+def store(folder: Path, name: str, function: Callable[..., Any], args: Sequence[object]) -> None:
+    """Store `function` and its arguments in `folder`; error messages call the function `name`.
+
+    Raises:
+        ConfigurationError: the function, an argument, or something that the function uses cannot be pickled.
     """
-    rank, name = place_of_script()[0], function.__name__
     try:
-        returned = function(*map(from_bytes, _values()["args"]))
-    except Exception:
-        replace(error_file(_FOLDER, rank), traceback.format_exc().encode())
-        raise
+        call = _pickled((function, tuple(args)))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name} or its arguments use a value that cannot be sent to another process ({error}); create the value "
+            f"inside {name}"
+        ) from error
+    (folder / CALL).touch(mode=0o600)
+    (folder / CALL).write_bytes(pickle.dumps(sys.path) + call)
+
+
+def call(folder: Path) -> None:
+    """Call the function in `folder` with its arguments, and store its result.
+
+    A result that cannot be pickled does not end the run; the launching process raises an error that names the result.
+    """
+    require_private(folder)
+    rank = place_of_script()[0]
+    with (folder / CALL).open("rb") as file:
+        sys.path[:] = pickle.load(file)  # first, because the function may come from a module on this path
+        try:
+            function, args = pickle.load(file)
+            returned = function(*args)
+        except Exception:
+            write_whole(error_file(folder, rank), traceback.format_exc().encode())
+            raise
     try:
-        replace(result_file(_FOLDER, rank), to_bytes(returned, f"the result of {name}"))
-    except ConfigurationError as error:
-        replace(error_file(_FOLDER, rank), str(error).encode())
+        write_whole(result_file(folder, rank), _pickled(returned))
+    except Exception as error:  # noqa: BLE001 - the user's classes may raise anything
+        text = f"the result of rank {rank} cannot be sent to another process ({error}); return arrays or tensors"
+        write_whole(error_file(folder, rank), text.encode())
+
+
+def results(folder: Path, workers: int) -> dict[int, Any]:
+    """Return rank → value that the function returned; a worker that died has no entry."""
+    files = {rank: result_file(folder, rank) for rank in range(workers)}
+    return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
 
 
 def result_file(folder: Path, rank: int) -> Path:
     """Return the path of the file for the value that the function returned on the given rank."""
-    return folder / f"returned-{rank}.bin"
+    return folder / f"returned-{rank}.pickle"
 
 
 def error_file(folder: Path, rank: int) -> Path:
@@ -56,7 +97,5 @@ def error_file(folder: Path, rank: int) -> Path:
     return folder / f"error-{rank}.txt"
 
 
-@functools.cache
-def _values() -> dict[str, Any]:
-    found: dict[str, Any] = from_bytes((_FOLDER / VALUES).read_bytes())
-    return found
+if __name__ == "__main__":
+    call(Path(sys.argv[1]))
