@@ -514,3 +514,27 @@ def test_an_optimizer_that_distribute_returned_and_nobody_used_ends_the_run(end:
     ended = outcome(body + end, tmp_path)
     assert ended.code == 2, ended.err
     assert ended.err.count("took no step with the optimizer that flockstep.distribute returned") == 1
+
+
+def test_settings_that_part_before_the_end_are_told_of_and_so_are_the_unequal_parameters(tmp_path: Path) -> None:
+    """Settings are compared at steps 20 and 30, and at the end."""
+    body = (
+        PLAIN
+        + """
+returned = optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+for step in range(24):
+    if step == 21 and rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+    gradient(step)
+    optimizer.step()
+optimizer.finish()
+"""
+    )
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0, ended.err
+    assert "lr of SGD has changed to 0.1 on worker 0 and 0.2 on worker 1 at step 25; if this is not meant" in ended.err
+    assert ended.summary is not None
+    assert not ended.summary["replicas_agree"]
+    (said,) = ended.summary["notes"]
+    assert said.startswith("The workers ended with different parameters, although all_reduce keeps the parameters of ")
+    assert f"flockstep: {said}" in ended.err

@@ -1,13 +1,15 @@
 """A run continues after every kind of stop under every schedule of the learning rate, wherever its workers are.
 
-The product strategy × schedule × event runs under `make test-all`; every module that runs more than ten cells ends with
-its table. A few cells run at every push, at least one for each way in which a run continues.
+One run of each strategy and schedule passes through all events that can happen to it, one after the other. The product
+strategy × schedule runs under `make test-all`; every module that runs more than ten runs ends with the table of events.
+A few runs are made at every push, at least one for each way in which a run continues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,29 +24,24 @@ from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep_lab.chaos.base import Failpoint
-from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.jobs import go_on, paced_train
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, wait_until
-from support.torch_scripts import SCHEDULES, write_scheduled_script
+from support.processes import PATIENCE, Ended, RealRun, content, wait_until
+from support.torch_scripts import SCHEDULES, end_scheduled_script, write_scheduled_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
 
-STEPS = 240
-EVERY = ["--checkpoint-every", "30"]
-Cell = tuple[str, str, str, str]
-EVENTS = {
-    "all killed": Failpoint("launcher", "checkpoint.complete", 2),
-    "server killed": Failpoint("server-0", "state.before_copy", 2),
-    "worker killed": Failpoint("worker-1", "gradient.computed", 50),
-    "leave": Failpoint("worker-1", "gradient.computed", 50, signal.SIGTERM),
-    "join": None,
-    "killed after a loss": None,
-}
+STEPS = {"script": 10_000, "job": 1500}
+"""Steps of a run: scripts end when all events have happened, jobs take the rest without a pause."""
+WORK = 25
+"""Steps that every worker takes after an event, so that the schedule has changed and there is a checkpoint."""
+EVENTS = ("server killed", "leave", "join", "worker killed", "killed after a loss", "all killed")
+"""The events in the order in which they happen to one run of three workers."""
+CHANGES = EVENTS[1:5]
 JOB_SCHEDULES = dict(zip(SCHEDULES, ("constant", "cosine", "step_decay", "linear_warmup"), strict=True))
 """The schedules of jobs that change as those of scripts do."""
-_table: dict[Cell, str] = {}
+Chain = tuple[str, str, str]
+_table: dict[Chain, dict[str, str]] = {}
 
 
 def _strategies() -> list[str]:
@@ -55,12 +52,12 @@ def _strategies() -> list[str]:
 def possible(kind: str, strategy: str, event: str) -> bool:
     """Whether the event can happen to a run with this strategy, and the run has checkpoints."""
     found = Strategy.parse(strategy)
-    traits, changes = found.traits, event in ("worker killed", "leave", "join", "killed after a loss")
+    traits, changes = found.traits, event in CHANGES
     if not (traits.restarts and traits.checkpoints) or (kind == "script" and traits.needs_job):
         return False
     if event == "server killed" and not found.servers_for(2):
         return False
-    if event == "killed after a loss" and (not traits.survives or "essp" in strategy):
+    if event == "killed after a loss" and not traits.survives:
         return False
     try:
         for workers in (2, 3) if changes else (2,):
@@ -72,87 +69,147 @@ def possible(kind: str, strategy: str, event: str) -> bool:
     return True
 
 
-CELLS = [
-    (kind, strategy, schedule, event)
-    for kind, strategy, schedule, event in itertools.product(("script", "job"), _strategies(), SCHEDULES, EVENTS)
-    if possible(kind, strategy, event)
+def events(kind: str, strategy: str) -> list[str]:
+    """The events that can happen to a run with this strategy, in their order."""
+    return [event for event in EVENTS if possible(kind, strategy, event)]
+
+
+CHAINS: list[Chain] = [
+    (kind, strategy, schedule)
+    for schedule, kind, strategy in itertools.product(SCHEDULES, ("script", "job"), _strategies())
+    if events(kind, strategy)
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Prints what became of the cells that have run: a row for each strategy and schedule, a column for each event."""
+    """Prints what became of the runs: a row for each strategy and schedule, a column for each event."""
     _table.clear()
     yield
-    rows = dict.fromkeys(cell[:3] for cell in _table)
     if len(_table) <= 10:
         return
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        sys.stdout.write("\n" + "  ".join([f"{'run':6} {'strategy':21} {'schedule':9}", *map("{:13}".format, EVENTS)]))
-        for kind, strategy, schedule in rows:
-            cells = (_table.get((kind, strategy, schedule, event), "–") for event in EVENTS)
-            line = "  ".join([f"{kind:6} {strategy:21} {schedule:9}", *map("{:13}".format, cells)])
-            sys.stdout.write(f"\n{line.rstrip()}")
+        for head, cells in [(("run", "strategy", "schedule"), dict(zip(EVENTS, EVENTS, strict=True))), *_table.items()]:
+            row = ["{:6} {:21} {:9}".format(*head), *(f"{cells.get(event, '–'):19}" for event in EVENTS)]
+            sys.stdout.write("\n" + "  ".join(row).rstrip())
         sys.stdout.write("\n")
 
 
-def kill_after_loss(run: RealRun) -> None:
-    """Kill a worker without which the others go on, and all of them once they have written a checkpoint."""
-    run.wait_for_work(40)
-    run.fault(signal.SIGKILL, "worker-1")
+class Passage:
+    """A run that passes through events; `happen` returns once the run has gone on after an event."""
 
-    def written() -> bool:
+    def __init__(self, kind: str, strategy: str, schedule: str, folder: Path, workers: int):
+        self._script, self._folder, steps = kind == "script", folder, STEPS[kind]
+        if self._script:
+            words, program = ["launch", "-n", str(workers)], [write_scheduled_script(folder), strategy, schedule]
+            program.append(str(steps))
+        else:
+            words, program = paced_train(folder, strategy, workers, steps), []
+            words += ["--schedule", JOB_SCHEDULES[schedule]]
+        bounds = ["--min-workers", "1", "--max-workers", "3"] if workers == 3 else []
+        words += ["--checkpoint-every", "10", *bounds, *program]
+        self.run = RealRun(words, folder / "run", torch=self._script)
+        self._work()
+
+    def happen(self, event: str) -> None:
+        """Let the event happen, and wait until the run has gone on from it."""
+        match event:
+            case "join":
+                assert run_command(["join", str(self.run.record)]) == 0
+                self._goes_on_with(3)
+            case "leave":
+                self.run.fault(signal.SIGTERM, "worker-1")
+                self._goes_on_with(2)
+            case "server killed":
+                before = self._segments()
+                self.run.fault(signal.SIGKILL, "server-0")
+                self._wait(lambda: self._segments() > before, "the run continues with new servers")
+                self._work()
+            case "worker killed":
+                before = self.run.steps(0)
+                self.run.fault(signal.SIGKILL, "worker-1")
+                self._wait(lambda: self._workers() == 2 or self.run.steps(0) > before + WORK, "the others go on")
+                if self._workers() == 2:
+                    self._work()
+            case "killed after a loss":
+                self._wait(self._saved_without_the_lost, "a checkpoint of the workers that live")
+                assert set(disk.newest(self.run.record).manifest.steps) == {0, 2}
+                self._resume()
+            case "all killed":
+                self._resume()
+
+    def end(self) -> Ended:
+        """Let the run take its last steps."""
+        (end_scheduled_script if self._script else go_on)(self._folder)
+        return self.run.end()
+
+    def _resume(self) -> None:
+        self.run.fault(signal.SIGKILL, "main")
+        assert self.run.end().code != 0
+        self.run = RealRun(["resume"], self.run.record, torch=self._script)
+        self._goes_on_with(2)
+
+    def _goes_on_with(self, workers: int) -> None:
+        self._wait(lambda: self._workers() == workers, f"the run continues with {workers} workers")
+        self._work()
+
+    def _work(self) -> None:
+        """Wait until all workers have taken steps since the run last continued, and a checkpoint is complete."""
+        self.run.wait_for_work(WORK)
+        self._wait(self._saved, "a checkpoint")
+
+    def _saved(self) -> bool:
         with contextlib.suppress(ConfigurationError):  # none yet
-            return bool(disk.newest(run.record).manifest.lost)
+            return bool(disk.newest(self.run.record))
         return False
 
-    wait_until(lambda: written() or not run.going(), PATIENCE, "a checkpoint of the workers that live")
-    steps = disk.newest(run.record).manifest.steps
-    assert set(steps) == {0, 2}
-    run.fault(signal.SIGKILL, "main")
+    def _saved_without_the_lost(self) -> bool:
+        return self._saved() and bool(disk.newest(self.run.record).manifest.lost)
+
+    def _workers(self) -> int:
+        found = re.search(rb"^workers = ([0-9]+)$", content(self.run.record / "config.toml"), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    def _segments(self) -> int:
+        """Number of times the run has continued, by its record."""
+        return self.run.events("before").count(b"continued from step") + self.run.events("launcher").count(
+            b"continued from step"
+        )
+
+    def _wait(self, condition: object, what: str) -> None:
+        assert callable(condition)
+        wait_until(lambda: condition() or not self.run.going(), PATIENCE, what)
+        assert self.run.going(), f"the run ended before: {what}; {self.run.err}"
 
 
-CHOSEN: list[Cell] = [
-    ("script", "ps(ssp(3))", "step", "all killed"),
-    ("script", "ps(ssp(3))", "step", "server killed"),
-    ("script", "gossip", "warm-up", "worker killed"),
-    ("script", "ps(ssp(3))", "epoch", "leave"),
-    ("script", "overlap_local_sgd", "step", "join"),
-    ("script", "gossip", "step", "killed after a loss"),
-    ("job", "ps(ssp(3))", "step", "killed after a loss"),
-]
-
-
-@pytest.mark.parametrize(("kind", "strategy", "schedule", "event"), few(CELLS, *CHOSEN))
-def test_a_run_continues_after_an_event(kind: str, strategy: str, schedule: str, event: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy", "schedule"),
+    few(
+        CHAINS,
+        ("script", "ps(essp)", "step"),
+        ("script", "overlap_local_sgd", "step"),
+        ("job", "gossip", "warm-up"),
+    ),
+)
+def test_a_run_continues_after_every_event(kind: str, strategy: str, schedule: str, tmp_path: Path) -> None:
     """A script checks at every step that its learning rate is that of its step."""
-    _table[kind, strategy, schedule, event] = "failed"
-    workers = "3" if event in ("worker killed", "leave", "killed after a loss") else "2"
-    more = {"join": ["--max-workers", "3"], "leave": ["--min-workers", "1"], "worker killed": ["--min-workers", "1"]}
-    if kind == "script":
-        script = [write_scheduled_script(tmp_path), strategy, schedule, str(STEPS)]
-        words, program = ["launch", "-n", workers], script
-    else:
-        words = [*paced_train(tmp_path, strategy, int(workers), STEPS), "--schedule", JOB_SCHEDULES[schedule]]
-        program = []
-    if (point := EVENTS[event]) is not None:
-        words += ["--import", write_failpoint(tmp_path, point)]
-    run = RealRun([*words, *EVERY, *more.get(event, []), *program], tmp_path / "run", torch=kind == "script")
-    if event == "join":
-        run.wait_for_work(5)
-        assert run_command(["join", str(run.record)]) == 0
-        go_on(tmp_path)
-    elif event == "killed after a loss":
-        kill_after_loss(run)
-    ended = run.end()
-    if event in ("all killed", "killed after a loss"):
-        assert ended.code != 0
-        go_on(tmp_path)
-        ended = RealRun(["resume"], run.record, torch=kind == "script").end()
+    here = events(kind, strategy)
+    cells = _table[kind, strategy, schedule] = dict.fromkeys(here, "not reached")
+    passage = Passage(kind, strategy, schedule, tmp_path, 3 if set(here) & set(CHANGES) else 2)
+    for event in here:
+        cells[event] = "failed"
+        passage.happen(event)
+        cells[event] = "continues"
+    last = here[-1]
+    cells[last] = "failed"
+    ended = passage.end()
     assert ended.code == 0, ended.err
-    assert (signalled(tmp_path) is not None) == (point is not None), "the event has not happened"
-    summary = RunFolder(run.record).read_summary()
+    summary = RunFolder(passage.run.record).read_summary()
     assert summary.status == "finished"
-    if event in ("leave", "join"):
-        assert "; 0 recorded steps were repeated" in summary.notes[0]
-    _table[kind, strategy, schedule, event] = "continues"
+    cells[last] = "continues"
+    for event, change in {"leave": "left after SIGTERM", "join": "1 worker joined"}.items():
+        if event in here:
+            cells[event] = "failed"
+            (note,) = (note for note in summary.notes if change in note and "continued from step" in note)
+            assert "; 0 recorded steps were repeated" in note
+            cells[event] = "continues"

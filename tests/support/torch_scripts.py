@@ -90,8 +90,11 @@ if "scheduler" in saved:
 for step in range(saved["step"], STEPS):
     flockstep.checkpoint({"step": step, "scheduler": scheduler.state_dict()})
     assert optimizer.param_groups[0]["lr"] == 0.1 * factor(step), f"the learning rate of step {step} is another"
+    (HERE / f"at-{rank}").write_text(str(step))
     if not (HERE / "go").exists():
         time.sleep(0.005 + 0.005 * rank)
+    elif step == int((HERE / "go").read_text()):
+        break
     x = torch.randn(8, 4)
     optimizer.zero_grad()
     (model(x) - x[:, :3]).square().mean().backward()
@@ -99,10 +102,19 @@ for step in range(saved["step"], STEPS):
     scheduler.step()
 optimizer.finish()
 """
-"""Arguments: strategy, schedule and number of steps; until the file `go` is there, ranks step at different speeds."""
+"""Arguments: strategy, schedule and largest number of steps. Ranks step at different speeds and write their step to the
+file `at-RANK` until the file `go` names the step at which all ranks end.
+"""
 
 
 def write_scheduled_script(folder: Path) -> str:
     """Write the script with a schedule to a folder; return its path."""
     (folder / "scheduled.py").write_text(SCHEDULED)
     return str(folder / "scheduled.py")
+
+
+def end_scheduled_script(folder: Path) -> None:
+    """Let all ranks of the script with a schedule end at one step, which none of them has reached."""
+    last = max(int(file.read_text() or 0) for file in folder.glob("at-*")) + 100
+    (folder / "half").write_text(str(last))
+    (folder / "half").rename(folder / "go")

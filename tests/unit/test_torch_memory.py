@@ -282,8 +282,8 @@ def refusal(strategy, *optimizers, step=0):
     return ""
 
 
-def report(comparison, rank, optimizer, step=0):
-    note = {"step": step, "start": int(step == 0), "loaded": int(bool(optimizer.state) and step == 0)}
+def report(comparison, rank, optimizer, step=0, ends=1):
+    note = {"step": step, "ends": ends, "start": int(step == 0), "loaded": int(bool(optimizer.state) and step == 0)}
     settings = told(type(optimizer).__name__, settings_of(optimizer))
     comparison.hear(Message(rank, "settings", settings, note))
 
@@ -311,6 +311,15 @@ def test_settings_that_may_differ_are_told_of_once_if_they_part(capsys):
     assert "lr of SGD has changed to 0.1 on worker 0 and 0.2 on worker 1 at step 10; if this is not meant" in said
     assert refusal("local_sgd", first, second) == ""
     assert capsys.readouterr().err == "", "meant from the start"
+
+
+def test_settings_that_part_after_the_last_comparison_or_the_last_change_of_workers_are_told_of(capsys):
+    first, second = (momentum(net().parameters()) for _ in range(2))
+    second.param_groups[0]["momentum"] = 0.8
+    comparison = SettingsComparison(2, lambda: Strategy.parse("ps(ssp(3))"))
+    for rank, optimizer in enumerate((first, second)):
+        report(comparison, rank, optimizer, 206, ends=0)
+    assert "momentum of SGD has changed to 0.9 on worker 0 and 0.8 on worker 1 at step 206" in capsys.readouterr().err
 
 
 SAME = [0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2)]

@@ -184,7 +184,7 @@ class Loop:
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
         self._equal_steps = True
-        """Whether equal numbers of steps of two workers mean the same step of a schedule."""
+        """Whether equal numbers of steps of two workers certainly mean the same step of a schedule."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
@@ -235,7 +235,7 @@ class Loop:
                 self._show_gradient()
                 number = self._worker.run_step + 1
                 if self._worker.step == 0 or compared_at(number):
-                    self._tell_settings(number)
+                    self._tell_settings(number, ends=self._equal_steps)
             for hook in failpoints.hooks:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
@@ -348,14 +348,14 @@ class Loop:
         """
         if self._worker.run_step == 0:  # later settings come from one checkpoint
             with self._telling():
-                self._tell_settings(0, start=True, loaded=loaded)
+                self._tell_settings(0, ends=True, start=True, loaded=loaded)
 
-    def _tell_settings(self, step: int, start: bool = False, loaded: bool = False) -> None:
+    def _tell_settings(self, step: int, ends: bool, start: bool = False, loaded: bool = False) -> None:
         """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
-        that no worker waits for another one.
+        that no worker waits for another one; `ends`: a difference that must not be ends the run.
         """
-        if self._member is not None and self.workers > 1 and self._equal_steps:
-            note: Fields = {"step": step, "start": int(start), "loaded": int(loaded)}
+        if self._member is not None and self.workers > 1:
+            note: Fields = {"step": step, "ends": int(ends), "start": int(start), "loaded": int(loaded)}
             self._member.tell("settings", told(*self._stepper.settings), note)
 
     def listen(self) -> None:
@@ -506,6 +506,8 @@ class Loop:
             self.membership.leave()
         self._runner.close()
         with self._telling():
+            if self._worker.step:  # training is over: a difference since the last comparison does not cost the result
+                self._tell_settings(self._worker.run_step + 1, ends=False)
             last = self._leave(remember)
             self._take_result()
         self._release()
@@ -628,7 +630,8 @@ class Loop:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)
         self._keeper.restore_between_steps(kept.script.between_steps, random=False)
-        # after a change of members only workers that step together count the same steps
+        # after a change of members a worker that does not step together with the others may end an epoch some steps
+        # earlier than they, although its number of steps keeps its distance to theirs
         self._equal_steps = kept.saved.mailbox is not None or self.strategy.traits.delivery == "synchronous"
         return kept
 

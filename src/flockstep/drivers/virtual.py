@@ -28,7 +28,7 @@ from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
 from flockstep.errors import CompositionError, PeerLost, RunError
 from flockstep.frameworks.base import Engine, TrainedModel
-from flockstep.messages import HEADER_BYTES, Address, Message, node_name
+from flockstep.messages import HEADER_BYTES, LEAVE, Address, Message, node_name
 from flockstep.nodes import Hosts, Node, Server, Worker
 from flockstep.programs import NeedGradient
 from flockstep.records.events import Event, LostEvent
@@ -190,11 +190,19 @@ class Simulation:
             if isinstance(node, Worker):
                 node.steps = node.step
                 self._steppers[address].lr = self.plan.lr_at(node.run_step)
+                if self.plan.strategy.traits.survives:
+                    runner.ended = partial(self._release, address)
         for address in sorted(kept, key=lambda address: (address >= 0, abs(address))):
             runner = self.runners[address]
             runner.restart_from(partial(self._begin, runner), partial(kept[address].settle, runner.node))
         self._end()
         return {address: saved for address, saved in self.save().items() if address in kept}
+
+    def _release(self, rank: Address) -> None:
+        """Tell the servers that a worker has ended behind the others, as in a real run, so that none waits for it."""
+        for address, runner in self.runners.items():
+            if address < 0 and not runner.done:
+                self.send(address, Message(rank, LEAVE, note={"lost": 1}))
 
     def stop(self) -> None:
         """End every program at its current point, and write each node's totals."""

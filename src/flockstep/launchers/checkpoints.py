@@ -38,9 +38,7 @@ from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
 from flockstep.records.config import CheckpointInterval, RunConfig
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
-from flockstep.strategies.access import EagerCopies
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.parameter_server import ParameterServer
 
 MOST_RELEASES = 200
 """Maximum number of times that stopped workers continue for one step, because other workers wait for them, before the
@@ -233,9 +231,6 @@ class Checkpointer:
     def _can_do_without(self, address: Address) -> bool:
         """Whether a run without this node can continue from a checkpoint of the others."""
         if self._over or address < 0 or (self._scripts and not self._hosts.here):
-            return False
-        # With eager copies the program of a worker ends only after the steps of workers that are behind.
-        if isinstance(self._strategy, ParameterServer) and isinstance(self._strategy.consistency.access, EagerCopies):
             return False
         try:
             (require_script_resizable if self._scripts else require_resizable)(self._strategy)

@@ -60,19 +60,19 @@ class SettingsComparison:
         for rank in sorted(here):
             (ours, loaded), (theirs, loads) = here[root], here[rank]
             if ours != theirs and not (loaded and not loads):
-                self._compare(strategy, (root, ours), (rank, theirs), None if start else step)
+                self._compare(strategy, (root, ours), (rank, theirs), None if start else step, bool(note["ends"]))
         if len(here) == self.workers or len(self.shown) > KEPT:
             del self.shown[next(iter(self.shown)) if len(here) < self.workers else (int(start), step)]
 
     def _compare(
-        self, strategy: Strategy, one: tuple[Address, bytes], other: tuple[Address, bytes], step: int | None
+        self, strategy: Strategy, one: tuple[Address, bytes], other: tuple[Address, bytes], step: int | None, ends: bool
     ) -> None:
         (root, ours), (rank, theirs) = (one[0], json.loads(one[1])), (other[0], json.loads(other[1]))
         traits, where = strategy.traits, "" if step is None else f" at step {step}"
         found, must = None, traits.alike or traits.server_optimizer
         if must:
             found = _difference(_ratios(ours), _ratios(theirs)) if traits.own_rates else _difference(ours, theirs)
-        if found is not None:
+        if found is not None and ends:
             name, first, second = found
             raise ConfigurationError(
                 f"{name} must be the same on all workers, because {_why(strategy)}, got {first} on worker {root} and "

@@ -334,8 +334,8 @@ def summarize(
 
 
 def trained_apart(summary: Summary) -> str | None:
-    """Return a sentence if some workers exchanged nothing according to the record; None if all workers exchanged
-    data.
+    """Return a sentence if some workers exchanged nothing according to the record, or if their replicas differ although
+    they must be equal; None if neither is so.
     """
     return _apart(summary.per_worker, summary.replicas_agree, summary.strategy)
 
@@ -346,7 +346,7 @@ def _apart(workers: Sequence[WorkerTotals], agree: bool | None, strategy: str) -
     # Bytes of arrays, not messages: workers that never exchanged still tell each other that they have finished.
     silent = [one for one in workers if one.steps and not one.sent_bytes + one.received_bytes]
     if not silent:
-        return None
+        return _unequal(strategy)
     steps = max(one.steps for one in silent)
     taken = f"{steps} step{'s' * (steps > 1)}"
     if len(silent) == len(workers):
@@ -360,6 +360,21 @@ def _apart(workers: Sequence[WorkerTotals], agree: bool | None, strategy: str) -
     return (
         f"Worker{'s' * many} {ranks} sent and received no parameters in {taken}, and therefore trained independently "
         "of the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
+    )
+
+
+def _unequal(strategy: str) -> str | None:
+    """Sentence about replicas that differ at the end, if the strategy keeps all replicas equal."""
+    try:
+        found = Strategy.parse(strategy)
+    except ConfigurationError:  # a custom strategy that this process has not imported
+        return None
+    if not found.traits.alike:
+        return None
+    return (
+        f"The workers ended with different parameters, although {found} keeps the parameters of all workers equal: a "
+        "script has changed parameters or settings of its optimizer on some workers only, or the workers' processors "
+        "round differently; let all ranks make the same changes."
     )
 
 
