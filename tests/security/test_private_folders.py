@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 
 from flockstep.drivers.adoption import _listening as listening
 from flockstep.errors import ConfigurationError
-from flockstep.records import full_disk
 from flockstep.records.scratch import private_folder, require_private, scratch
-from flockstep.records.snapshots import SnapshotFolders
 from support.users import by_another_user, common_folder, needs_root
 
 pytestmark = needs_root
@@ -27,33 +24,8 @@ def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield place
 
 
-def kept_elsewhere(place: Path) -> Path:
-    """The folder with a file for which the record's disk has no room."""
-    record = place / "record"
-    record.mkdir(mode=0o700)
-
-    def write(path: Path, data: bytes) -> None:
-        if path.parent == record:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        path.write_bytes(data)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(full_disk, "write_whole", write)
-        full_disk.replace(record / "result.npy", b"weights")
-    return (record / "result.npy").resolve().parent
-
-
-def folder_of_snapshots(stack: contextlib.ExitStack, place: Path) -> Path:
-    """The folder for snapshots that the record's disk does not take."""
-    folders = SnapshotFolders(Path("/nowhere"), [place])
-    stack.callback(folders.remove)
-    return folders.folder_in(place)
-
-
 MAKERS: dict[str, Callable[[contextlib.ExitStack, Path], Path]] = {
     "sockets": lambda stack, place: stack.enter_context(scratch()),
-    "snapshots": folder_of_snapshots,
-    "results": lambda stack, place: kept_elsewhere(place),
     "rendezvous": lambda stack, place: (
         Path(stack.enter_context(listening(place / "flockstep-0123")).getsockname()).parent
     ),

@@ -1,8 +1,8 @@
-"""A full disk does not end a run: events are dropped with one warning, results go elsewhere, and the path is said."""
+"""A full disk ends a run with the path of the file that the disk did not take."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import Schema
-from flockstep.records import full_disk
+from flockstep.errors import RunError
 from flockstep.records.events import LostEvent
 from flockstep.records.folder import EventWriter, RunFolder, read_event_file
 from support.disks import small_disk
@@ -21,34 +21,14 @@ from support.disks import small_disk
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
-def test_a_writer_drops_events_with_one_warning_that_names_the_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "worker-0.jsonl"
+def test_a_writer_names_the_file_and_the_way_to_go_on(tmp_path: Path) -> None:
+    record = RunFolder(tmp_path / "run")
+    file = record.node_events_file(0)
+    file.parent.mkdir(parents=True)
     file.symlink_to("/dev/full")
-    with EventWriter(file) as writer:
-        for step in range(3):
-            writer.write(LostEvent(float(step), 0, "gone"))
-    said = capfd.readouterr().err
-    assert said.count("flockstep: ") == 1
-    assert str(file) in said
-    assert os.strerror(errno.ENOSPC) in said
-
-
-class Broken:
-    """A file on a broken disk."""
-
-    def write(self, data: bytearray) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def test_a_writer_raises_what_is_no_full_disk(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path / "worker-0.jsonl")
-    file, writer._file = writer._file, Broken()  # type: ignore[assignment]
-    with pytest.raises(OSError, match="Input/output error"):
+    rule = f"{file} could not be written: No space left on device; .* flockstep resume {record.path}"
+    with EventWriter(file) as writer, pytest.raises(RunError, match=rule):
         writer.write(LostEvent(0.0, 0, "gone"))
-    writer._file = file
-    writer.close()
 
 
 @pytest.fixture
@@ -59,27 +39,18 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
-def test_a_result_is_kept_elsewhere_and_events_end_with_a_whole_line(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+def test_events_end_with_a_whole_line_and_a_result_is_whole_or_not_there(small: Path) -> None:
     record = RunFolder(small / "run")
     with EventWriter(record.node_events_file(0)) as writer:
         for step in range(5000):
-            writer.write(LostEvent(float(step), 0, "a reason of some length"))
+            with contextlib.suppress(RunError):
+                writer.write(LostEvent(float(step), 0, "a reason of some length"))
     events = read_event_file(record.node_events_file(0))
     assert 100 < len(events) < 5000
     assert record.merge_events() == events
-    params = np.arange(100_000, dtype="float32")
-    record.write_result(params, Schema.of({"w": (100_000,)}, "float32"))
-    (kept,) = (tmp_path / "elsewhere").glob("*/result.npy")
-    assert np.array_equal(np.load(kept), params)
-    assert np.array_equal(record.read_result()[0], params)  # through a link in the record
-    said = capfd.readouterr().err
-    assert f"{record.result_file} could not be written" in said
-    assert str(kept) in said
-    assert list(record.path.glob("*.half")) == []
+    with pytest.raises(OSError, match=f"No space left on device: '{record.path}/"):
+        record.write_result(np.arange(100_000, dtype="float32"), Schema.of({"w": (100_000,)}, "float32"))
+    assert [file.name for file in record.path.iterdir()] in (["events"], ["events", "schema.json"])
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -108,31 +79,6 @@ def test_a_full_standard_output_is_named_and_the_record_is_whole(unbuffered: str
         "output to another place\n"
     )
     assert RunFolder(tmp_path / "run").read_summary().status == "finished"
-
-
-def test_each_record_has_a_folder_of_its_own_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of one process whose folders have one name; nobody else can make, guess or write to such a folder."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
-    whole = full_disk.write_whole
-
-    def full(path: Path, data: bytes) -> None:
-        if elsewhere not in path.parents:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(path, data)
-
-    monkeypatch.setattr(full_disk, "write_whole", full)
-    for trial in ("a", "b"):
-        (tmp_path / trial / "run").mkdir(parents=True)
-        for name in ("summary.json", "result.npy"):
-            full_disk.replace(tmp_path / trial / "run" / name, trial.encode())
-    kept = list(elsewhere.iterdir())
-    assert len(kept) == 2
-    assert [folder.stat().st_mode & 0o777 for folder in kept] == [0o700, 0o700]
-    for trial in ("a", "b"):
-        assert (tmp_path / trial / "run" / "result.npy").read_text() == trial
-        assert (tmp_path / trial / "run" / "summary.json").read_text() == trial
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

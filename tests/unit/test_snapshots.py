@@ -18,7 +18,7 @@ from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
-from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotFolders, SnapshotWriter
+from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
@@ -42,8 +42,8 @@ def parts(size: int = 30_000) -> list[FlatArray]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def written(folders: SnapshotFolders) -> Snapshot:
-    arriving = SnapshotWriter(folders, 0, NOTE, PARAMS.nbytes)
+def written(folder: Path) -> Snapshot:
+    arriving = SnapshotWriter(folder, 0, NOTE, PARAMS.nbytes)
     *before, last = [arriving.add(part) for part in parts()]
     assert before == [None] * len(before)
     assert last is not None
@@ -58,28 +58,21 @@ def check(item: Snapshot, folder: Path) -> None:
 
 
 def test_parts_become_a_file(tmp_path: Path) -> None:
-    check(written(SnapshotFolders(tmp_path, [])), tmp_path / SNAPSHOTS)
+    check(written(tmp_path / SNAPSHOTS), tmp_path / SNAPSHOTS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
-def test_where_a_disk_is_full_the_file_moves_on(tmp_path: Path) -> None:
-    (tmp_path / "large").mkdir()
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small") as disk:
-        folders = SnapshotFolders(disk, [tmp_path / "large"])
-        item = written(folders)
-        (private,) = (tmp_path / "large").iterdir()
-        check(item, private)
+        with pytest.raises(RunError, match=r"worker-0\.3 could not be written: No space left on device"):
+            written(disk / SNAPSHOTS)
         assert list((disk / SNAPSHOTS).iterdir()) == []
-        folders.remove()
-        assert list((tmp_path / "large").iterdir()) == list(disk.iterdir()) == []
-        with pytest.raises(RunError, match="could not be written to any place"):
-            written(SnapshotFolders(disk, []))
 
 
 def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="announced a snapshot of more than 399999 bytes"):
-        SnapshotWriter(SnapshotFolders(tmp_path, []), 0, NOTE, PARAMS.nbytes - 1)
-    arriving = SnapshotWriter(SnapshotFolders(tmp_path, []), 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
+        SnapshotWriter(tmp_path / SNAPSHOTS, 0, NOTE, PARAMS.nbytes - 1)
+    arriving = SnapshotWriter(tmp_path / SNAPSHOTS, 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
     with pytest.raises(ProtocolError, match="sent more bytes of a snapshot"):
         arriving.add(np.zeros(PARAMS.nbytes + 8, np.uint8))
     arriving.drop()

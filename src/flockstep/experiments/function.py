@@ -19,9 +19,9 @@ from flockstep.launchers import function_entry
 from flockstep.launchers.children import GUARD
 from flockstep.launchers.output import OUT, Output
 from flockstep.launchers.script import launch as launch_script
+from flockstep.records.access import write_whole
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import FUNCTION, RunFolder
-from flockstep.records.full_disk import write_whole
 from flockstep.records.scratch import scratch
 
 

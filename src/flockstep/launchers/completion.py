@@ -33,8 +33,22 @@ def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outco
             for event in outcome.events:
                 events.write(event)
         if not record.result_file.exists():  # the evaluation did not finish
-            keep_newest(record, policy, outcome)
+            with first_error(outcome):
+                keep_newest(record, policy, outcome)
     return outcome.error or error
+
+
+@contextlib.contextmanager
+def first_error(outcome: Outcome) -> Iterator[None]:
+    """Context manager around writing the record of a run that has ended: where the disk does not take the files, the
+    error that has ended the run is raised, because it says more.
+    """
+    try:
+        yield
+    except OSError:
+        if outcome.error is None:
+            raise
+        raise outcome.error from None
 
 
 def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> None:
@@ -91,4 +105,8 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
     finally:
         if owner.is_ours(record.path):
             with undisturbed():
-                record.write_summary(summarize(config, record.merge_events(), status, text, notes))
+                try:
+                    record.write_summary(summarize(config, record.merge_events(), status, text, notes))
+                except OSError:
+                    if status == "finished":
+                        raise  # otherwise the error that has ended the run is told

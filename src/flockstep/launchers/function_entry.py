@@ -19,7 +19,7 @@ import cloudpickle
 
 from flockstep.drivers.node_spec import place_of_script
 from flockstep.errors import ConfigurationError
-from flockstep.records.full_disk import write_whole
+from flockstep.records.access import write_whole
 from flockstep.records.scratch import require_private
 
 CALL = "call.pickle"

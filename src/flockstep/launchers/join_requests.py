@@ -14,9 +14,8 @@ import msgspec
 
 from flockstep.errors import ConfigurationError, RunError, require
 from flockstep.records import owner
-from flockstep.records.access import make_folder
+from flockstep.records.access import make_folder, write_whole
 from flockstep.records.folder import RunFolder
-from flockstep.records.full_disk import replace
 
 JOINING = "joining"
 """Name of the folder, in the folder of the run, that holds the requests to join."""
@@ -104,7 +103,7 @@ class JoinRequests:
 
     def _answer(self, file: Path, answer: JoinAnswer) -> None:
         with contextlib.suppress(OSError):  # the folder was removed: nobody waits
-            replace(file.with_suffix(".answer"), msgspec.json.encode(answer))
+            write_whole(file.with_suffix(".answer"), msgspec.json.encode(answer))
             file.unlink()
 
 
@@ -133,7 +132,7 @@ def ask(record: RunFolder, workers: int) -> str:
     make_folder(request.parent)
     answer = request.with_suffix(".answer")
     try:
-        replace(request, msgspec.json.encode(JoinRequest(workers)))
+        write_whole(request, msgspec.json.encode(JoinRequest(workers)))
         found = _answered(record, answer)
     finally:
         request.unlink(missing_ok=True)

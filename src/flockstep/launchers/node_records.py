@@ -20,7 +20,7 @@ from flockstep.nodes import Cluster
 from flockstep.records.events import Event, NodeEvent, StepEvent
 from flockstep.records.flight import FlightEvent, FlightRecorder, append
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.snapshots import LAST, SnapshotFolders, SnapshotWriter
+from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
 
 
 class NodeRecords:
@@ -30,7 +30,7 @@ class NodeRecords:
         """`record`: the run's folder."""
         self.program_events = ProgramEvents(Cluster(0))
         """Tells which events of a server's processes belong to the record."""
-        self.snapshots = SnapshotFolders(record)
+        self.snapshots = record / SNAPSHOTS
         self.hashes: dict[Address, str] = {}
         """Fingerprint of the final parameters of each node."""
         self.flight = FlightRecorder()

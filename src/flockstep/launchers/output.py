@@ -15,7 +15,6 @@ from typing import IO
 
 from flockstep.errors import ConfigurationError
 from flockstep.records.config import OutputRanks, RunConfig
-from flockstep.records.full_disk import say_full
 
 OUT, ERR = 1, 2
 """The streams of a script: standard output and standard error."""
@@ -159,7 +158,8 @@ class RankOutput:
                 rest = rest[file.write(rest) :]
         except OSError as error:
             self._files.pop(stream).close()
-            say_full(Path(file.name), error, "later output is missing from this file")
+            why = f"{file.name} could not be written: {error.strerror}"
+            sys.stderr.write(f"flockstep: {why}; later output is missing from this file\n")
 
     def close(self, failed: bool) -> None:
         """End the output of a script; if the script has `failed` and its output is hidden, show the end of its

@@ -22,8 +22,7 @@ import msgspec
 from flockstep.drivers.member import NodeSpec, die_with
 from flockstep.launchers.children import ENDED
 from flockstep.records import owner
-from flockstep.records.access import make_folder, open_file
-from flockstep.records.full_disk import HALF
+from flockstep.records.access import HALF, make_folder, open_file
 
 PARKED = "parked"
 """Name of the folder, in a run's folder, with the files of the workers that wait for another coordinator."""

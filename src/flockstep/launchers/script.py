@@ -24,7 +24,7 @@ from flockstep.frameworks.job import import_components, train_instead
 from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_resumable
 from flockstep.launchers.children import Child, Script, ScriptProcess, begun, drain_all, refuse_program, unbuffered
-from flockstep.launchers.completion import finished, keep_newest, newest_model
+from flockstep.launchers.completion import finished, first_error, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
@@ -566,8 +566,9 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
     owner.check(record.path)
     if outcome.strategy is not None and outcome.strategy.traits.results:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
-        record.write_config(config)
-    with finished(record, config) as notes:
+        with first_error(outcome):
+            record.write_config(config)
+    with first_error(outcome), finished(record, config) as notes:
         with EventWriter(record.node_events_file(None)) as events:
             for event in outcome.events:
                 events.write(event)

@@ -324,7 +324,7 @@ class Supervisor:
     def forget(self) -> None:
         """Remove the snapshots that the nodes have sent so far."""
         self.outcome.newest = NewestSnapshots()
-        self._records.snapshots.remove()
+        shutil.rmtree(self._records.snapshots, ignore_errors=True)
 
     @property
     def failed_later(self) -> bool:

@@ -1,15 +1,18 @@
-"""Who may read a run's record: the mode of the record's folder decides, and every file and folder in it follows."""
+"""Files of a run's record: whole or not at all, and as open to other users as the folder of the record."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from flockstep.errors import ConfigurationError
 
 PRIVATE, SHARED = 0o700, 0o755
+HALF = ".half"
+"""Suffix of the name under which a file is written until it is whole."""
 
 
 def set_readers(folder: Path, shared: bool) -> None:
@@ -52,3 +55,21 @@ def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False)
         return descriptor
 
     return open(path, mode, buffering, opener=opener)
+
+
+def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
+    """Write a whole file, or leave the old file in place, so that a reader never sees a partial file.
+
+    Raises:
+        OSError: the disk is full, or does not accept the file, whose path the error names.
+    """
+    make_folder(path.parent)
+    half = path.with_name(path.name + HALF)
+    try:
+        with open_file(half, "wb") as file:
+            file.write(data) if isinstance(data, bytes) else data(file)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        error.filename = str(path)  # an error of `write` names no file
+        raise
+    half.replace(path)

@@ -21,9 +21,8 @@ from safetensors.numpy import load_file, save_file
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
-from flockstep.records.access import make_folder, open_file
+from flockstep.records.access import HALF, make_folder, open_file
 from flockstep.records.failpoints import reach
-from flockstep.records.full_disk import HALF
 from flockstep.records.snapshots import Snapshot
 
 CHECKPOINTS = "checkpoints"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName, require
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
-from flockstep.records.access import make_folder, open_file, set_readers
+from flockstep.records.access import HALF, make_folder, open_file, set_readers, write_whole
 from flockstep.records.checkpoints import CHECKPOINTS
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import (
@@ -46,7 +45,6 @@ from flockstep.records.events import (
     StepEvent,
 )
 from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
-from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.owner import LEADERS, OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import LACKS, Summary, summarize, time_of
@@ -87,10 +85,10 @@ class EventWriter:
         self._buffer = bytearray()
         self._held = 0
         self._flush_every = flush_every
-        make_folder(Path(path).parent)
-        _remove_half_line(Path(path))
-        self._path, self._lost = Path(path), 0
-        self._file = open_file(Path(path), "ab", buffering=0)
+        self._path = Path(path)
+        make_folder(self._path.parent)
+        _remove_half_line(self._path)
+        self._file = open_file(self._path, "ab", buffering=0)
 
     def write(self, event: Event) -> None:
         """Append one event to the file of events."""
@@ -101,37 +99,23 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered events to the file; if the disk is full, drop them with a warning.
+        """Write the buffered events to the file.
 
-        If part of a line was written, the rest of this line is kept and written first at the next attempt; otherwise
-        later events could not be read.
+        Raises:
+            RunError: the disk is full, or does not accept the events.
         """
+        self._held = 0
         try:
             while self._buffer:
                 taken = self._file.write(self._buffer)
                 del self._buffer[:taken]
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._drop(error)
-        self._held = 0
-
-    def _drop(self, error: OSError) -> None:
-        """Drop the whole lines in the buffer, but keep the rest of a line of which a part is in the file."""
-        begun = self._buffer.find(b"\n") + 1 if self._in_line() else 0
-        dropped = self._buffer.count(b"\n", begun)
-        del self._buffer[begun:]
-        if not self._lost:
-            say_full(self._path, error, "later events are missing from the record")
-        self._lost += dropped
-
-    def _in_line(self) -> bool:
-        """Whether the last line of the file is incomplete."""
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                return file.read(1) != b"\n"
-        return False
+            self._buffer.clear()  # a line whose end did not fit would make later ones unreadable
+            _remove_half_line(self._path)
+            raise RunError(
+                f"{self._path} could not be written: {error.strerror}; free space on its disk, and continue from the "
+                f"last checkpoint with flockstep resume {self._path.parent.parent}"
+            ) from None
 
     def close(self) -> None:
         """Flush and close the file; closing the file again has no effect."""
@@ -252,7 +236,7 @@ class RunFolder:
     @property
     def unfinished(self) -> bool:
         """Return whether the folder holds no finished run, so that the run must be repeated."""
-        return self._status() not in ENDED and not _gone(self.summary_file)
+        return self._status() not in ENDED
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
         """Check that the files written so far by this process and by the given nodes of the run are still there.
@@ -278,7 +262,7 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration to config.toml."""
-        replace(self.config_file, config.to_toml().encode())
+        write_whole(self.config_file, config.to_toml().encode())
 
     def read_config(self) -> RunConfig:
         """Read the configuration from config.toml.
@@ -318,13 +302,9 @@ class RunFolder:
     def merge_events(self) -> list[Event]:
         """Join the nodes' files into events.jsonl and remove the nodes' files; return all events, sorted by time."""
         events = self.read_events()
-        encoder = msgspec.json.Encoder()
         try:
-            write_whole(self.events_file, encoder.encode_lines(events))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            say_full(self.events_file, error, f"the events remain in {self.path / 'events'}")
+            write_whole(self.events_file, msgspec.json.Encoder().encode_lines(events))
+        except OSError:  # the disk has no room for them twice, and readers accept the nodes' files
             return events
         for file in (self.path / "events").glob("*.jsonl"):
             file.unlink()
@@ -334,14 +314,12 @@ class RunFolder:
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json, which marks the run as ended."""
-        replace(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+        write_whole(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
 
     def read_summary(self) -> Summary:
         """Read summary.json; if the file is missing, summarize the events on disk as an interrupted run."""
         if not self.summary_file.is_file():
             why = "the run ended without a summary in the record"
-            if _gone(self.summary_file):  # of a run whose disk was full
-                why = f"the summary of the run was lost: it was stored in {self.summary_file.readlink()}"
             return summarize(self.read_config(), self.read_events(), "interrupted", why)
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
@@ -364,8 +342,8 @@ class RunFolder:
             SchemaMismatch: `params` does not have the size and dtype of the schema.
         """
         _require(params, schema, "the result")
-        replace(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
-        replace(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
+        write_whole(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
+        write_whole(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
 
     def read_result(self) -> tuple[FlatArray, Schema]:
         """Read the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
@@ -375,8 +353,6 @@ class RunFolder:
             SchemaMismatch: the parameters and the schema do not belong together.
         """
         for file in (self.result_file, self.path / "schema.json"):
-            if _gone(file):
-                raise ConfigurationError(f"{file} was lost: it was stored in {file.readlink()}; repeat the run")
             if not file.is_file():
                 raise ConfigurationError(f"{self.path} contains no result, because the run did not end; repeat the run")
         schema = _undamaged(self.path / "schema.json", lambda file: msgspec.json.decode(file.read_bytes(), type=Schema))
@@ -395,11 +371,7 @@ class RunFolder:
             summary = self.read_summary()
         except ConfigurationError:
             return "a damaged"
-        if (
-            not summary.steps
-            and not self.result_file.exists()
-            and not any(map(_gone, (self.summary_file, self.result_file)))
-        ):
+        if not summary.steps and not self.result_file.exists():
             return None
         return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
 
@@ -499,13 +471,6 @@ def _array_of(path: Path) -> FlatArray:
         raise ValueError(f"its header declares an array of shape {shape} and dtype {dtype}, but {held} bytes follow")
     array: FlatArray = np.load(path, allow_pickle=False)
     return array
-
-
-def _gone(file: Path) -> bool:
-    """Whether `file` is a link to a file that was stored elsewhere because the disk was full, and that file no longer
-    exists.
-    """
-    return file.is_symlink() and not file.is_file()
 
 
 def _before_training(event: Event, joined: bool) -> bool:

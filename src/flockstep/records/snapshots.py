@@ -6,10 +6,7 @@ The supervisor writes the files as the parameters arrive; the evaluating process
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -19,17 +16,15 @@ import numpy as np
 
 from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, ProtocolError, RunError
+from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
-from flockstep.records.access import make_folder, open_file
-from flockstep.records.scratch import scratch
+from flockstep.records.access import HALF, make_folder, open_file
 
 LAST = -1.0
 """Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
 such snapshot replaces the previous one.
 """
 SNAPSHOTS = "snapshots"
-_HALF = ".half"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -153,40 +148,6 @@ class SnapshotJoiner:
         return found
 
 
-class SnapshotFolders:
-    """The folders in which a run's snapshots are stored: one in its record and, if that one cannot be written to,
-    private folders in the temporary folder and in the memory of the host.
-    """
-
-    def __init__(self, record: Path, others: Sequence[Path] | None = None):
-        """`others`: the places for private folders; None for the usual places."""
-        usual = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - only private folders are made there
-        self.places = [record, *(place for place in (usual if others is None else others) if place.is_dir())]
-        self._private = dict[Path, Path]()
-        self._open = contextlib.ExitStack()
-
-    def folder_in(self, place: Path) -> Path:
-        """Return the folder for snapshots in one of `places`, which is created if it is missing.
-
-        Raises:
-            OSError: the folder cannot be created.
-            ConfigurationError: the file system cannot keep other users out of the folder.
-        """
-        if place == self.places[0]:
-            folder = place / SNAPSHOTS
-            make_folder(folder)
-            return folder
-        if place not in self._private:
-            self._private[place] = self._open.enter_context(scratch(place))
-        return self._private[place]
-
-    def remove(self) -> None:
-        """Remove the folders with all snapshots; later snapshots are stored in new folders."""
-        shutil.rmtree(self.places[0] / SNAPSHOTS, ignore_errors=True)
-        self._private.clear()
-        self._open.close()
-
-
 def file_name(address: Address, tick: float) -> str:
     """Return the name of the file with a node's parameters at a tick of progress."""
     when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
@@ -196,14 +157,14 @@ def file_name(address: Address, tick: float) -> str:
 class SnapshotWriter:
     """Writes an arriving snapshot (parameters and buffers) to a file, part by part; no part is kept in memory."""
 
-    def __init__(self, folders: SnapshotFolders, address: Address, note: Fields, largest: int):
-        """Open a file in the first place that accepts one.
+    def __init__(self, folder: Path, address: Address, note: Fields, largest: int):
+        """Open a file in the folder, which is created if it is missing.
 
         `largest`: upper limit of the arrays' size in bytes.
 
         Raises:
             ProtocolError: the announced size exceeds `largest`.
-            RunError: no place accepts a file.
+            RunError: the disk does not accept a file.
         """
         self.tick = tick = float(note["tick"])
         try:
@@ -223,68 +184,40 @@ class SnapshotWriter:
         if not self.item.nbytes <= largest or not self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
-        self._name = file_name(address, tick)
-        self._folders, self._places, self._reasons = folders, list(folders.places), list[str]()
-        self._file: IO[bytes] | None = None
-        self._open()
+        self._path = folder / file_name(address, tick)
+        self._half = self._path.with_name(self._path.name + HALF)
+        try:
+            make_folder(folder)
+            self._file: IO[bytes] = open_file(self._half, "wb", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from None
 
     def add(self, part: FlatArray) -> Snapshot | None:
         """Write the next part of the snapshot; return the snapshot if the file is complete, otherwise None.
 
         Raises:
             ProtocolError: the part is longer than the rest of the file.
-            RunError: the part cannot be written to any place.
+            RunError: the disk does not accept the part.
         """
         self._missing -= part.nbytes
         if self._missing < 0:
             raise ProtocolError(f"{node_name(self.item.address)} sent more bytes of a snapshot than announced")
         rest = part.view(np.uint8).data
-        while rest:
-            assert self._file is not None
-            try:
+        try:
+            while rest:
                 rest = rest[self._file.write(rest) :]
-            except OSError as error:
-                self._give_up(error)
-                self._open()
-        return self._whole() if not self._missing else None
+        except OSError as error:
+            self.drop()
+            raise self._refused(error) from None
+        if self._missing:
+            return None
+        self._file.close()
+        return msgspec.structs.replace(self.item, path=str(self._half.replace(self._path)))
 
     def drop(self) -> None:
         """Remove the incomplete file, because its other parts will not arrive."""
-        if self._file is not None:
-            self._file.close()
-            Path(self._file.name).unlink(missing_ok=True)
-
-    def _whole(self) -> Snapshot:
-        assert self._file is not None
-        half = Path(self._file.name)
         self._file.close()
-        return msgspec.structs.replace(self.item, path=str(half.replace(half.with_name(self._name))))
+        self._half.unlink(missing_ok=True)
 
-    def _open(self) -> None:
-        """Open a file in the next place, and copy the parts that the previous place took."""
-        before = self._file
-        while self._places:
-            try:
-                folder = self._folders.folder_in(self._places[0])
-                self._file = open_file(folder / f"{self._name}{_HALF}", "wb", buffering=0)
-                if before is not None:
-                    with Path(before.name).open("rb") as taken:
-                        shutil.copyfileobj(taken, self._file)
-                    Path(before.name).unlink()
-            except (OSError, ConfigurationError) as error:
-                self._give_up(error)
-            else:
-                return
-        if before is not None:
-            Path(before.name).unlink(missing_ok=True)
-        raise RunError(
-            f"the parameters could not be written to any place ({'; '.join(self._reasons)}); free space in one of "
-            "these places"
-        )
-
-    def _give_up(self, error: OSError | ConfigurationError) -> None:
-        """Remove the first place from the list, because it accepts no more data."""
-        why = error.strerror if isinstance(error, OSError) else error
-        self._reasons.append(f"{self._places.pop(0)}: {why}")
-        if self._file is not None:
-            self._file.close()
+    def _refused(self, error: OSError) -> RunError:
+        return RunError(f"{self._path} could not be written: {error.strerror}; free space on its disk")

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from flockstep.records.full_disk import write_whole
+from flockstep.records.access import write_whole
 from flockstep.report.style import Figure
 
 PLOTLY = Path(__file__).parent / "assets" / "plotly-cartesian.min.js.gz"
