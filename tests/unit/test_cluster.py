@@ -12,7 +12,6 @@ from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.costs.clusters import names
 from flockstep.costs.machines import ClusterLink, MachineGroup
-from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
@@ -107,132 +106,89 @@ def test_what_is_written_is_read_again() -> None:
 
 
 WRONG = [
-    (small("cuont = 3"), 4, "did you mean 'count'?"),
-    (small() + "[speling]\n", 9, "no key of a cluster is called 'speling'"),
-    (small(links='bandwith = "1gbit"'), 8, "did you mean 'bandwidth'?"),
-    (small('speed = "fast"'), 4, "speed must be a number"),
-    (small("speed = -1.0"), 4, "speed must be > 0"),
-    (small("speed = 1e-320"), 4, "speed must be >= 1e-09 and <= 1e+09, got 9.99989e-321"),
-    (small("speed = 1" + 400 * "0"), 4, "speed must be a number"),
-    (small("workers = 300000000"), 4, "workers must be <= 1000000, got 300000000; describe only a part"),
-    (small().replace("count = 2", "count = 1000000000"), 3, "count must be <= 1000000"),
-    (small("workers = 600000"), 3, "count × workers must be <= 1000000, got 1200000"),
-    (small("x = " + 3000 * "[" + 3000 * "]"), 4, "brackets are nested too deeply"),
-    (small("cores = 1" + 5000 * "0"), 4, "number has too many digits"),
+    (small("cuont = 3"), "did you mean 'count'?"),
+    (small() + "[speling]\n", "no key of a cluster is called 'speling'"),
+    (small(links='bandwith = "1gbit"'), "did you mean 'bandwidth'?"),
+    (small('speed = "fast"'), "speed must be a number"),
+    (small("speed = -1.0"), "speed must be > 0"),
+    (small("speed = 1e-320"), "speed must be >= 1e-09 and <= 1e+09, got 9.99989e-321"),
+    (small("speed = 1" + 400 * "0"), "speed must be a number"),
+    (small("workers = 300000000"), "workers must be <= 1000000, got 300000000; describe only a part"),
+    (small().replace("count = 2", "count = 1000000000"), "count must be <= 1000000"),
+    (small("workers = 600000"), "count × workers must be <= 1000000, got 1200000"),
+    (small("x = " + 3000 * "[" + 3000 * "]"), "nests brackets too deeply"),
+    (small("cores = 1" + 5000 * "0"), "a number with too many digits"),
     (
         small("cores" + 3000 * ".b" + " = 1"),
-        4,
         "cores must be a whole number of cores per machine, got a very long dict",
     ),
-    (small("workers = true"), 4, "workers must be a whole number"),
-    (small("workers = 0"), 4, "workers must be >= 1, got 0"),
-    (small("workers = 2"), 2, 'add [[links]] node = "a"'),
-    (small("memory = 16"), 4, "memory must be text with a unit, got 16"),
-    (small('memory = "16"'), 4, "memory must have a unit, got '16'"),
-    (small('memory = "16G"'), 4, "memory must be > 0 bytes, with a unit (kB, MB"),
-    (small('failures = "0.1"'), 4, "failures must have a unit"),
-    (small('failures = "-1/day"'), 4, "failures must be a rate >= 0"),
-    (small('restart = "5 parsecs"'), 4, "restart must be a finite number of seconds"),
-    (small('comes_and_goes = "yes"'), 4, "comes_and_goes must be true or false"),
-    (small(links='latency = "-3ms"'), 8, "latency must be a finite number of seconds >= 0"),
-    (small(links="latency = 5"), 8, "latency must be text with a unit"),
-    (small(links='[[links]]\ninside = "b"\nbandwidth = "1gbit"'), 9, "add [nodes.b] or name an existing group"),
+    (small("workers = true"), "workers must be a whole number"),
+    (small("workers = 0"), "workers must be >= 1, got 0"),
+    (small("workers = 2"), 'add [[links]] node = "a"'),
+    (small("memory = 16"), "memory must be text with a unit, got 16"),
+    (small('memory = "16"'), "memory must have a unit, got '16'"),
+    (small('memory = "16G"'), "memory must be > 0 bytes, with a unit (kB, MB"),
+    (small('failures = "0.1"'), "failures must have a unit"),
+    (small('failures = "-1/day"'), "failures must be a rate >= 0"),
+    (small('restart = "5 parsecs"'), "restart must be a finite number of seconds"),
+    (small('comes_and_goes = "yes"'), "comes_and_goes must be true or false"),
+    (small(links='latency = "-3ms"'), "latency must be a finite number of seconds >= 0"),
+    (small(links="latency = 5"), "latency must be text with a unit"),
+    (small(links='[[links]]\ninside = "b"\nbandwidth = "1gbit"'), "add [nodes.b] or name an existing group"),
     (
         small(links='[[links]]\nbetween = ["a", "b"]\nbandwidth = "1gbit"'),
-        9,
         "must name existing groups of nodes (a), got 'b'",
     ),
-    (small(links='[[links]]\nbetween = ["a"]\nbandwidth = "1gbit"'), 9, "between must name two groups"),
-    (small(links='[[links]]\nbetween = 3\nbandwidth = "1gbit"'), 9, "between must be the name of a group"),
+    (small(links='[[links]]\nbetween = ["a"]\nbandwidth = "1gbit"'), "between must name two groups"),
+    (small(links='[[links]]\nbetween = 3\nbandwidth = "1gbit"'), "between must be the name of a group"),
     (
         small(links='[[links]]\ninside = "a"\nbandwidth = "2gbit"'),
-        9,
         "at most one link of each kind, got a second inside",
     ),
-    (small(links='[[links]]\ninside = []\nbandwidth = "2gbit"'), 9, "inside must name at least one group"),
-    (small(links='[[links]]\nbandwidth = "2gbit"'), 8, "exactly one of node, inside and between, got none"),
-    (small(links='[[links]]\nnode = "a"'), 8, "bandwidth of a link is missing"),
-    (small(links='node = "a"'), 5, "a link must have exactly one of node, inside and between, got node, inside"),
-    (small().replace("1gbit", "-1gbit"), 7, "bandwidth must be a number of bytes per second > 0"),
-    (small().replace("1gbit", "1e9"), 7, "bandwidth must have a unit, got '1e9'"),
-    (small().replace('"1gbit"', "-1e9"), 7, "bandwidth must be text with a unit, got -1000000000.0"),
-    (small().replace("1gbit", "1megabit"), 7, "write '100mbit'"),
-    (small().replace("constant(0.01)", "constnat(0.01)"), 1, "did you mean 'constant'?"),
-    (small().replace('"constant(0.01)"', "0.01"), 1, "compute must be a compute model as text"),
-    (small().replace("constant(0.01)", "shared_cores(constant(1), 2)"), 1, "set cores = 2 in [nodes.…] instead"),
-    ('operations = "-3G/s"\n' + small(), 1, "a rate must be > 0 per second"),
-    (small(links='[[links]]\nnode = "a"\nbandwidth = "2gbit"\nfair = true'), 11, "fair must be false"),
-    ("overhead = '-1ms'\n" + small(), 1, "finite number of seconds >= 0"),
-    ("overhead = 0.001\n" + small(), 1, "must be text with a unit"),
-    ('operations = "3Gflops"\n' + small(), 1, "with a unit (/s, k/s"),
-    (small() + '[rates.encoding]\nhalf = "1G/s"', 9, "did you mean 'encode'?"),
-    (small() + "[rates.encode]\n\nhalf = 3", 11, "half must be text with a unit"),
-    (small() + "[nodes.b]\n", 5, "a and b must be connected by a link"),
-    ("about = 3\n" + small(), 1, "about must be text"),
-    ('compute = "constant(1)"', 1, "add [nodes.machines]"),
-    ("nodes = 4", 1, "nodes must be a table, got 4; write [nodes]"),
-    ('compute = "constant(1)"\nnodes.a = 4', 2, "a must be a table"),
-    ('compute = "constant(1)"\nnodes.a = {count = 1}\nlinks = 3', 3, "links must be an array of tables"),
-    ("compute = ", 1, "not valid TOML"),
-    ('compute = "constant(1)"\n\n[nodes.a\n', 3, "not valid TOML"),
-    ("[nodes.a]", 1, "compute is missing"),
+    (small(links='[[links]]\ninside = []\nbandwidth = "2gbit"'), "inside must name at least one group"),
+    (small(links='[[links]]\nbandwidth = "2gbit"'), "exactly one of node, inside and between, got none"),
+    (small(links='[[links]]\nnode = "a"'), "bandwidth of a link is missing"),
+    (small(links='node = "a"'), "a link must have exactly one of node, inside and between, got node, inside"),
+    (small().replace("1gbit", "-1gbit"), "bandwidth must be a number of bytes per second > 0"),
+    (small().replace("1gbit", "1e9"), "bandwidth must have a unit, got '1e9'"),
+    (small().replace('"1gbit"', "-1e9"), "bandwidth must be text with a unit, got -1000000000.0"),
+    (small().replace("1gbit", "1megabit"), "write '100mbit'"),
+    (small().replace("constant(0.01)", "constnat(0.01)"), "did you mean 'constant'?"),
+    (small().replace('"constant(0.01)"', "0.01"), "compute must be a compute model as text"),
+    (small().replace("constant(0.01)", "shared_cores(constant(1), 2)"), "set cores = 2 in [nodes.…] instead"),
+    ('operations = "-3G/s"\n' + small(), "a rate must be > 0 per second"),
+    (small(links='[[links]]\nnode = "a"\nbandwidth = "2gbit"\nfair = true'), "fair must be false"),
+    ("overhead = '-1ms'\n" + small(), "finite number of seconds >= 0"),
+    ("overhead = 0.001\n" + small(), "must be text with a unit"),
+    ('operations = "3Gflops"\n' + small(), "with a unit (/s, k/s"),
+    (small() + '[rates.encoding]\nhalf = "1G/s"', "did you mean 'encode'?"),
+    (small() + "[rates.encode]\n\nhalf = 3", "half must be text with a unit"),
+    (small() + "[nodes.b]\n", "a and b must be connected by a link"),
+    ("about = 3\n" + small(), "about must be text"),
+    ('compute = "constant(1)"', "add [nodes.machines]"),
+    ("nodes = 4", "nodes must be a table, got 4; write [nodes]"),
+    ('compute = "constant(1)"\nnodes.a = 4', "a must be a table"),
+    ('compute = "constant(1)"\nnodes.a = {count = 1}\nlinks = 3', "links must be an array of tables"),
+    ("compute = ", "not valid TOML"),
+    ('compute = "constant(1)"\n\n[nodes.a\n', "not valid TOML"),
+    ("[nodes.a]", "compute is missing"),
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "rule"), WRONG, ids=[rule[:40] for _, _, rule in WRONG])
-def test_a_broken_rule_is_told_with_file_line_value_and_way_out(text: str, line: int, rule: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^mine.toml, line {line}: .*{re.escape(rule)}"):
+@pytest.mark.parametrize(("text", "rule"), WRONG, ids=[rule[:40] for _, rule in WRONG])
+def test_a_broken_rule_is_told_with_file_value_and_way_out(text: str, rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^mine.toml.*{re.escape(rule)}"):
         read_cluster(text, "mine.toml")
 
 
-def test_lines_of_nested_tables_arrays_and_inline_values() -> None:
-    text = '''# one
-a = """
-[not.a.table]
-b = 1
-"""
-[x."y.z"]  # six
-k = { p = 1, "q r" = [1, {s = 2}] }
-[[list]]
-m = [
-    '[',   # ten
-    {n = "]"},
-]
-[list.sub]
-o.p = 1979-05-27T07:32:00Z
-[[list]]
-u = 1
-[[list.deep]]
-v = 2
-[[list.deep]]
-w = 3
-[late.inner]
-x = 1
-[late]
-y = 2
-'''
-    expected: dict[tuple[str | int, ...], int] = {
-        ("a",): 2,
-        ("x", "y.z"): 6,
-        ("x", "y.z", "k", "q r"): 7,
-        ("x", "y.z", "k", "q r", 1, "s"): 7,
-        ("list", 0): 8,
-        ("list", 0, "m", 0): 10,
-        ("list", 0, "m", 1, "n"): 11,
-        ("list", 0, "sub", "o", "p"): 14,
-        ("list", 1): 15,
-        ("list", 1, "deep", 0, "v"): 18,
-        ("list", 1, "deep", 1): 19,
-        ("list", 1, "deep", 1, "w"): 20,
-        ("late", "inner"): 21,
-        ("late",): 23,
-        ("late", "y"): 24,
-        ("late", "missing"): 23,
-        ("missing",): 1,
-    }
-    lines = Lines(text)
-    assert {path: lines.of(path) for path in expected} == expected
-    assert Lines(text.replace("\n", "\r\n")).of(("late", "y")) == 24
+def test_an_error_names_the_key() -> None:
+    for text, key in [
+        (small("workers = 0"), r", nodes\.a\.workers: workers must"),
+        (small(links='[[links]]\nbetween = 3\nbandwidth = "1gbit"'), r", links\[1\]\.between: between must"),
+        ("about = 3\n" + small(), ", about: about must"),
+    ]:
+        with pytest.raises(ConfigurationError, match=f"^mine.toml{key}"):
+            read_cluster(text, "mine.toml")
 
 
 def test_clusters_are_found_by_name_and_by_path(tmp_path) -> None:
@@ -251,7 +207,7 @@ def test_clusters_are_found_by_name_and_by_path(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read"):
         load_cluster(file)
     file.write_text("compute = 3")
-    with pytest.raises(ConfigurationError, match=rf"{file}, line 1: "):
+    with pytest.raises(ConfigurationError, match=rf"{file}, compute: "):
         load_cluster(file)
 
 
@@ -492,7 +448,7 @@ def test_servers_apart_have_cards_of_their_own() -> None:
     assert max(pushes) == pytest.approx(4e6 / 2.5e6 + 1e-3, rel=1e-3)
     assert read_cluster(to_toml(shape)).servers_apart
     with pytest.raises(
-        ConfigurationError, match="line 1: servers_apart must be false if links differ or a machine has"
+        ConfigurationError, match="servers_apart: servers_apart must be false if links differ or a machine has"
     ):
         read_cluster("servers_apart = true" + HOSTS.format(count=2, workers=2, fair="false"))
 

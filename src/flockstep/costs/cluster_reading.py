@@ -1,4 +1,4 @@
-"""Reads cluster descriptions from TOML. An error names the file, the line, the value and the way out."""
+"""Reads cluster descriptions from TOML. An error names the file, the key, the value and the way out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.clusters import FOLDER, names
-from flockstep.costs.machines import DAY, MOST, ClusterLink, MachineGroup, Rates, Reach, WrongValue, shown
-from flockstep.costs.toml_lines import KeyPath, Lines
+from flockstep.costs.machines import DAY, MOST, ClusterLink, KeyPath, MachineGroup, Rates, Reach, WrongValue, shown
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
@@ -50,7 +49,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.
 
     Raises:
-        ConfigurationError: there is no such cluster, or the file breaks a rule; the message names the file, the line,
+        ConfigurationError: there is no such cluster, or the file breaks a rule; the message names the file, the key,
             the value and the way out.
     """
     path = pathlib.Path(name)
@@ -85,27 +84,15 @@ def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") 
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"line (\d+)", str(error))
-        line = found[1] if found else text.count("\n") + 1
-        raise ConfigurationError(f"{where}, line {line}: not valid TOML: {error}; correct this line") from None
+        raise ConfigurationError(f"{where} is not valid TOML: {error}; correct this place") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
-        raise _too_deep(text, where) from None
-    try:
-        document = _Document(where, Lines(text))
-    except RecursionError:
-        raise _too_deep(text, where) from None
+        raise ConfigurationError(
+            f"{where} nests brackets too deeply, or has a number with too many digits; use fewer"
+        ) from None
+    document = _Document(where)
     top = _Table(document, (), data)
     with document.telling():
         return _cluster(top, name)
-
-
-def _too_deep(text: str, where: str) -> ConfigurationError:
-    """The error for a document that is nested too deeply, at the line with the most brackets and digits."""
-    lines = [sum(line.count(one) for one in "[{0123456789") for line in text.splitlines()] or [0]
-    return ConfigurationError(
-        f"{where}, line {lines.index(max(lines)) + 1}: the brackets are nested too deeply, or a number has too many "
-        "digits; use fewer"
-    )
 
 
 @dataclass(frozen=True)
@@ -113,15 +100,15 @@ class _Document:
     """The TOML document, for error messages."""
 
     where: str
-    lines: Lines
 
     def wrong(self, message: str, path: KeyPath) -> ConfigurationError:
-        """An error for the value at `path`, with its line."""
-        return ConfigurationError(f"{self.where}, line {self.lines.of(path)}: {message}")
+        """An error for the value at `path`, such as ("links", 0, "between")."""
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        return ConfigurationError(f"{self.where}, {key}: {message}" if key else f"{self.where}: {message}")
 
     @contextmanager
     def telling(self, path: KeyPath = ()) -> Iterator[None]:
-        """Context manager that adds the line to the error of a refused value, whose path begins at `path`."""
+        """Context manager that adds the key to the error of a refused value, whose path begins at `path`."""
         try:
             yield
         except WrongValue as error:

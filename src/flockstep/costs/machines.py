@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.collectives import costs
-from flockstep.costs.toml_lines import KeyPath
 from flockstep.errors import ConfigurationError
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
@@ -23,10 +22,13 @@ SLOWEST, FASTEST = 1e-9, 1e9
 description's `compute` holds.
 """
 
+KeyPath = tuple[str | int, ...]
+"""Keys and indices that lead to a value of a description, such as ("links", 0, "between")."""
+
 
 class WrongValue(ConfigurationError):
     """Error: a cluster's description has an invalid value. `path` locates the value, so that a reader of the
-    description can report the line.
+    description can name its key.
     """
 
     def __init__(self, message: str, *path: str | int):
