@@ -162,7 +162,6 @@ def usual() -> Iterator[SelfTest]:
         "numpy",
         "numba",
         "ml_dtypes",
-        "zmq",
         "msgspec",
         "networkx",
         "cryptography",
@@ -172,7 +171,7 @@ def usual() -> Iterator[SelfTest]:
         "threadpoolctl",
         "tomli_w",
     ):
-        name = {"zmq": "pyzmq", "tomli_w": "tomli-w"}.get(package, package)
+        name = {"tomli_w": "tomli-w"}.get(package, package)
         fix = f"pip install --force-reinstall {name}"
         yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
     again = "put the output of `flockstep doctor` into a bug report"

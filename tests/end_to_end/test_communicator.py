@@ -10,13 +10,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq
 
-from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import routing_id
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, content, open_files, wait_until
 
@@ -265,25 +261,12 @@ def test_strangers_do_not_disturb_a_communicator(tmp_path: Path) -> None:
     wait_until((tmp_path / "there").exists, PATIENCE, "all have joined")
     found = ports(run)
     assert len(found) == 6, "buses of three workers and three communicators"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peers: list[Any] = []
     for port in found:
-        for name in (None, b"somebody", routing_id(0), routing_id(7), routing_id(LAUNCHER)):
-            peers.append(context.socket(zmq.DEALER))
-            if name is not None:
-                peers[-1].setsockopt(zmq.ROUTING_ID, name)
-            peers[-1].connect(f"tcp://127.0.0.1:{port}")
-            for frames in ([b""], [b"junk"], [b"a", b"b", b"c"], [bytes(1 << 20)]):
-                with contextlib.suppress(zmq.Again):  # a socket whose handshake was refused takes nothing
-                    peers[-1].send_multipart(frames, zmq.NOBLOCK)
-        for garbage in GARBAGE:
+        for garbage in (*GARBAGE, b"", b"junk", bytes(1 << 20)):
             with socket.create_connection(("127.0.0.1", port)) as raw, contextlib.suppress(OSError):
                 raw.sendall(garbage)
     (tmp_path / "go on").touch()
     done = run.end()
-    for peer in peers:
-        peer.close(0)
-    context.term()
     assert done.code == 0, done.err
     said = [line for line in done.err.splitlines() if line.startswith("flockstep:")]
     assert all("refused a connection from 127.0.0.1" in line for line in said), done.err

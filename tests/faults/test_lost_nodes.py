@@ -17,11 +17,11 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.setup import prepare
 from flockstep.launchers.children import Forked, fork, kill_all
 from flockstep.launchers.entry import worker_main
+from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.transports.kinds import Ipc
-from flockstep.transports.links import SupervisorLink
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import IPC, MEMORY, PATIENCE, RealRun, wait_until
@@ -159,13 +159,13 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
             sent.append(kind)
             os.kill(workers[1].pid, kind)
 
-    send, models = SupervisorLink.send, list[object]()
+    send, models = ProcessLink.tell, list[object]()
 
-    def counted(wire: SupervisorLink, tag: str, note: Any = None, array: Any = None) -> None:
+    def counted(wire: ProcessLink, tag: str, note: Any = None, array: Any = None) -> None:
         models.extend([] if array is None else [tag])
         send(wire, tag, note, array)
 
-    monkeypatch.setattr(SupervisorLink, "send", counted)
+    monkeypatch.setattr(ProcessLink, "tell", counted)
     folder = tmp_path / "run"
     supervisor = Supervisor(2, Ipc(), 3.0, folder, start, lambda *given: None, signal_once)
     try:

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from flockstep.transports.admission import UNPROVED
-from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import routing_id
 from support.jobs import go_on, paced, undisturbed
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, content, open_files, search_path, wait_until
@@ -56,23 +53,14 @@ def listening(run: RealRun) -> set[tuple[str, int]]:
 
 @contextlib.contextmanager
 def strangers(ports: set[int]) -> Iterator[None]:
-    """Peers that speak ZeroMQ, but do not belong to the run: nameless, with a node's name, and with the launcher's."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peers = []
-    for port in ports:
-        for name in (None, b"somebody", routing_id(0), routing_id(2), routing_id(-1), routing_id(LAUNCHER)):
-            peer = context.socket(zmq.DEALER)
-            peers.append(peer)
-            if name is not None:
-                peer.setsockopt(zmq.ROUTING_ID, name)
-            peer.connect(f"tcp://127.0.0.1:{port}")
-            for frames in ([b""], [b"junk"], [msgspec.msgpack.encode(["hello"])], [b"a", b"b", b"c"], [bytes(1 << 20)]):
-                with contextlib.suppress(zmq.Again):  # a socket whose handshake was refused takes nothing
-                    peer.send_multipart(frames, zmq.NOBLOCK)
-    yield
-    for peer in peers:
-        peer.close(0)
-    context.term()
+    """Peers that do not belong to the run, and stay connected."""
+    with contextlib.ExitStack() as peers:
+        for port in ports:
+            for said in (*GARBAGE, b"", b"junk", msgspec.msgpack.encode(["hello"]), bytes(1 << 20)):
+                peer = peers.enter_context(socket.create_connection(("127.0.0.1", port)))
+                with contextlib.suppress(OSError):  # it may have been hung up on already
+                    peer.sendall(said)
+        yield
 
 
 ATTACK = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +15,10 @@ from flockstep.communicator.rank import Rank
 from flockstep.drivers.member import SAID, NodeLost
 from flockstep.messages import AnyNote, Message
 from flockstep.nodes import View
+from flockstep.records.scratch import scratch
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.kinds import Tcp
-from flockstep.transports.links import Control, Line, SupervisorLink
+from flockstep.transports.links import Control, Line, framed
 from flockstep.transports.wire import SenderIdentity
 
 T = TypeVar("T")
@@ -27,9 +28,11 @@ PATIENCE = 30.0
 class Sockets:
     """The part of a membership that a communicator needs."""
 
-    def __init__(self, rank: int, most: int):
+    def __init__(self, rank: int, most: int, control: Control):
         me = SenderIdentity("run", rank, "schema", most, notes=NOTES, secret=b"secret")
-        self.line = Line(replace(me, notes=SAID, secret=b""), Tcp().listen(Path(), ""), 5.0)
+        self.line = Line(replace(me, notes=SAID, secret=b""), control.address, 5.0)
+        self.line.introduce(b"hello")
+        ((_, self.frames),) = control.heard()
         self.bus = Tcp().bus(me, Path(), "")
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
@@ -38,16 +41,19 @@ class Sockets:
 
     def close(self, linger: float) -> None:
         self.bus.close(min(linger, 0.2))  # the lost ones never read what is still for them
-        self.line.close(0)
+        self.line.close()
 
 
 class Group:
     """The communicators of all ranks."""
 
     def __init__(self, workers: int, most: int):
-        self.control = Control(Tcp().listen(Path(), ""), 5.0)
-        self.links: dict[int, SupervisorLink] = {}
-        self.sockets = [Sockets(rank, most) for rank in range(workers)]
+        self._stack = ExitStack()
+        folder = self._stack.enter_context(scratch())
+        self.control = Control(f"ipc://{folder / 'control'}", 5.0)
+        self._stack.callback(self.control.close)
+        self._said: dict[int, int] = {}
+        self.sockets = [Sockets(rank, most, self.control) for rank in range(workers)]
         where = {rank: one.bus.address for rank, one in enumerate(self.sockets)}
         for rank, one in enumerate(self.sockets):
             one.bus.connect({peer: at for peer, at in where.items() if peer != rank})
@@ -72,10 +78,9 @@ class Group:
 
     def say(self, to: int, tag: str, note: AnyNote) -> None:
         """Send a communicator the message that a supervisor would send."""
-        if to not in self.links:
-            me = SenderIdentity("run", LAUNCHER, "schema", 1 << 20)
-            self.links[to] = SupervisorLink(self.control.frames(self.sockets[to].line.address, 1 << 20), to, me)
-        self.links[to].send(tag, note)
+        self._said[to] = self._said.get(to, 0) + 1
+        message = Message(LAUNCHER, tag, None, note, number=self._said[to])
+        self.sockets[to].frames.send(framed(message, SenderIdentity("run", LAUNCHER, "schema", 1 << 20)))
 
     def lose(self, rank: int, reason: str) -> None:
         """Notify all other ranks that a rank is dead."""
@@ -92,9 +97,9 @@ class Group:
         for future in self.start(lambda rank: rank.close(0.1)):
             future.exception(PATIENCE)
         self._pool.shutdown()
-        for link in self.links.values():
-            link.close()
-        self.control.close()
+        for one in self.sockets:
+            one.frames.close()
+        self._stack.close()
 
 
 @contextmanager

@@ -33,7 +33,6 @@ HEAVY = (
     "numba",
     "plotly",
     "sklearn",
-    "zmq",
     "lightning",
     "pytorch_lightning",
     "transformers",
@@ -325,7 +324,7 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
 def test_a_simulation_loads_no_sockets_and_no_supervisor(tmp_path):
     words = ["simulate", "quadratic", "-s", "all_reduce", "-n", "2", "--steps", "1", "--json", "--out", str(tmp_path)]
     statement = f"from flockstep.cli.app import run; run({words})"
-    late = ("zmq", "asyncio", "multiprocessing", "numba", "torch", "flockstep.launchers.supervisor")
+    late = ("asyncio", "multiprocessing", "numba", "torch", "flockstep.launchers.supervisor")
     assert loaded(statement, late) == []
 
 
@@ -346,12 +345,6 @@ def roots_of_imports(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_only_transports_import_zmq():
-    assert roots_of_imports("def f():\n    from zmq.utils import monitor\n    import zmq, os") == {"zmq", "os"}
-    importers = {path.parent.name for path in FILES if "zmq" in roots_of_imports(path.read_text())}
-    assert importers <= {"transports"}
-
-
 def test_only_modules_for_jax_import_jax():
     importers = {module_of(path) for path in FILES if {"jax", "optax"} & roots_of_imports(path.read_text())}
     assert importers == {
@@ -370,7 +363,7 @@ def test_the_product_imports_nothing_of_the_lab():
 
 
 def test_a_loaded_module_is_found():
-    assert loaded("import flockstep, json.tool", ("json.tool", "zmq")) == ["json.tool"]
+    assert loaded("import flockstep, json.tool", ("json.tool", "asyncio")) == ["json.tool"]
 
 
 def test_the_version_is_written_several_times_but_is_one():

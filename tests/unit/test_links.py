@@ -1,38 +1,172 @@
-"""What a supervisor says to its nodes, over real sockets in one process."""
+"""A supervisor and a process of its run over a real socket."""
 
 from __future__ import annotations
 
-import time
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import pytest
 
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import PeerLost, ProtocolError
 from flockstep.messages import Message
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control, Line, SupervisorLink
+from flockstep.transports.links import Control, Line, LocalFrames, framed, unframed
 from flockstep.transports.wire import SenderIdentity
+from support.processes import PATIENCE, wait_until
+
+MODEL = 8 << 20
 
 
-def said(folder: Path, note: dict[str, int | float | str]) -> Message:
-    """What a node hears of a welcome with that note."""
-    line = Line(SenderIdentity("run", 0, "schema", 1 << 10), f"ipc://{folder / 'line'}", 60)
-    control = Control(f"ipc://{folder / 'control'}", 60)
-    me = SenderIdentity("run", LAUNCHER, "schema", 1 << 10)
-    wire = SupervisorLink(control.frames(line.address, 1 << 10), 0, me)
-    try:
-        wire.send("welcome", note)
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            if (message := line.receive()) is not None:
-                return message
-        raise TimeoutError("nothing was heard")
-    finally:
-        wire.close()
-        control.close()
-        line.close(0)
+def identity(address: int) -> SenderIdentity:
+    return SenderIdentity("run", address, "schema", MODEL)
 
 
-def test_a_welcome_names_where_two_thousand_nodes_listen(tmp_path: Path) -> None:
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[Control]:
+    control = Control(f"ipc://{tmp_path / 'control'}", 0.2)
+    yield control
+    control.close()
+
+
+@pytest.fixture
+def link(control: Control) -> Iterator[tuple[Line, LocalFrames]]:
+    """A process that has said hello, and the supervisor's connection to it."""
+    line = Line(identity(0), control.address, 60)
+    line.introduce(b"hello")
+    ((words, connection),) = control.heard()
+    assert words == b"hello"
+    yield line, connection
+    line.close()
+    connection.close()
+
+
+def said(connection: LocalFrames, line: Line, tag: str, note: dict[str, str], array: FlatArray | None) -> Message:
+    """What the process hears when the supervisor sends a message."""
+    connection.send(framed(Message(LAUNCHER, tag, array, note, number=1), identity(LAUNCHER)))
+    heard: list[Message] = []
+
+    def arrived() -> bool:
+        connection.flush()
+        heard.extend(filter(None, [line.receive()]))
+        return bool(heard)
+
+    wait_until(arrived, PATIENCE, "the message arrives")
+    return heard[0]
+
+
+def test_a_welcome_names_where_two_thousand_nodes_listen(link: tuple[Line, LocalFrames]) -> None:
     where = f"tcp://192.168.100.100:65535 {'0' * 32}@{'0' * 36}/4026531840:/proc/4194304/fd/100"
     peers = msgspec.json.encode(dict.fromkeys(range(2048), where)).decode()
-    assert said(tmp_path, {"peers": peers}).note["peers"] == peers
+    line, connection = link
+    assert said(connection, line, "welcome", {"peers": peers}, None).note["peers"] == peers
+
+
+@pytest.mark.parametrize("size", [0, 1, MODEL // 4])
+def test_an_array_larger_than_the_socket_arrives_whole(size: int, link: tuple[Line, LocalFrames]) -> None:
+    line, connection = link
+    array = np.arange(size, dtype=np.float32)
+    assert np.array_equal(said(connection, line, "end", {}, array).payload, array)
+
+
+def test_a_process_waits_until_the_supervisor_reads(control: Control) -> None:
+    """And what it has sent may change afterwards."""
+    sender = f"""
+import numpy as np
+from flockstep.transports.links import Line
+from flockstep.transports.wire import SenderIdentity
+line = Line(SenderIdentity("run", 0, "schema", {MODEL}), {control.address!r}, 60)
+line.introduce(b"hello")
+array = np.ones({MODEL // 4}, np.float32)
+for _ in range(3):
+    line.send("part", None, array)
+    array += 1
+"""
+    with subprocess.Popen([sys.executable, "-c", sender]) as process, first(control) as connection:
+        heard, me = list[float](), identity(LAUNCHER)
+        while len(heard) < 3:
+            assert control.wait([connection], PATIENCE)
+            if (frames := connection.receive(MODEL)) is not None:
+                values = set(unframed(frames, 0, me).payload)
+                assert len(values) == 1
+                heard += values
+        assert heard == [1, 2, 3]
+        assert process.wait() == 0
+
+
+@contextlib.contextmanager
+def first(control: Control) -> Iterator[LocalFrames]:
+    """The supervisor's connection to the first process that says hello."""
+    found: list[tuple[bytes, LocalFrames]] = []
+    wait_until(lambda: found.extend(control.heard()) or bool(found), PATIENCE, "a process says hello")  # type: ignore[func-returns-value]
+    with contextlib.closing(found[0][1]) as connection:
+        yield connection
+
+
+WAITING = """
+import os, sys, time
+from flockstep.transports.links import Line
+from flockstep.transports.wire import SenderIdentity
+line = Line(SenderIdentity("run", 0, "schema", 1), sys.argv[1], 60)
+line.introduce(b"hello")
+if len(sys.argv) > 2 and os.fork():
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def test_a_process_is_gone_once_it_was_stopped_for_longer_than_the_heartbeat(control: Control) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING, control.address]) as process, first(control) as connection:
+        assert not connection.disconnected()
+        process.send_signal(signal.SIGSTOP)
+        wait_until(connection.disconnected, PATIENCE, "it counts as gone")
+        assert not connection.ended
+        process.kill()
+        wait_until(lambda: connection.receive(1) is None and connection.ended, PATIENCE, "the connection closes")
+
+
+def test_a_process_that_ended_is_gone_though_a_child_holds_its_socket(control: Control) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITING, control.address, "fork"], start_new_session=True)
+    try:
+        with first(control) as connection:
+            wait_until(connection.disconnected, PATIENCE, "it counts as gone, before somebody has waited for it")
+            assert connection.receive(1) is None
+            assert not connection.ended
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_what_is_too_large_or_no_message_ends_the_connection(control: Control, link: tuple[Line, LocalFrames]) -> None:
+    line, connection = link
+    line.send("part", None, np.zeros(100, np.float32))
+    with pytest.raises(ProtocolError, match="an array of 400 bytes, but at most"):
+        connection.receive(399)
+    assert connection.disconnected()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(control.address.partition("://")[2])
+        stranger.sendall(b"GET / HTTP/1.1\r\n")
+        assert list(control.heard()) == []
+        stranger.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it was hung up on"
+
+
+def test_a_supervisor_that_is_gone_is_told_of(control: Control, link: tuple[Line, LocalFrames]) -> None:
+    line, connection = link
+    connection.close()
+    with pytest.raises(PeerLost, match="has closed"):
+        line.receive()
+    with pytest.raises(PeerLost, match="no connection"):
+        line.send("alive")
+    control.close()
+    with pytest.raises(PeerLost, match="does not listen"):
+        Line(identity(0), control.address, 60)

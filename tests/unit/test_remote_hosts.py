@@ -308,8 +308,8 @@ def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
     channel.send(encoded(Stopped("stopped there")))
-    channel.send(encoded(Heard()), [b"and this"])
-    heard: list[bytes] = []
+    channel.send(encoded(Heard(0)), [b"and this"])
+    heard: list[object] = []
     assert not hosts.waiting
 
     def both() -> bool:
@@ -481,7 +481,7 @@ class EndedProcess:
     def __init__(self, messages: int):
         self.left = messages
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self, most: int) -> list[bytes] | None:
         self.left -= 1
         return [b"header"] if self.left >= 0 else None
 
@@ -492,6 +492,9 @@ class EndedProcess:
         return -signal.SIGKILL
 
     def kill(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def wait(self, *given: object) -> bool:

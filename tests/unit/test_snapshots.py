@@ -9,19 +9,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import PART, WINDOW, Member, NodeSpec
+from flockstep.drivers.member import WINDOW, Hello, Member, NodeSpec
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.errors import ProtocolError, RunError
+from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
+<<<<<<< HEAD
 from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
+=======
+from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotFolders, SnapshotWriter
+from flockstep.transports.links import Control
+>>>>>>> 2ac7495a (Processes connect to the supervisor over Unix sockets; ZeroMQ goes)
 from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)
@@ -79,15 +86,16 @@ def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / SNAPSHOTS).iterdir()) == []
 
 
-def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
+def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervisor and node in one process: each time that the node waits, the supervisor takes all there is."""
-    schema = Schema.of({"w": (4 * PART,)}, "float32")
+    part = 1 << 10  # a window fits into the socket
+    monkeypatch.setattr("flockstep.drivers.member.PART", part)
+    schema = Schema.of({"w": (4 * part,)}, "float32")
     control = Control(f"ipc://{tmp_path}/control", 5.0)
     member = Member(NodeSpec("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
-    frames = control.frames(member.line.address, schema.nbytes)
-    wire = SupervisorLink(frames, 0, SenderIdentity("run", LAUNCHER, schema.hash, schema.nbytes))
-    wire.send("linked")
-    assert member.next().tag == "linked"
+    member.introduce("bsp", {})
+    words, frames = next(control.heard())
+    wire = ProcessLink(frames, msgspec.msgpack.decode(words, type=Hello))
     tell, sent, taken, ahead = member.tell, list[str](), list[FlatArray](), list[int]()
 
     def counted(tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:
@@ -100,12 +108,12 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
         while (message := wire.receive()) is not None:
             if message.tag == "part":
                 taken.append(np.array(message.payload))
-                wire.send("taken")
+                wire.tell("taken")
 
     member.tell, member.line.wait = counted, take  # type: ignore[method-assign]
-    params = np.arange(4 * PART, dtype=np.float32)
+    params = np.arange(4 * part, dtype=np.float32)
     member.send_in_parts({"tick": 0.0}, [params])
-    while len(taken) * PART < params.nbytes:
+    while len(taken) * part < params.nbytes:
         take(1.0)
     assert max(ahead) == WINDOW
     assert np.array_equal(np.concatenate(taken).view(np.float32), params)

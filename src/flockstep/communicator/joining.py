@@ -67,9 +67,9 @@ def extra_sockets(member: Member, max_bytes: int) -> Member:
     directory.mkdir(mode=0o700, exist_ok=True)
     beside = Member(dataclasses.replace(member.node_spec, directory=str(directory)), NOTHING, max_bytes, NOTES)
     try:
-        member.tell(COMMUNICATOR, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
+        beside.introduce("", {}, beside=True)
         beside.meet_all(COMMUNICATOR)
-        member.tell(COMMUNICATOR, None, {"met": 1})
+        member.tell(COMMUNICATOR)
         beside.wait_for("go")
     except FlockstepError:
         beside.close(0.0)

@@ -105,7 +105,7 @@ def _watch_crashes() -> None:
 def _close_line(member: Member, process: int) -> None:
     """Close the link to the supervisor at the process's end; in a forked child, do nothing."""
     if os.getpid() == process:
-        member.line.close(0.3)
+        member.line.close()
 
 
 def _enter(node_spec: NodeSpec) -> NodeSpec:
@@ -682,7 +682,7 @@ class Loop:
             if changed:
                 self._tell_unfinished()
         if self._member is not None:
-            self._member.line.close(0.3)
+            self._member.line.close()
 
     def _changed_by_finish(self, before: FlatArray) -> bool:
         """Whether `finish` has changed the parameters `before`, or has made buffers equal that differed."""

@@ -1,7 +1,7 @@
 """A process's membership of a run: how it joins, and the messages between it and the supervisor.
 
-node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
-supervisor → node   "linked"; from then on both use the node's link
+node → supervisor   Hello, on a connection to the control socket: who it is, where it listens, what it holds; from
+                    then on the connection is the node's link
 supervisor → node   "welcome": the nodes of the run, and the addresses of the peers
 node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, forwarded along
                     a tree; if the model is split, instead supervisor → node "values": the values of the node's part
@@ -17,7 +17,7 @@ supervisor → node   "again": wait until the run continues with other workers, 
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model if requested
 
-A process that fails before it is linked sends a Failure to the control socket.
+A process that fails before its Hello sends a Failure to the control socket instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.failpoints import reach
 from flockstep.transports import links
 from flockstep.transports.base import Transport
-from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
+from flockstep.transports.bus import LAUNCHER, Traffic
 from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory, host_here
@@ -92,8 +92,6 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     protocol: int
     run: str
     address: int
-    line: str
-    """Address at which the node's end of its link to the supervisor listens."""
     bus: str
     """Address at which the node's bus listens."""
     host: str
@@ -102,6 +100,8 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     optimizer: dict[str, str | int | float | bool]
     schema: Schema
     largest: int
+    beside: bool = False
+    """Whether this is the communicator of a process that has said hello already."""
 
 
 class Welcome(Note, frozen=True):
@@ -289,7 +289,7 @@ class Member:
                 Path("/proc/self/comm").write_text(name)
         name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
         name += f"-{node_spec.run[:4]}"  # the runs of a host's agent have one folder
-        self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
+        self.line = self._line(dataclasses.replace(me, notes=SAID))
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat, node_spec.link_timeout)
         self._reads_peers, self._me = transport.zero_copy, me
         self.closed = False
@@ -301,7 +301,7 @@ class Member:
         """Nodes of the run at its start."""
         self.hosts: Hosts
         """The workers of each host."""
-        self._linked = False
+        self._introduced = False
         self._untaken = 0
         self._replicated = False
         """Whether the servers of the run have backups."""
@@ -323,11 +323,8 @@ class Member:
             message = self._heard()
             if message is None:
                 self.tell("alive")
-            elif message.tag == "call":
-                if (control := message.note.get("control")) is None:  # the agent of this host serves all calls
-                    return node_spec
-                folder = str(message.note["directory"])
-                return dataclasses.replace(node_spec, control=str(control), directory=folder)
+            elif message.tag == "call":  # on another host the agent's folder serves all calls
+                return dataclasses.replace(node_spec, directory=message.note.get("directory", node_spec.directory))
             elif message.tag == "stop":
                 raise stopped(message)
             else:
@@ -349,9 +346,7 @@ class Member:
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
-        self._hello(strategy, optimizer)
-        self.wait_for("linked")
-        self._linked = True
+        self.introduce(strategy, optimizer)
         welcome = self.wait_for("welcome")
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
         self._replicated = welcome.note.replicas > 0
@@ -464,18 +459,10 @@ class Member:
         Raises:
             Interrupted: the supervisor is gone.
         """
-        while True:
-            try:
-                self.line.send(tag, note, array)
-                return
-            except Backlog:
-                early = self.bus.poll(PAUSE)
-                if early is not None:
-                    self._early.append(early)
-            except PeerLost:
-                raise SupervisorSilent(
-                    "the process that supervises this run has stopped answering; see its output"
-                ) from None
+        try:
+            self.line.send(tag, note, array)
+        except PeerLost:
+            raise _supervisor_silent() from None
 
     def send_in_parts(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
         """Send a snapshot to the supervisor: `note` with its description, then the bytes of the arrays in parts.
@@ -498,7 +485,7 @@ class Member:
 
     def fail(self, failure: Failure) -> None:
         """Report a failure of this process to the supervisor, if the supervisor is still running."""
-        if not self._linked:
+        if not self._introduced:
             send_to_control(self.node_spec, failure)
             return
         with contextlib.suppress(Interrupted):
@@ -519,14 +506,17 @@ class Member:
             message = self._heard() or self.bus.poll(left, descriptors, wanted)
             message = message or (self._heard() if also is not None else None)
             if message is not None or also is not None or left == 0:
-                if message is None and self._linked and (seconds or 0.0) >= PATIENCE:
+                if message is None and self._introduced and (seconds or 0.0) >= PATIENCE:
                     self.tell("alive")
                 return message
 
     def _heard(self) -> Message | None:
         """The supervisor's next message, except acknowledgements of snapshot parts."""
-        while (message := self.line.receive()) is not None and message.tag == "taken":
-            self._untaken -= 1
+        try:
+            while (message := self.line.receive()) is not None and message.tag == "taken":
+                self._untaken -= 1
+        except PeerLost:
+            raise _supervisor_silent() from None
         return message
 
     def next(self) -> Message:
@@ -587,7 +577,7 @@ class Member:
     def close(self, linger: float) -> None:
         """Leave the run; queued messages are delivered for up to `linger` seconds."""
         self._close_bus(linger)
-        self.line.close(linger)
+        self.line.close()
 
     def _close_bus(self, linger: float) -> None:
         self.closed = True
@@ -595,20 +585,35 @@ class Member:
         self.memory = self.host_memory = None
         self._early.clear()
 
-    def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
+    def introduce(self, strategy: str, optimizer: dict[str, str | int | float | bool], beside: bool = False) -> None:
+        """Say hello to the supervisor; `beside`: as the communicator of a process that has said hello already.
+
+        Raises:
+            Interrupted: the supervisor is gone.
+        """
         hello = Hello(
             PROTOCOL,
             self.node_spec.run,
             self.node_spec.address,
-            self.line.address,
             self.bus.address,
             host_here(),
             strategy,
             optimizer,
             self.schema,
             self.largest,
+            beside,
         )
-        send_to_control(self.node_spec, hello)
+        try:
+            self.line.introduce(msgspec.msgpack.encode(hello))
+        except PeerLost:
+            raise _supervisor_silent() from None
+        self._introduced = True
+
+    def _line(self, me: SenderIdentity) -> links.Line:
+        try:
+            return links.Line(me, self.node_spec.control, self.node_spec.heartbeat)
+        except PeerLost:
+            raise _supervisor_silent() from None
 
     def _meet(self, peers: dict[int, str]) -> None:
         me = self.node_spec.address
@@ -650,9 +655,14 @@ class Member:
         return message
 
 
-def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
-    """Send one message to the supervisor's control socket, without waiting for an answer."""
-    links.send_to_control(node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat)
+def send_to_control(node_spec: NodeSpec, failure: Failure) -> None:
+    """Report a failure to the supervisor's control socket, if the supervisor still listens."""
+    with contextlib.suppress(PeerLost):
+        links.say_to_control(node_spec.control, msgspec.msgpack.encode(failure))
+
+
+def _supervisor_silent() -> SupervisorSilent:
+    return SupervisorSilent("the process that supervises this run has stopped answering; see its output")
 
 
 def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:

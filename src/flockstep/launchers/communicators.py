@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from flockstep.communicator.joining import COMMUNICATOR, NOTHING
-from flockstep.drivers.member import NodeLost
+from flockstep.communicator.joining import COMMUNICATOR
+from flockstep.drivers.member import Hello, NodeLost
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Address, Fields, node_name
 from flockstep.transports.links import Frames
-
-Connect = Callable[[Address, str, int], Frames]
 
 
 @dataclass
@@ -28,44 +26,40 @@ class Communicators:
     done: set[Address]
     met: set[Address] = field(default_factory=set)
 
-    def hear(
-        self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect, at: Path
-    ) -> None:
-        """Handle the message of a process that its communicator has been created or is connected; `at` is the folder of
-        the sockets.
+    def add(self, hello: Hello, frames: Frames, links: Mapping[Address, ProcessLink]) -> None:
+        """Connect a communicator, which has said hello on a connection of its own.
 
         Raises:
             ConfigurationError: the communicators do not accept arrays of the same size.
         """
-        if "met" in note:
-            self.met.add(link.address)
-        else:
-            self._add(link, links, note, connect)
-        there = {address: one for address, one in links.items() if one.beside is not None}
+        for other in links.values():
+            if other.beside is not None and other.beside.hello.largest != hello.largest:
+                raise ConfigurationError(
+                    f"every worker must join with the same max_bytes, got {hello.largest} from "
+                    f"{node_name(hello.address)} and {other.beside.hello.largest} from another worker; pass the same "
+                    "max_bytes to every call of flockstep.join"
+                )
+        beside = links[hello.address].beside = ProcessLink(frames, hello)
+        for lost in self.lost.values():
+            beside.tell("lost", lost)
+        for address in self.done:
+            beside.tell("left", {"address": address, "step": 0})
+        self._go_on(links)
+
+    def meet(self, address: Address, links: Mapping[Address, ProcessLink], at: Path) -> None:
+        """A process's communicator is connected to all others; `at` is the folder of the sockets."""
+        self.met.add(address)
+        self._go_on(links)
         if len(self.met) == self.workers:
             shutil.rmtree(at, ignore_errors=True)  # all are connected
+
+    def _go_on(self, links: Mapping[Address, ProcessLink]) -> None:
+        there = {address: one for address, one in links.items() if one.beside is not None}
+        if len(self.met) == self.workers:
             self._tell(there, "go", {})
         elif len(there) == self.workers and not self.met:
             peers = {address: one.beside.hello.bus for address, one in there.items() if one.beside is not None}
             self._tell(there, COMMUNICATOR, {"peers": msgspec.json.encode(peers).decode()})
-
-    def _add(self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect) -> None:
-        hello, largest = link.hello, int(note["largest"])
-        for other in links.values():
-            if other.beside is not None and other.beside.hello.largest != largest:
-                raise ConfigurationError(
-                    f"every worker must join with the same max_bytes, got {largest} from {node_name(link.address)} "
-                    f"and {other.beside.hello.largest} from another worker; pass the same max_bytes to every call of "
-                    "flockstep.join"
-                )
-        own = msgspec.structs.replace(
-            hello, line=str(note["line"]), bus=str(note["bus"]), schema=NOTHING, largest=largest
-        )
-        link.beside = ProcessLink(connect, own)
-        for lost in self.lost.values():
-            link.beside.tell("lost", lost)
-        for address in self.done:
-            link.beside.tell("left", {"address": address, "step": 0})
 
     def _tell(self, links: Mapping[Address, ProcessLink], tag: str, note: Fields) -> None:
         for link in links.values():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,6 @@ from flockstep.launchers.host_messages import (
     HostMessage,
     Join,
     Kill,
-    Open,
     Over,
     Prepared,
     Refused,
@@ -116,12 +117,11 @@ class HostAgent:
         self._imports = imports
         self._say = say
         self._frames: dict[int, LocalFrames] = {}
+        self._links = itertools.count()
         self._children: dict[int, Child] = {}
         self._reported: set[int] = set()
         self._memory = OutOfMemoryDetector()
         self._over: Over | None = None
-        self._broken: set[int] = set()
-        """Broken connections that the coordinator does not know of yet."""
         self._early: list[tuple[AnyHostMessage, list[memoryview]]] = []
         """Messages that arrived together with the coordinator's answer."""
         self._channel: HostChannel
@@ -347,20 +347,22 @@ class HostAgent:
         self._control.wait(() if full else self._frames.values(), 0.0 if sends else seconds, also)
         for message, payloads in self._received():
             self._handle(message, payloads)
-        for data in self._control.heard():
-            self._send(Heard(), data)
+        for data, connection in self._control.heard():
+            link = next(self._links)
+            self._frames[link] = connection
+            self._send(Heard(link), data)
         self._report_newcomers()
         ended = {number: child.exit_code() for number, child in self._children.items()}
-        self._broken |= {link for link, frames in self._frames.items() if frames.disconnected()}
+        broken = [link for link, frames in self._frames.items() if frames.disconnected()]
         drained = not full
         for link, frames in list(self._frames.items()) if drained else ():
             drained &= self._forward(link, frames)
         if not drained:
             return  # what a process has sent comes before its end
         self._send_files()
-        for link in self._broken:
+        for link in broken:
             self._send(Broken(link))
-        self._broken.clear()
+            self._frames.pop(link).close()
         for number, code in ended.items():
             if code is not None and number not in self._reported:
                 self._reported.add(number)
@@ -392,11 +394,13 @@ class HostAgent:
 
     def _forward(self, link: int, frames: LocalFrames) -> bool:
         """Forward messages of a process, at most so many; return whether none is left."""
-        for _ in range(MESSAGES):
-            if (parts := frames.receive()) is None:
-                return True
-            self._send(FramesOf(link), *parts[:2])
-        return False
+        with contextlib.suppress(ProtocolError):  # the connection is closed then
+            for _ in range(MESSAGES):
+                if (parts := frames.receive(sys.maxsize)) is None:
+                    return True
+                self._send(FramesOf(link), *parts)
+            return False
+        return True
 
     def _handle(self, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
@@ -410,13 +414,10 @@ class HostAgent:
                 raise ConfigurationError(message.reason)
             case Store() | Discard() | Fetch():
                 self._try(lambda: self._files.handle(message, payloads), f"store {message.path}")
-            case Open():
-                self._frames[message.link] = self._control.frames(message.endpoint, message.max_bytes)
             case FramesOf():
                 if (frames := self._frames.get(message.link)) is not None:
-                    frames.send(payloads, copy=False)
+                    frames.send(payloads)
             case Close():
-                self._broken.discard(message.link)
                 if (frames := self._frames.pop(message.link, None)) is not None:
                     frames.close()
             case Kill():

@@ -2,9 +2,10 @@
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
 coordinator → agent   Accepted, or Refused with the reason; Waiting while other hosts have not joined
-coordinator → agent   Start for each process; Open for each connection to a process
+coordinator → agent   Start for each process
+agent → coordinator   Heard: what a process says first on its connection to the agent
 both                  FramesOf a connection to a process
-agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user
+agent → coordinator   Broken connections; Exited processes; Stopped by its user
 coordinator → agent   Close a connection; Kill a process; Over at the end of the run
 coordinator → agent   Store a part of a file with a node's state; Discard such files; Fetch a file
 agent → coordinator   PartOf a file that was fetched
@@ -127,16 +128,6 @@ class Start(HostMessage, frozen=True):
     """The run's configuration as TOML; empty if it is the configuration that `Accepted` contained."""
 
 
-class Open(HostMessage, frozen=True):
-    """Message to a host agent: connect to the process that listens at `endpoint` and sends arrays of at most
-    `max_bytes`.
-    """
-
-    link: int
-    endpoint: str
-    max_bytes: int
-
-
 class FramesOf(HostMessage, frozen=True):
     """Message in both directions: one forwarded message of a process, whose frames are the payloads."""
 
@@ -156,9 +147,10 @@ class Broken(HostMessage, frozen=True):
 
 
 class Heard(HostMessage, frozen=True):
-    """Message of a host agent: a process has sent a message to the host's control socket; the payload is this
-    message.
-    """
+    """Message of a host agent: a process has connected to the agent; the payload is what the process says first."""
+
+    link: int
+    """Number by which later messages refer to the connection."""
 
 
 class Exited(HostMessage, frozen=True):
@@ -226,7 +218,7 @@ class Over(HostMessage, frozen=True):
 
 
 AnyHostMessage = (
-    Join | Refused | Accepted | Waiting | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
+    Join | Refused | Accepted | Waiting | Start | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
     | Over | Prepared | Told | Resume | Resumed | Store | Discard | Fetch | PartOf
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)

@@ -35,7 +35,6 @@ from flockstep.launchers.host_messages import (
     HostMessage,
     Join,
     Kill,
-    Open,
     Over,
     PartOf,
     Prepared,
@@ -113,22 +112,16 @@ class RemoteFrames(Frames):
         self.arrived: deque[Sequence[Buffer]] = deque()
         self.broke = False
 
-    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message; the last frame must not change afterwards."""
-        self._host.send(FramesOf(self._link), *(bytes(one) if copy else one for one in frames))
-        return True
+    def send(self, frames: Sequence[Buffer]) -> None:
+        self._host.send(FramesOf(self._link), *frames)
 
-    def receive(self) -> Sequence[Buffer] | None:
-        """Return the next message that has arrived; None if no message has arrived."""
+    def receive(self, most: int) -> Sequence[Buffer] | None:
         return self.arrived.popleft() if self.arrived else None
 
     def disconnected(self) -> bool:
-        """Return whether the connection has broken since the last call."""
-        broke, self.broke = self.broke, False
-        return broke
+        return self.broke
 
     def close(self) -> None:
-        """Close the connection; queued messages are dropped. Closing the connection again has no effect."""
         if self._host.frames.pop(self._link, None) is not None:
             self._host.send(Close(self._link))
 
@@ -278,10 +271,6 @@ class OtherHosts:
     def refuse_joiners(self, text: str) -> None:
         """Refuse the hosts that wait to join the run."""
 
-    def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
-        """Return a connection to the process that listens at `endpoint` on its host."""
-        raise LookupError(f"no other host runs {address}")
-
     def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
         """Fetch the file with a node's state from the node's host to the folder of a checkpoint.
 
@@ -298,8 +287,8 @@ class OtherHosts:
         """Return file descriptor → whether to wait until it accepts output, for all connections to other hosts."""
         return {}
 
-    def heard(self) -> Iterator[bytes]:
-        """Return the messages that have arrived since the last call on the control sockets of the other hosts."""
+    def heard(self) -> Iterator[tuple[bytes, Frames]]:
+        """Return what processes of other hosts have said first since the last call, with the connection of each."""
         yield from ()
 
     def pump(self) -> None:
@@ -373,7 +362,7 @@ class RemoteHosts(OtherHosts):
         """Connections that have not named a host yet, in the order in which they were accepted."""
         self._hosts: dict[int, Host] = {}
         self._where: dict[Address, Host] = {}
-        self._heard: list[bytes] = []
+        self._heard: list[tuple[bytes, Frames]] = []
         self._stopped: Stopped | None = None
         self._links = itertools.count()
         self._named: set[str] = set()
@@ -534,18 +523,12 @@ class RemoteHosts(OtherHosts):
                 host.send(Discard(folder))
             host.given.clear()
 
-    def frames(self, address: Address, endpoint: str, max_bytes: int) -> RemoteFrames:
-        host, link = self._where[address], next(self._links)
-        host.send(Open(link, endpoint, max_bytes))
-        frames = host.frames[link] = RemoteFrames(host, link)
-        return frames
-
     def descriptors(self) -> dict[int, bool]:
         channels = [host.channel for host in self._hosts.values() if not host.lost and host.channel.connected]
         channels += self._strangers
         return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
 
-    def heard(self) -> Iterator[bytes]:
+    def heard(self) -> Iterator[tuple[bytes, Frames]]:
         found, self._heard = self._heard, []
         yield from found
 
@@ -754,7 +737,8 @@ class RemoteHosts(OtherHosts):
     def _handle(self, host: Host, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
             case Heard():
-                self._heard += map(bytes, payloads)
+                host.frames[message.link] = RemoteFrames(host, message.link)
+                self._heard.append((bytes(payloads[0]), host.frames[message.link]))
             case FramesOf():
                 if (frames := host.frames.get(message.link)) is not None:
                     frames.arrived.append(payloads)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
 from flockstep.messages import Address, AnyNote, Message
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Frames, SupervisorLink
-from flockstep.transports.wire import SenderIdentity
+from flockstep.transports.links import Frames, framed, unframed
+from flockstep.transports.wire import MAX_CODING, SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
 """Tags of messages that a process must receive at once; they are sent on the process's own link and on the link of its
@@ -20,15 +20,15 @@ communicator.
 class ProcessLink:
     """A process of the run: the facts that it reported at its start, and the connection to it."""
 
-    def __init__(self, connect: Callable[[Address, str, int], Frames], hello: Hello):
-        """`connect` opens the connection to a node that listens at an address, with its largest array in bytes."""
+    def __init__(self, frames: Frames, hello: Hello):
+        """`frames` is the connection on which `hello` has arrived."""
         self.hello = hello
+        self.frames = frames
         self.address = hello.address
         self.beside: ProcessLink | None = None
         """The link to the process's communicator, if it has opened one."""
-        me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
-        self.frames = connect(hello.address, hello.line, hello.largest)
-        self._link = SupervisorLink(self.frames, hello.address, me)
+        self._me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
+        self._sent_count = 0
 
     def tell(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
         """Queue a message for the node without waiting.
@@ -39,7 +39,9 @@ class ProcessLink:
         """
         if self.beside is not None and tag in FOR_ALL:
             self.beside.tell(tag, note)
-        self._link.send(tag, note, array)
+        self._sent_count += 1
+        message = Message(LAUNCHER, tag, array, note or {}, number=self._sent_count)
+        self.frames.send(framed(message, self._me))
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
         """Tell the node that the run has ended; on request, send it the resulting model and the final buffers of every
@@ -56,14 +58,15 @@ class ProcessLink:
         Raises:
             ProtocolError: the message breaks the protocol.
         """
-        return self._link.receive()
+        frames = self.frames.receive(self._me.model_bytes + MAX_CODING)
+        return None if frames is None else unframed(frames, self.address, self._me)
 
     def disconnected(self) -> bool:
-        """Return whether the connection has broken since the last call."""
-        return self._link.disconnected()
+        """Return whether the process is gone, or has been stopped for longer than the heartbeat timeout."""
+        return self.frames.disconnected()
 
     def close(self) -> None:
         """Close the link; queued messages are dropped."""
-        self._link.close()
+        self.frames.close()
         if self.beside is not None:
             self.beside.close()

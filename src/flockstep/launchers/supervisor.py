@@ -382,17 +382,14 @@ class Supervisor:
             self._calls.append(later)
         call = self._calls[number - 1]
         call._asked.add(rank)
-        here = not self._hosts.has(rank)  # on another host the agent's sockets serve all calls
-        sockets: Fields = {"control": call._control.address, "directory": str(call._directory)}
-        self._links[rank].tell("call", sockets if here else None)
+        here = not self._hosts.has(rank)  # on another host the agent's folder serves all calls
+        self._links[rank].tell("call", {"directory": str(call._directory)} if here else None)
 
     def _open_within(self, first: Supervisor) -> None:
         """Begin a later call in the processes that the supervisor of the first one has started."""
         self._hosts = first._hosts
         self.children.update({rank: child for rank, child in first.children.items() if rank >= 0})
-        self._directory = self._open.enter_context(scratch())
-        self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
-        self._open.callback(self._control.close)
+        self._directory, self._control = self._open.enter_context(scratch()), first._control
 
     def _may_release(self) -> bool:
         """Whether this is a later call whose nodes have been dismissed and have left."""
@@ -495,34 +492,25 @@ class Supervisor:
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one._state.over for one in self._calls) else POLL):
             with undisturbed():  # half a message would look like a broken protocol
+                for words, frames in self._heard():
+                    self._accept(words, frames)
                 for one in self._open_calls:
-                    for words in one._heard():
-                        self._accept_control(words)
                     for link in list(one._links.values()):
                         one._hear(link, TURN)
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
-        sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
-        sources += [one._control for one in self._open_calls[1:]]
+        links = [link for one in self._calls for link in one._links.values()]
+        sources = [one.frames for link in links for one in (link, link.beside) if one is not None]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         with undisturbed():
             self._hosts.pump()
         return arrived or self._hosts.waiting
 
-    def _heard(self) -> Iterator[bytes]:
-        """Messages of processes that are not linked yet."""
+    def _heard(self) -> Iterator[tuple[bytes, Frames]]:
+        """The first messages of processes that have connected, on this host or on another one."""
         yield from self._control.heard()
-        if self._number == 1:
-            yield from self._hosts.heard()
-
-    def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
-        """Return a connection to a process on any host; `endpoint` is the address at which the process listens on its
-        host.
-        """
-        if self._hosts.has(address) and (address >= 0 or self._number == 1):
-            return self._hosts.frames(address, endpoint, max_bytes)
-        return self._control.frames(endpoint, max_bytes)
+        yield from self._hosts.heard()
 
     def _hear(self, link: ProcessLink, most: int = -1) -> None:
         """Handle the messages of a node that have arrived, at most `most` of them."""
@@ -535,31 +523,39 @@ class Supervisor:
             if link.address not in self._state.gone:
                 self._lose(link.address, f"{node_name(link.address)} broke the protocol: {error}")
 
-    def _accept_control(self, data: bytes) -> None:
-        try:
+    def _accept(self, data: bytes, frames: Frames) -> None:
+        """Let a process in that has said which one it is; close the connection of any other."""
+        words, joined = None, False
+        with contextlib.suppress(ValueError, RecursionError):
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
-        except (ValueError, RecursionError):
-            return  # A stranger on the control socket; it is ignored.
         for one in self._open_calls:
-            if words.run == one._run and words.address in one.standings:
+            if words is not None and words.run == one._run and words.address in one.standings:
                 if isinstance(words, Failure):
+                    frames.close()
                     one._fail(words.address, words.kind, words.reason, words.trace)
-                one._hello(words)
+                joined |= one._hello(words, frames)
+        if not joined:
+            frames.close()
 
-    def _hello(self, hello: Hello) -> None:
+    def _hello(self, hello: Hello, frames: Frames) -> bool:
+        """Link a process; return whether it may join."""
+        if hello.beside:
+            if known := hello.address in self._links:
+                self._communicators.add(hello, frames, self._links)
+            return known
         if hello.address in self._links or hello.address in self._state.gone:  # a lost node may not return
-            return
+            return False
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(
                 f"{node_name(hello.address)} uses protocol {hello.protocol}, the launcher uses protocol "
                 f"{PROTOCOL}; install the same version of flockstep for every worker"
             )
         self._check_hello(hello)
-        link = self._links[hello.address] = ProcessLink(self.frames, hello)
+        link = self._links[hello.address] = ProcessLink(frames, hello)
         self._open.callback(link.close)
-        link.tell("linked")
         self._start_servers()
         self._welcome()
+        return True
 
     def _check_hello(self, hello: Hello) -> None:
         """Check that every node has the same model and strategy as the first node that joined."""
@@ -663,7 +659,7 @@ class Supervisor:
             case "call":
                 self._ask_for_call(address, int(note["number"]))
             case "communicator":
-                self._communicators.hear(self._links[address], self._links, note, self.frames, self._directory)
+                self._communicators.meet(address, self._links, self._directory)
             case "events" | "flight":
                 self._keep(address, message)
             case "waiting":

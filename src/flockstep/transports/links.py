@@ -1,43 +1,48 @@
-"""Connections between the supervisor and the processes of its run: one control socket for all, and one link to each.
+"""Connections between the supervisor and the processes of its run.
 
-The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for a long time, even
-in code that holds the interpreter lock, is not mistaken for a stopped process, and a stopped process is detected. The
-size of messages is limited.
+Every process of a host connects to the Unix socket of the supervisor, or of its host's agent, which forwards the frames
+to the supervisor of another host. The sockets are in a folder that only the run's user can enter. A message is a prefix
+with two lengths, a header, and the bytes of an array if there is one.
 
-The ZeroMQ sockets are Unix sockets in a folder that only the run's user can enter, because ZeroMQ reads messages from
-any process that can connect. A node of another host is connected to the agent of its host, which forwards the frames.
+A connection that closes shows that a process has ended. A process that was stopped is recognized by its state, which
+the system knows; so a process that computes for a long time, even in code that holds the interpreter lock, is not
+mistaken for a stopped one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
-import zmq
-
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
-from flockstep.messages import Address, AnyNote, Fields, Message, node_name
-from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
-from flockstep.transports.wire import MAX_CODING, MAX_HEADER, SenderIdentity, decode, encode
+from flockstep.errors import PeerLost, ProtocolError
+from flockstep.messages import Address, Fields, Message, node_name
+from flockstep.transports.addresses import listening
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.wire import MAX_CODING, SenderIdentity, decode, encode
 
 CONTROL_BYTES = 1 << 20
-"""Largest size in bytes of a message that the control socket accepts."""
+"""Largest size in bytes of a process's first message, which says who the process is."""
 WELCOME_BYTES = 1 << 20
-"""Largest size in bytes of the header of a supervisor's message. The header may hold the addresses of all nodes, about
+"""Largest size in bytes of a header. The header of a supervisor's message may hold the addresses of all nodes, about
 150 bytes each.
 """
-ZERO_COPY = 1 << 18
-"""Smallest size in bytes of an array that is sent without a copy. Below this size a copy costs less than tracking the
-array.
-"""
-_READABLE = int(zmq.POLLIN)
-QUEUED = 10_000
-"""Largest number of queued messages; a sender waits when its queue is full."""
-CONTROL_LINGER_MS = 20_000
-"""Maximum time in milliseconds for the delivery of a message to the control socket. It is long, because the first
-packets over a new network link may be lost and sent again only after some time.
-"""
+PARTS = 64
+"""Largest number of parts that one system call sends."""
+LOOKS = 8
+"""Number of times per heartbeat timeout that the state of the process at the other end is looked up."""
+PAUSE = 0.05
+"""Longest time in seconds that a process waits for room in its socket before it looks for the supervisor."""
+_PREFIX = struct.Struct("<Iq")
+_NO_PAYLOAD = -1
+_CREDENTIALS = struct.Struct("3i")
 
 
 Buffer = bytes | bytearray | memoryview
@@ -46,273 +51,310 @@ Buffer = bytes | bytearray | memoryview
 class Frames(Protocol):
     """A connection to one node that carries messages as frames: a header, and an array's bytes if there are any."""
 
-    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting; return False if the queue is full. Unless `copy` is set, the last frame must
-        not change afterwards.
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Queue a message without waiting. The frames must not change afterwards."""
+
+    def receive(self, most: int) -> Sequence[Buffer] | None:
+        """Return the next message that has arrived; None if no message has arrived.
+
+        Raises:
+            ProtocolError: the message is not a message, or its array has more than `most` bytes.
         """
 
-    def receive(self) -> Sequence[Buffer] | None:
-        """Return the next message that has arrived; None if no message has arrived."""
-
     def disconnected(self) -> bool:
-        """Return whether the connection has broken since the last call."""
+        """Return whether the other end is gone."""
 
     def close(self) -> None:
-        """Close the connection; queued messages are dropped."""
+        """Close the connection; queued messages are dropped. Closing the connection again has no effect."""
+
+
+class _ProcessState:
+    """The process at the other end of a connection, as the system shows it."""
+
+    def __init__(self, sock: socket.socket, heartbeat: float):
+        self._heartbeat = heartbeat
+        self._stopped: float | None = None
+        """Time since which the process has been seen stopped, in seconds of the monotonic clock."""
+        self._next_look = 0.0
+        pid = 0
+        if hasattr(socket, "SO_PEERCRED"):  # elsewhere only a closed connection shows that the process is gone
+            pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        self._file = Path(f"/proc/{pid}/stat") if pid else None  # 0: a process of another namespace of process ids
+
+    def lost(self) -> bool:
+        """Return whether the process has ended, or has been stopped for longer than the heartbeat timeout."""
+        now = time.monotonic()
+        if self._file is not None and now >= self._next_look:
+            self._next_look = now + self._heartbeat / LOOKS
+            try:
+                state = self._file.read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                state = "X"
+            if state in "ZX":  # a child that it forked may keep the connection open
+                return True
+            self._stopped = None if state not in "Tt" else now if self._stopped is None else self._stopped
+        return self._stopped is not None and now - self._stopped > self._heartbeat
+
+
+class LocalFrames(Frames):
+    """One end of a connection between two processes of a host."""
+
+    def __init__(self, sock: socket.socket, heartbeat: float):
+        """`heartbeat`: seconds after which a stopped process counts as lost."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._peer = _ProcessState(sock, heartbeat)
+        self._out: deque[memoryview] = deque()
+        self._ended = False
+        self._frames: list[memoryview] = []
+        """The parts of the message that is arriving: prefix, header, payload."""
+        self._part, self._filled = memoryview(bytearray(_PREFIX.size)), 0
+
+    def fileno(self) -> int:
+        """Return the file descriptor; it is readable when `receive` may have a message."""
+        return self._socket.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection is closed."""
+        return self._ended
+
+    @property
+    def blocked(self) -> bool:
+        """Whether queued bytes wait until the socket accepts them."""
+        return bool(self._out) and not self._ended
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        payload = memoryview(frames[1]).cast("B") if len(frames) > 1 and len(frames[1]) else memoryview(b"")
+        nbytes = payload.nbytes if len(frames) > 1 else _NO_PAYLOAD
+        self._out.append(memoryview(_PREFIX.pack(len(frames[0]), nbytes) + bytes(frames[0])))
+        if payload:
+            self._out.append(payload)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much of the queue as the socket accepts."""
+        while self.blocked:
+            try:
+                sent = self._socket.sendmsg([self._out[at] for at in range(min(len(self._out), PARTS))])
+            except BlockingIOError:
+                return
+            except OSError:  # the other end is gone; what it sent before can still be received
+                self._out.clear()
+                return
+            while sent:
+                part = self._out.popleft()
+                if sent < part.nbytes:
+                    self._out.appendleft(part[sent:])
+                sent -= min(sent, part.nbytes)
+
+    def receive(self, most: int) -> Sequence[memoryview] | None:
+        while not self._ended:
+            if self._filled < self._part.nbytes:
+                try:
+                    count = self._socket.recv_into(self._part[self._filled :])
+                except BlockingIOError:
+                    return None
+                except OSError:
+                    count = 0
+                self._filled += count
+                self._ended = not count
+                continue
+            self._frames.append(self._part)
+            length, nbytes = _PREFIX.unpack(self._frames[0])
+            if not (0 < length <= WELCOME_BYTES and _NO_PAYLOAD <= nbytes <= most):
+                self._ended = True
+                raise ProtocolError(
+                    f"a message announced a header of {length} bytes and an array of {nbytes} bytes, but at most "
+                    f"{WELCOME_BYTES} and {most} are allowed"
+                )
+            if len(self._frames) == 1:
+                self._expect(length)
+            elif len(self._frames) == 2 and nbytes >= 0:
+                self._expect(nbytes)
+            else:
+                found, self._frames = self._frames[1:], []
+                self._expect(_PREFIX.size)
+                return found
+        return None
+
+    def _expect(self, size: int) -> None:
+        self._part, self._filled = memoryview(bytearray(size)), 0
+
+    def disconnected(self) -> bool:
+        return self._ended or self._peer.lost()
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._ended = True
+            with contextlib.suppress(OSError):  # a process that this one has forked may keep the socket open
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
 
 
 class Control:
-    """The socket to which every process of a run on this host can send messages; it also opens the connections to these
-    processes.
-    """
+    """The socket of a supervisor, or of a host's agent, to which every process of a run on this host connects."""
 
     def __init__(self, address: str, heartbeat: float):
-        """Listen at `address`. `heartbeat`: seconds without a heartbeat after which a node counts as lost.
+        """Listen at `address`, ipc://PATH. `heartbeat`: seconds after which a stopped process counts as lost.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
         """
         self._heartbeat = heartbeat
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        harden(self.socket, CONTROL_BYTES, heartbeat)
-        self.address = bind(self.socket, address)
+        self._socket, self.address = listening(address, heartbeat)
+        self._unknown: list[LocalFrames] = []
+        """Connections of processes that have not said who they are."""
 
-    def heard(self) -> Iterator[bytes]:
-        """Return the messages that have arrived on the control socket since the last call."""
-        while self.socket.poll(0):
-            yield self.socket.recv_multipart()[-1]
+    def heard(self) -> Iterator[tuple[bytes, LocalFrames]]:
+        """Return what processes that have connected say first, with the connection of each."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._unknown.append(LocalFrames(self._socket.accept()[0], self._heartbeat))
+        for connection in list(self._unknown):
+            try:
+                frames = connection.receive(CONTROL_BYTES)
+            except ProtocolError:  # a stranger
+                frames = None
+            if frames is not None or connection.disconnected():
+                self._unknown.remove(connection)
+            if frames is not None:
+                yield bytes(frames[0]), connection
+            elif connection.disconnected():
+                connection.close()
 
-    def frames(self, endpoint: str, max_bytes: int) -> LocalFrames:
-        """Connect to the node that listens at `endpoint`; its largest array has `max_bytes` bytes."""
-        return LocalFrames(self._context, endpoint, max_bytes, self._heartbeat)
-
-    def wait(
-        self, connections: Iterable[Frames | Control], seconds: float, also: Mapping[int, bool] | None = None
-    ) -> bool:
-        """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
+    def wait(self, connections: Iterable[Frames], seconds: float, also: Mapping[int, bool] | None = None) -> bool:
+        """Wait up to `seconds` until a process connects or a message arrives; return whether one has. Meanwhile queued
+        messages are sent.
 
         `also` holds further file descriptors to wait for: file descriptor → whether to wait also until the descriptor
         accepts output.
         """
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
-        for one in connections:
-            if isinstance(one, LocalFrames | Control):
-                poller.register(one.socket, zmq.POLLIN)
+        poll, own = select.poll(), dict[int, LocalFrames]()
+        poll.register(self._socket, select.POLLIN)
+        for one in (*self._unknown, *connections):
+            if isinstance(one, LocalFrames) and not one.ended:
+                own[one.fileno()] = one
+                poll.register(one, select.POLLIN | (select.POLLOUT if one.blocked else 0))
         for descriptor, writes in (also or {}).items():
-            poller.register(descriptor, zmq.POLLIN | (zmq.POLLOUT if writes else 0))
-        return bool(poller.poll(int(seconds * 1000)))
+            poll.register(descriptor, select.POLLIN | (select.POLLOUT if writes else 0))
+        ready = poll.poll(seconds * 1000)
+        for descriptor, what in ready:
+            if what & select.POLLOUT and descriptor in own:
+                own[descriptor].flush()
+        return any(what & ~select.POLLOUT or descriptor not in own for descriptor, what in ready)
 
     def close(self) -> None:
-        """Close the control socket; all connections must have been closed."""
-        self.socket.close(linger=0)
-        self._context.term()
-
-
-class LocalFrames(Frames):
-    """A connection to a node of this host; detects that the node no longer answers heartbeats."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, heartbeat: float):
-        self.socket = context.socket(zmq.DEALER)
-        harden(self.socket, max_bytes, heartbeat)
-        self.socket.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(endpoint)
-
-    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting; return False if the node is gone or its queue is full. The exit of the
-        node's process is detected elsewhere.
-        """
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self) -> Sequence[Buffer] | None:
-        """Return the next message that has arrived; None if no message has arrived."""
-        try:
-            return [frame.buffer for frame in self.socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-        except zmq.Again:
-            return None
-
-    def disconnected(self) -> bool:
-        """Return whether the connection has broken since the last call."""
-        broke = False
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            broke = True
-        return broke
-
-    def close(self) -> None:
-        """Close the connection; queued messages are dropped. Closing the connection again has no effect."""
-        if not self.socket.closed:
-            self.socket.disable_monitor()
-            self._monitor.close()
-            self.socket.close(0)
-
-
-class SupervisorLink:
-    """The supervisor's end of a link to one node."""
-
-    def __init__(self, frames: Frames, address: Address, me: SenderIdentity):
-        """`me` identifies the supervisor."""
-        self.frames = frames
-        self._address = address
-        self._me = me
-        self._sent_count = 0
-
-    def send(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message without waiting.
-
-        The array must not change afterwards, because all links send it without a copy.
-        """
-        message = Message(LAUNCHER, tag, array, note or {}, number=self._sent_count + 1)
-        frames: list[Buffer] = [encode(message, self._me)]
-        if array is not None:
-            frames.append(array.data.cast("B"))
-        self._sent_count += self.frames.send(frames, copy=array is None or array.nbytes < ZERO_COPY)
-
-    def receive(self) -> Message | None:
-        """Return the next message that has arrived from the node; None if no message has arrived.
-
-        Raises:
-            ProtocolError: the message breaks the protocol.
-        """
-        frames = self.frames.receive()
-        if frames is None:
-            return None
-        if len(frames) > 2:
-            raise ProtocolError(
-                f"{node_name(self._address)} sent a message with {len(frames) - 1} payloads; at most one is allowed"
-            )
-        return decode(bytes(frames[0]), memoryview(frames[1]) if len(frames) > 1 else None, self._address, self._me)
-
-    def disconnected(self) -> bool:
-        """Return whether the connection has broken since the last call."""
-        return self.frames.disconnected()
-
-    def close(self) -> None:
-        """Close the link; queued messages are dropped. Closing the link again has no effect."""
-        self.frames.close()
+        """Close the socket, and the connections of processes that have not said who they are."""
+        for connection in self._unknown:
+            connection.close()
+        self._socket.close()
 
 
 class Line:
-    """A node's end of its link to the supervisor. It listens at `address`, to which the supervisor connects."""
+    """A node's end of its link to the supervisor."""
 
-    def __init__(self, me: SenderIdentity, address: str, heartbeat: float):
-        """Listen for the supervisor.
+    def __init__(self, me: SenderIdentity, control: str, heartbeat: float):
+        """Connect to the supervisor, or to the agent of this host, at the address `control`.
 
-        `heartbeat`: seconds without a heartbeat after which the supervisor counts as lost.
+        `heartbeat`: seconds after which a stopped supervisor counts as lost.
 
         Raises:
-            ConfigurationError: it is not possible to listen at the address.
+            PeerLost: nothing listens at the address.
         """
-        self.rejected = 0
-        """Number of unread messages from senders other than the supervisor."""
         self._me = me
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        harden(self._socket, me.model_bytes, heartbeat)
-        self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._connection = LocalFrames(_connected(control), heartbeat)
         self._sent_count = 0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(me.model_bytes + MAX_CODING, WELCOME_BYTES))
-        try:
-            self.address = bind(self._socket, address)
-        except ConfigurationError:
-            self.close(0)
-            raise
-        self.descriptor: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self.descriptor = self._connection.fileno()
         """File descriptor that is readable when `receive` may have a message."""
 
-    def send(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the supervisor without waiting.
+    def introduce(self, data: bytes) -> None:
+        """Send the first message, which says who this process is.
 
         Raises:
-            Backlog: the queue is full; the same message may be sent again later.
-            PeerLost: the supervisor is not connected.
+            PeerLost: the supervisor is gone.
         """
-        message = Message(self._me.address, tag, array, note or {}, number=self._sent_count + 1)
-        frames: list[bytes | memoryview] = [routing_id(LAUNCHER), encode(message, self._me)]
-        if array is not None:
-            frames.append(array.data.cast("B") if array.size else b"")
-        copy = array is None or array.flags.writeable or array.nbytes < ZERO_COPY
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                raise PeerLost("this process has no connection to the supervisor of the run") from None
-            if error.errno == zmq.EAGAIN:
-                raise Backlog(f"the supervisor does not accept messages: {QUEUED} messages wait for delivery") from None
-            raise
+        self._send([data])
+
+    def send(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
+        """Send a message to the supervisor.
+
+        Raises:
+            PeerLost: the supervisor is gone, or has been stopped.
+        """
         self._sent_count += 1
+        message = Message(self._me.address, tag, array, note or {}, number=self._sent_count)
+        self._send(framed(message, self._me))
+
+    def _send(self, frames: Sequence[Buffer]) -> None:
+        """Send frames, and wait until the socket has accepted them: the caller may change the array afterwards."""
+        self._connection.send(frames)
+        while self._connection.blocked and not self._connection.disconnected():
+            select.select([], [self._connection], [], PAUSE)
+            self._connection.flush()
+        if self._connection.disconnected():
+            raise PeerLost("this process has no connection to the supervisor of the run")
 
     def receive(self) -> Message | None:
         """Return the next message that has arrived from the supervisor; None if no message has arrived.
 
         Raises:
+            PeerLost: the supervisor has closed the connection.
             ProtocolError: the message breaks the protocol.
         """
-        while self._socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if frames[0].bytes != routing_id(LAUNCHER) or not 2 <= len(frames) <= 3:
-                self.rejected += 1  # a stranger: ZeroMQ accepts any connection
-                continue
-            payload = frames[2].buffer if len(frames) > 2 else None
-            return decode(frames[1].bytes, payload, LAUNCHER, self._me, WELCOME_BYTES)
+        frames = self._connection.receive(self._me.model_bytes + MAX_CODING)
+        if frames is not None:
+            return unframed(frames, LAUNCHER, self._me)
+        if self._connection.ended:
+            raise PeerLost("the supervisor of the run has closed its connection to this process")
         return None
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for a message from the supervisor."""
-        self._socket.poll(int(seconds * 1000))
+        select.select([self._connection], [], [], seconds)
 
-    def close(self, linger: float) -> None:
-        """Close the link; queued messages are delivered for up to `linger` seconds."""
-        self._socket.close(int(linger * 1000))
-        self._context.term()
-
-
-def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
-    """Send one message to the control socket at the address `control`, without waiting for an answer."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    harden(socket, CONTROL_BYTES, heartbeat)
-    socket.setsockopt(zmq.LINGER, CONTROL_LINGER_MS)
-    socket.connect(control)
-    socket.send(data)
-    socket.close()
-    context.term()
+    def close(self) -> None:
+        """Close the link. Closing the link again has no effect."""
+        self._connection.close()
 
 
-def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
-    """Set the options of every socket of a run: largest message, heartbeats, bounded queues, and a short linger. A peer
-    is disconnected once it has been silent for `heartbeat` seconds, and at most a twentieth later.
-    """
-    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + MAX_CODING, MAX_HEADER))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat * 50))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat * 1000))  # counted from a ping, so from no earlier word
-    socket.setsockopt(zmq.HEARTBEAT_TTL, int(heartbeat * 1000))
-    socket.setsockopt(zmq.SNDHWM, QUEUED)
-    socket.setsockopt(zmq.RCVHWM, QUEUED)
-    socket.setsockopt(zmq.LINGER, 2000)
-
-
-def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Bind the socket and return the address that others connect to.
+def say_to_control(control: str, data: bytes) -> None:
+    """Send one message to the control socket at the address `control`, without waiting for an answer.
 
     Raises:
-        ConfigurationError: the address is in use or belongs to another machine, or the path of the socket is too long.
+        PeerLost: nothing listens at the address.
     """
+    with _connected(control) as sock:
+        sock.sendall(_PREFIX.pack(len(data), _NO_PAYLOAD) + data)
+
+
+def _connected(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
     try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise cannot_listen(address, zmq.strerror(error.errno or 0)) from None
-    endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
-    return endpoint.decode().rstrip("\0")
+        sock.connect(address.partition("://")[2])
+    except OSError as error:
+        sock.close()
+        raise PeerLost(f"the supervisor of the run does not listen any more: {error.strerror}") from None
+    return sock
 
 
-def routing_id(address: Address) -> bytes:
-    """The ZeroMQ identity of a node's socket; it never starts with a zero byte, which ZeroMQ reserves."""
-    return b"n" + address.to_bytes(4, "big", signed=True)
+def framed(message: Message, me: SenderIdentity) -> list[Buffer]:
+    """Return the frames of a message: the header, and the array's bytes if there is an array."""
+    frames: list[Buffer] = [encode(message, me)]
+    if message.array is not None:
+        frames.append(message.array.data.cast("B") if message.array.size else b"")
+    return frames
+
+
+def unframed(frames: Sequence[Buffer], source: Address, me: SenderIdentity) -> Message:
+    """Return the message that frames from `source` carry.
+
+    Raises:
+        ProtocolError: the message breaks the protocol.
+    """
+    if len(frames) > 2:
+        raise ProtocolError(
+            f"{node_name(source)} sent a message with {len(frames) - 1} payloads; at most one is allowed"
+        )
+    payload = memoryview(frames[1]) if len(frames) > 1 else None
+    return decode(bytes(frames[0]), payload, source, me, WELCOME_BYTES)
