@@ -36,7 +36,7 @@ class Sockets:
         self.bus = Tcp().bus(me, Path(), "")
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
+        descriptors = (*self.line.descriptors, *(() if also is None else (also,)))
         return self.line.receive() or self.bus.poll(seconds, descriptors) or self.line.receive()
 
     def close(self, linger: float) -> None:

@@ -26,6 +26,8 @@ from flockstep.errors import ConfigurationError, FlockstepError, require
 from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
 
+BESIDE = "beside"
+"""Folder of the communicators' sockets in the folder of a run's sockets."""
 COMMUNICATOR = "communicator"
 """Tag of the messages about communicators between a process and the supervisor."""
 NOTHING = Schema.of({"nothing": (1,)})
@@ -63,7 +65,7 @@ def extra_sockets(member: Member, max_bytes: int) -> Member:
         ConfigurationError: another worker's communicator has a different max_bytes.
         PeerLost: another worker died, or left the run without a communicator.
     """
-    directory = Path(member.node_spec.directory, "beside")  # in the run's private folder, where names are taken
+    directory = Path(member.node_spec.directory, BESIDE)  # in the run's private folder, where names are taken
     directory.mkdir(mode=0o700, exist_ok=True)
     beside = Member(dataclasses.replace(member.node_spec, directory=str(directory)), NOTHING, max_bytes, NOTES)
     try:

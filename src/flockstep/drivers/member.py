@@ -410,7 +410,7 @@ class Member:
         """Send a message to a peer, keeping what arrives while there is no room for it."""
         while not self._sent(to, message):
             self._require_connected(to)
-            if (heard := self._heard() or self.bus.poll(PAUSE, (self.line.descriptor,))) is not None:
+            if (heard := self._heard() or self.bus.poll(PAUSE, self.line.descriptors)) is not None:
                 self._early.append(self._checked(heard))
 
     def _require_connected(self, peer: Address) -> None:
@@ -500,10 +500,10 @@ class Member:
         if self._early:
             return self._early.popleft()
         until = None if seconds is None else time.monotonic() + seconds
-        descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
+        others = () if also is None else (also,)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            message = self._heard() or self.bus.poll(left, descriptors, wanted)
+            message = self._heard() or self.bus.poll(left, (*self.line.descriptors, *others), wanted)
             message = message or (self._heard() if also is not None else None)
             if message is not None or also is not None or left == 0:
                 if message is None and self._introduced and (seconds or 0.0) >= PATIENCE:
@@ -512,11 +512,8 @@ class Member:
 
     def _heard(self) -> Message | None:
         """The supervisor's next message, except acknowledgements of snapshot parts."""
-        try:
-            while (message := self.line.receive()) is not None and message.tag == "taken":
-                self._untaken -= 1
-        except PeerLost:
-            raise _supervisor_silent() from None
+        while (message := self.line.receive()) is not None and message.tag == "taken":
+            self._untaken -= 1
         return message
 
     def next(self) -> Message:

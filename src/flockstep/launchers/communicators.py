@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from flockstep.communicator.joining import COMMUNICATOR
+from flockstep.communicator.joining import BESIDE, COMMUNICATOR
 from flockstep.drivers.member import Hello, NodeLost
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import ProcessLink
@@ -51,7 +51,7 @@ class Communicators:
         self.met.add(address)
         self._go_on(links)
         if len(self.met) == self.workers:
-            shutil.rmtree(at, ignore_errors=True)  # all are connected
+            shutil.rmtree(at / BESIDE, ignore_errors=True)  # all are connected
 
     def _go_on(self, links: Mapping[Address, ProcessLink]) -> None:
         there = {address: one for address, one in links.items() if one.beside is not None}

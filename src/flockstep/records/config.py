@@ -64,7 +64,7 @@ _LAUNCH_OPTIONS = (
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
-"""Largest allowed heartbeat timeout, in seconds; ZeroMQ's heartbeat options allow less than twice this value."""
+"""Largest allowed heartbeat timeout, in seconds."""
 
 
 SPLIT = "split"

@@ -265,8 +265,11 @@ class Line:
         self._me = me
         self._connection = LocalFrames(_connected(control), heartbeat)
         self._sent_count = 0
-        self.descriptor = self._connection.fileno()
-        """File descriptor that is readable when `receive` may have a message."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """File descriptor that is readable when `receive` may have a message; none if the connection is closed."""
+        return () if self._connection.ended else (self._connection.fileno(),)
 
     def introduce(self, data: bytes) -> None:
         """Send the first message, which says who this process is.
@@ -299,19 +302,14 @@ class Line:
         """Return the next message that has arrived from the supervisor; None if no message has arrived.
 
         Raises:
-            PeerLost: the supervisor has closed the connection.
             ProtocolError: the message breaks the protocol.
         """
         frames = self._connection.receive(self._me.model_bytes + MAX_CODING)
-        if frames is not None:
-            return unframed(frames, LAUNCHER, self._me)
-        if self._connection.ended:
-            raise PeerLost("the supervisor of the run has closed its connection to this process")
-        return None
+        return None if frames is None else unframed(frames, LAUNCHER, self._me)
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for a message from the supervisor."""
-        select.select([self._connection], [], [], seconds)
+        select.select(self.descriptors, [], [], seconds)
 
     def close(self) -> None:
         """Close the link. Closing the link again has no effect."""
