@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -158,20 +158,9 @@ def facts() -> dict[str, str]:
 def usual() -> Iterator[SelfTest]:
     """Return the tests of all parts of flockstep. Each test comes after the tests that it needs."""
     yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
-    for package in (
-        "numpy",
-        "numba",
-        "ml_dtypes",
-        "msgspec",
-        "networkx",
-        "cryptography",
-        "typer",
-        "rich",
-        "jinja2",
-        "threadpoolctl",
-        "tomli_w",
-    ):
-        name = {"tomli_w": "tomli-w"}.get(package, package)
+    for name in [one for one in metadata.requires("flockstep") or () if "extra ==" not in one]:
+        name = re.split(r"[^\w-]", name)[0]
+        package = name.replace("-", "_")
         fix = f"pip install --force-reinstall {name}"
         yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
     again = "put the output of `flockstep doctor` into a bug report"

@@ -139,8 +139,8 @@ def test_every_transport_and_every_extra_is_tried() -> None:
     assert set(registry.names("transport")) - {"namespaces"} <= names  # of flockstep-lab
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(project["optional-dependencies"]) <= names
-    packages = {one.partition(">")[0].lower() for one in project["dependencies"]}
-    assert packages <= {name.lower() for name in names}
+    packages = {one.partition(">")[0].replace("_", "-") for one in project["dependencies"]}
+    assert packages <= names
 
 
 @pytest.mark.parametrize(("code", "exit_code", "end"), [("", 0, "The core works."), ("1/0", 1, "does not work here")])
