@@ -20,15 +20,8 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
-<<<<<<< HEAD
 from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotWriter
-from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control, SupervisorLink
-from flockstep.transports.wire import SenderIdentity
-=======
-from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotFolders, SnapshotWriter
 from flockstep.transports.links import Control
->>>>>>> 2ac7495a (Processes connect to the supervisor over Unix sockets; ZeroMQ goes)
 from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)
