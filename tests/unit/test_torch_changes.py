@@ -26,29 +26,6 @@ from support.torch_loops import equal, load, net, start, step, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda w: w.flip(0), lambda w: w[:, torch.randperm(w.shape[1])], torch.neg, lambda w: w * 2,
-        lambda w: w * torch.tensor([-1.0] * 2 + [1.0] * 510).to(w.dtype),
-        lambda w: torch.cat([w[64:], w[:64]]),
-    ],
-    ids=["flip", "permute", "negate", "double", "two-signs", "swap"],
-)  # fmt: skip
-@pytest.mark.parametrize("through", [True, False], ids=["data", "counted"])
-def test_values_that_move_or_change_alike_are_found(dtype, other, through):
-    """Moved values keep their sum, and doubled or negated ones change it by a multiple of a power of two."""
-    torch.manual_seed(0)
-    model = nn.Linear(512, 128, bias=False).to(dtype)
-    guard = Guard(FlatModule(model))
-    guard.check()
-    with torch.no_grad():
-        (model.weight.data if through else model.weight).copy_(other(model.weight.detach().clone()))
-    with pytest.raises(ConfigurationError, match="weight was changed"):
-        guard.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_one_value_that_is_not_finite_is_found(dtype, value):
     model = nn.Linear(5, 3).to(dtype)

@@ -59,30 +59,11 @@ def two_with_a_shared_layer():
     return nn.Sequential(layer, nn.Linear(3, 2)), nn.Sequential(layer, nn.Linear(3, 2))
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "bsp"])
-@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_a_parameter_of_two_models_is_refused_with_the_cause_at_a_step(strategy, second):
-    """The layer lies in the array of the second call, so that the first call's step is refused at once."""
-    pairs = [start(strategy, model) for model in two_with_a_shared_layer()]
-    if second:
-        step(*pairs[1])
-    cause = r"parameter 0.weight was changed .* also belongs to another call .* such as a torch.nn.ModuleList"
-    with pytest.raises(ConfigurationError, match=cause):
-        step(*pairs[0])
-
-
-def test_a_changed_parameter_that_no_other_call_has_is_told_as_alone():
-    """`sync` takes the shared layer back into the array of the second call, which goes on."""
-    first, second = two_with_a_shared_layer()
-    start("all_reduce", first)
-    _, optimizer = start("all_reduce", second)
-    step(second, optimizer)
-    with torch.no_grad():
-        second[1].weight.clamp_(-0.01, 0.01)
-    with pytest.raises(ConfigurationError, match=r"parameter 1.weight was changed .*register_step_post_hook"):
-        step(second, optimizer)
-    optimizer.sync()
-    step(second, optimizer)
+def test_a_parameter_of_two_models_is_refused_at_a_step():
+    first, second = [start("all_reduce", model) for model in two_with_a_shared_layer()]
+    step(*second)
+    with pytest.raises(ConfigurationError, match=r"parameter 0.weight was changed .* one torch.nn.ModuleList of all"):
+        step(*first)
 
 
 def test_one_call_for_two_models_that_share_a_layer_is_plain_torch():
@@ -98,26 +79,20 @@ def test_one_call_for_two_models_that_share_a_layer_is_plain_torch():
 
 
 def test_a_second_call_for_a_module_before_the_first_has_ended_is_named_as_the_cause():
-    """Also when the second call has ended, but not if each call has ended before the next one."""
     model, early = start()
     step(model, early)
     _, late = start(model=model)
     step(model, late, 1)
-    cause = r"0.weight was changed .* also belongs to another call .* call finish\(\) before .* optimizer.sync\(\)"
-    with pytest.raises(ConfigurationError, match=cause):
+    with pytest.raises(
+        ConfigurationError, match=r"0.weight was changed .* call finish\(\) and then flockstep.distribute again"
+    ):
         step(model, early)
     late.finish()
-    with pytest.raises(ConfigurationError, match=cause):
-        early.finish()
     other, phase = start()
     for _ in range(2):
         step(other, phase)
         phase.finish()
         _, phase = start(model=other)
-    with torch.no_grad():
-        other[0].weight += 1
-    with pytest.raises(ConfigurationError, match=r"parameter 0.weight was changed between two steps"):
-        step(other, phase)
 
 
 def clamp(model):
@@ -207,62 +182,27 @@ def test_what_ends_as_it_was_is_no_change():
     assert equal(values(model), values(other))
 
 
-BLOCK = 1 << 16
-
-
 class Large(nn.Module):
-    """Two parameters of 24 blocks each, which are compared in part."""
+    """Parameters of which every twentieth element is compared, and a scale."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.first = nn.Parameter(torch.zeros(24 * BLOCK))
-        self.second = nn.Parameter(torch.zeros(24 * BLOCK, dtype=dtype))
+        self.first = nn.Parameter(torch.zeros(20 << 16))
+        self.second = nn.Parameter(torch.zeros(7, 3 << 10, dtype=dtype))
+        self.scale = nn.Parameter(torch.ones(2, dtype=dtype))
 
 
-def refused(guard):
-    """The name of the parameter that the guard says was changed, and takes the present values."""
-    try:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["first", "second", "scale"])
+def test_a_change_through_data_of_a_parameter_of_a_large_model_is_found(dtype, name):
+    model = Large(dtype)
+    guard = Guard(FlatModule(model))
+    for _ in range(2):
         guard.check()
-    except ConfigurationError as error:
-        return str(error).split()[1]
-    finally:
+        getattr(model, name).data.sub_(1)
+        with pytest.raises(ConfigurationError, match=f"parameter {name} was changed"):
+            guard.check()
         guard.note()
-    return None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_change_through_data_of_a_whole_layer_of_a_large_model_is_found_at_once(dtype):
-    model = Large(dtype)
-    guard = Guard(FlatModule(model))
-    for _ in range(3):
-        model.second.data[3 * BLOCK : 5 * BLOCK] += 1
-        assert refused(guard) == "second"
-        assert refused(guard) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("through", [True, False], ids=["data", "counted"])
-def test_a_change_of_a_small_tensor_of_a_large_model_is_found_at_once(dtype, through):
-    model = Large(dtype)
-    model.scale, model.shift = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.zeros(500))
-    guard = Guard(FlatModule(model))
-    for name, value in [("scale", model.scale), ("shift", model.shift)] * 3:
-        assert refused(guard) is None
-        with torch.no_grad():
-            (value.data if through else value)[1] += 1
-        assert refused(guard) == name
-
-
-def test_a_counted_write_that_leaves_the_compared_elements_of_a_large_model_is_told_once():
-    model = Large()
-    guard = Guard(FlatModule(model))
-    with torch.no_grad():
-        for value in (1, 0):
-            model.first.fill_(value)
-        with pytest.warns(RuntimeWarning, match=r"parameter first was written to .* call optimizer.sync\(\)"):
-            assert refused(guard) is None
-        model.first[77] = 1
-        assert refused(guard) is None
 
 
 def swapped(model, average, clones):
@@ -405,19 +345,14 @@ def shrink(model):
     del model[2]
 
 
-def convert(model):
-    model.double()
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (unfreeze, r"parameter 0.weight was unfrozen after flockstep.distribute, .*lr=0"),
-        (freeze, r"parameter 2.bias was frozen after flockstep.distribute, .*lr=0"),
-        (replace, r"the module got a new parameter 2.weight after flockstep.distribute; replace layers before"),
-        (grow, r"the module got a new parameter 3.weight after flockstep.distribute"),
-        (shrink, r"parameter 2.weight was removed from the module after flockstep.distribute"),
-        (convert, r"parameter 0.bias must stay float32 .* got float64 .*; convert the module before distribute"),
+        (unfreeze, r"parameter 0.weight was added or unfrozen after flockstep.distribute, .*lr=0"),
+        (freeze, r"parameter 2.bias was removed or frozen after flockstep.distribute, .*lr=0"),
+        (replace, r"parameter 2.weight was added or unfrozen after .* copy new weights to the old parameters"),
+        (grow, r"parameter 3.weight was added or unfrozen after flockstep.distribute"),
+        (shrink, r"parameter 2.weight was removed or frozen after flockstep.distribute"),
     ],
 )
 def test_another_structure_is_refused(change, sentence):

@@ -9,10 +9,14 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from flockstep.arrays.kernels.torch_basics import as_bytes
+from flockstep.arrays.namespace import as_tensor
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.torch_guard import SentParts
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+
+SENT = 1 << 16
+"""Number of elements, at equal distances, that are compared in each part of a gradient."""
 
 
 class BackwardHooks:
@@ -43,7 +47,9 @@ class BackwardHooks:
         self._revised = False
         """Whether the script has changed a part since; nothing more is passed on before `step()`."""
         self._version = 0
-        self._sent = SentParts(flat)
+        self._sent: list[tuple[int, int, torch.Tensor]] = []
+        """Begin and end of each part that was passed on, and some of its bytes, because torch does not count writes
+        through `.data` and numpy."""
         self.paused = False
         """Whether backward passes only accumulate gradients, inside `no_sync`."""
         self.begin()
@@ -55,7 +61,7 @@ class BackwardHooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
         if self._hooks:
-            self._sent.begin()
+            self._sent = []
             self._complete = [False] * len(self._offsets)
             self._next = len(self._offsets) - 1
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
@@ -71,7 +77,7 @@ class BackwardHooks:
             return
         gone = range(self._next + 1, len(self._offsets))
         counted = self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone))
-        if counted or self._sent.changed():
+        if counted or not all(torch.equal(self._bytes(start, stop), kept) for start, stop, kept in self._sent):
             self.revise(
                 "gradients were changed between backward() and step(), after bucketed had sent part of the "
                 "gradients; clip with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads "
@@ -117,6 +123,12 @@ class BackwardHooks:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def _bytes(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of some of the gradient elements start to stop-1."""
+        step = max(1, (stop - start) // SENT)
+        parts = as_tensor(self._flat.grads[start:stop]), *self._flat.narrow_within(start, stop)
+        return torch.cat([as_bytes(part[::step]) for part in parts])
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def completed(_: torch.Tensor) -> None:
             self._completed(index)
@@ -145,7 +157,7 @@ class BackwardHooks:
         reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self.handed_from
         while 0 < loop.awaited < self.handed_from and reached <= loop.awaited:
             self._flat.clear_signs(loop.awaited, self.handed_from)
-            self._sent.note(loop.awaited, self.handed_from)
+            self._sent.append((loop.awaited, self.handed_from, self._bytes(loop.awaited, self.handed_from)))
             self.handed_from, self.handed = loop.awaited, True
             loop.hand_over()
         loop.listen()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as clip_now
-from torch.utils.hooks import RemovableHandle
 
 from flockstep.drivers.node_spec import place_of_script
 from flockstep.errors import CompositionError, ConfigurationError
@@ -28,52 +25,6 @@ detected.
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
-class Norm(torch.Tensor):
-    """Gradient norm that a script receives before its value is known. Until then it is NaN, and reading it calls
-    `read_early`.
-    """
-
-    read_early: Callable[[], None] | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` on plain tensors; `func` reads the value unless it is `shape` or similar."""
-        of = getattr(func, "__self__", None)  # the descriptor, of an attribute that is read
-        looks = func is not torch.Tensor.copy_ and (func.__name__ != "__get__" or of is torch.Tensor.data)
-        with torch._C.DisableTorchFunctionSubclass():
-            named = {name: _plain(each, looks) for name, each in (kwargs or {}).items()}
-            return func(*(_plain(each, looks) for each in args), **named)
-
-    def know(self, value: torch.Tensor) -> None:
-        """Set the value of the norm, which is known from now on."""
-        self.copy_(value)
-        self.read_early = None
-
-
-def _plain(value: Any, looks: bool) -> Any:
-    """A norm, or a list of norms, as plain tensors; `looks`: whether the values are read."""
-    if isinstance(value, list | tuple) and any(isinstance(each, Norm) for each in value):
-        return [_plain(each, looks) for each in value]
-    if not isinstance(value, Norm):
-        return value
-    if looks and value.read_early is not None:
-        value.read_early()
-    return value.as_subclass(torch.Tensor)
-
-
-def _script_level() -> int:
-    """The `stacklevel` with which the caller warns about a line of the script."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(copy.__file__))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _unknown() -> Norm:
-    return torch.tensor(float("nan")).as_subclass(Norm)
-
-
 @dataclass(frozen=True, eq=False)
 class Clip:
     """One call of `clip_grad_norm_`, which is valid for one step."""
@@ -82,18 +33,12 @@ class Clip:
     max_norm: float
     norm_type: float
     strict: bool
-    norm: Norm = field(default_factory=_unknown)
-    """Norm of the combined gradient, which is known once the optimizer steps."""
+    norm: torch.Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    """Norm of the combined gradient; NaN until the optimizer steps."""
 
     def apply(self) -> None:
         """Clip the current gradients of the parameters, with the norm and the limit of this call."""
-        self.norm.know(clip_now(self.parameters, self.max_norm, self.norm_type))
-
-    def measure(self) -> None:
-        """Measure the norm of the current gradients without changing them."""
-        slopes = [p.grad for p in self.parameters if p.grad is not None]
-        norms = [torch.linalg.vector_norm(slope.detach(), self.norm_type) for slope in slopes]
-        self.norm.know(torch.linalg.vector_norm(torch.stack(norms), self.norm_type) if norms else torch.tensor(0.0))
+        self.norm.copy_(clip_now(self.parameters, self.max_norm, self.norm_type))
 
     @property
     def refused(self) -> bool:
@@ -110,12 +55,6 @@ class Clip:
                 "cannot be clipped; to clip anyway, pass error_if_nonfinite=False"
             )
 
-    def same(self, other: Clip) -> bool:
-        """Whether both calls clip the same gradients in the same way."""
-        return (self.max_norm, self.norm_type, self.strict) == (other.max_norm, other.norm_type, other.strict) and (
-            list(map(id, self.parameters)) == list(map(id, other.parameters))
-        )
-
 
 class Clipping:
     """Clipping that a script has requested by `clip_grad_norm_`, until the optimizer steps."""
@@ -128,8 +67,8 @@ class Clipping:
         self.flat = flat
         self.strategy = strategy
         self._alone = alone
-        self._warned = False
-        self._asked: list[Clip] = []
+        self._asked: dict[tuple[object, ...], Clip] = {}
+        """Calls since the previous step, by their parameters and arguments."""
         self._due: list[Clip] = []
         self.live.add(self)
 
@@ -151,40 +90,19 @@ class Clipping:
         if traits.server_optimizer:
             self._require_servable(parameters, norm_type, strict)
         clip = Clip(parameters, float(max_norm), float(norm_type), strict)
-        if any(map(clip.same, self._asked)):  # by a script that skips steps with the module's zero_grad
+        call = (*map(id, parameters), max_norm, norm_type, strict)
+        if call in self._asked:  # by a script that skips steps with the module's zero_grad
             self.skip()
-        if self._alone:
-            clip.measure()
+        if self._alone:  # measured now, for scripts that read it; clipped in the step, as parts may be sent already
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            clip.norm.copy_(torch.nn.utils.get_total_norm(gradients, norm_type))
             clip.check()
-        elif not self._warned:
-            clip.norm.read_early = self._tell
-        self._asked.append(clip)
+        self._asked[call] = clip
         return clip.norm
 
     def skip(self) -> None:
         """Cancel the requested clipping, because the script skips the step."""
-        self._asked = []
-
-    def _tell(self) -> None:
-        """Warn once that the script has read a norm that is not known yet."""
-        if self._warned:
-            return
-        self._warned = True
-        if self.strategy.traits.server_optimizer:
-            how = (
-                f"stays NaN on workers because the server of {self.strategy} clips; remove the code that reads the norm"
-            )
-        else:
-            how = (
-                f"was read before step(), in which {self.strategy} combines the gradients of all workers; read "
-                "the norm after step()"
-            )
-        warnings.warn(
-            f"the norm that clip_grad_norm_ returned {how}, and do not skip steps because of this norm: the run ends "
-            "if a gradient is not finite",
-            UserWarning,
-            stacklevel=_script_level(),
-        )
+        self._asked.clear()
 
     def end(self) -> None:
         """Stop clipping combined gradients, because the run has ended."""
@@ -192,7 +110,8 @@ class Clipping:
 
     def begin(self) -> None:
         """Start a step, to which all clipping applies that was requested since the previous step."""
-        self._due, self._asked = self._asked, []
+        self._due = list(self._asked.values())
+        self._asked.clear()
 
     def apply(self) -> bool:
         """Clip the gradients that the optimizer is about to use; return whether the step may be taken."""
@@ -283,11 +202,14 @@ class GradientChangeDetector:
         self._flat = flat
         self._strategy = strategy
         self._left = WATCHED
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
-        self._hooks: list[RemovableHandle] = []
-        for index, parameter in enumerate(flat.parameters):
-            hook = parameter.register_post_accumulate_grad_hook(self._note(index))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+        self._seen = set[int]()
+        """Indices of the parameters that backward has given a gradient."""
+        self._version = 0
+        """Torch's count of writes to the gradients, after the last gradient of backward."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(flat.parameters)
+        ]
 
     def check(self, allowed: int = 0) -> bool:
         """Look for changed gradients at the start of a step, and return whether there are any.
@@ -296,51 +218,29 @@ class GradientChangeDetector:
         """
         if not self._hooks:
             return False
-        changed = self._replaced() or self._changes() > allowed * len(self._seen)
+        gradients = {index: self._flat.parameters[index].grad for index in self._seen}
+        replaced = any(one is not None and not self._flat.in_place(index) for index, one in gradients.items())
+        written = bool(self._seen) and self._flat.gradient_version - self._version > allowed * len(self._seen)
         self._seen.clear()
         self._left -= 1
-        if changed:
+        if replaced or written:
             warnings.warn(
                 f"gradients were changed between backward() and step(), but {self._strategy} combines the gradients "
                 "in step(), so the change affected only each worker's own gradient; if the gradients were clipped, "
                 "use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
                 UserWarning,
-                stacklevel=_script_level(),
+                stacklevel=4,
             )
-        if changed or not self._left:
+        if replaced or written or not self._left:
             self.end()
-        return changed
+        return replaced or written
 
     def end(self) -> None:
         """Remove the hooks that watch the gradients."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _note(self, index: int) -> object:
-        def accumulated(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                self._seen[index] = parameter.grad, parameter.grad._version
-
-        return accumulated
-
-    def _replaced(self) -> bool:
-        """Whether the script has replaced the gradient of a parameter since backward."""
-        return any(
-            now is not None and now is not gradient and not self._flat.in_place(index)
-            for index, (gradient, _) in self._seen.items()
-            for now in [self._flat.parameters[index].grad]
-        )
-
-    def _changes(self) -> int:
-        """Number of writes to gradients after backward; gradients in the same memory count their writes together."""
-        alone, shared, last = 0, dict[int, int](), dict[int, int]()
-        for index, (gradient, version) in self._seen.items():
-            now = self._flat.parameters[index].grad
-            if now is not gradient:
-                continue
-            if self._flat.in_place(index):
-                memory = gradient.untyped_storage().data_ptr()
-                shared[memory], last[memory] = max(shared.get(memory, 0), version), gradient._version
-            else:
-                alone += gradient._version - version
-        return alone + sum(last.values()) - sum(shared.values())
+    def _note(self, index: int, parameter: torch.Tensor) -> None:
+        if self._flat.in_place(index):  # not if the script computes a gradient of the gradient
+            self._seen.add(index)
+            self._version = self._flat.gradient_version

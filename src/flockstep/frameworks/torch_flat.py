@@ -103,8 +103,6 @@ class FlatModule:
             self._bind()
         self.grads = native(self._slopes)
         self._loose: LooseGradients | None = None
-        self.shared: set[int] = set()
-        """Ids of the parameters that another call of `distribute` also had when the later of both calls began."""
         self.left = False
         """Whether the last call of `gather_gradients` has left the gradients, which are known to be finite."""
         self._hooks: list[RemovableHandle] = []
@@ -376,13 +374,10 @@ class FlatModule:
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
-    def narrow_within(self, start: int, stop: int, gradients: bool = False) -> list[torch.Tensor]:
-        """Return the memory of the narrower parameters among the elements `start` to `stop` - 1 of the flat array; with
-        `gradients`, the memory of their gradients.
-        """
-        cut = [(each, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
-        found = [(each.slopes if gradients else each.values, first, last) for each, first, last in cut]
-        return [memory[first:last] for memory, first, last in found if first < min(last, len(memory))]
+    def narrow_within(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the gradients of the narrower parameters among elements `start` to `stop` - 1 of the flat array."""
+        cut = [(each.slopes, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
+        return [memory[first:last] for memory, first, last in cut if first < min(last, len(memory))]
 
     def _narrow(self, gradients: bool) -> list[Narrow]:
         found = []
