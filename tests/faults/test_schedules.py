@@ -186,9 +186,9 @@ class Passage:
     ("kind", "strategy", "schedule"),
     few(
         CHAINS,
-        ("script", "ps(essp)", "step"),
-        ("script", "overlap_local_sgd", "step"),
-        ("job", "gossip", "warm-up"),
+        ("script", "ps(backup)", "step"),
+        ("script", "overlap_local_sgd", "warm-up"),
+        ("job", "ps(essp)", "epoch"),
     ),
 )
 def test_a_run_continues_after_every_event(kind: str, strategy: str, schedule: str, tmp_path: Path) -> None:

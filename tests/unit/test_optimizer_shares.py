@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from flockstep.frameworks.torch_groups import TorchOptimizer
+from flockstep.drivers.state import from_bytes, to_bytes
+from flockstep.frameworks.torch_groups import ELEMENTWISE, TorchOptimizer
 from flockstep.optimizers import Optimizer
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.adam import Adam, AdamW
@@ -54,6 +55,21 @@ def test_torchs_own_classes_count_a_gradient_as_its_share(kind: str, momentum: f
     group = {"weight_decay": 0.0} if momentum is None else {"momentum": momentum}
     optimizer = TorchOptimizer(kind, json.dumps([group]), lr=1e-4)
     assert shared_out(optimizer) == pytest.approx(0.5, abs=0.03)
+
+
+def test_torchs_own_classes_go_on_from_a_saved_state() -> None:
+    pytest.importorskip("torch")
+    random = np.random.default_rng(3)
+    for kind in ELEMENTWISE:
+        optimizer = TorchOptimizer(kind, '[{}, {"lr": 2.0}]', "[[0, 4, 0], [4, 9, 1]]", lr=0.01)
+        params = random.normal(size=9)
+        state = optimizer.init(params)
+        for _ in range(3):
+            optimizer.step(params, random.normal(size=9), state, optimizer.lr)
+        restored, other, gradient = from_bytes(to_bytes(state)), params.copy(), random.normal(size=9)
+        optimizer.step(params, gradient, state, optimizer.lr)
+        optimizer.step(other, gradient, restored, optimizer.lr)
+        assert other.tobytes() == params.tobytes(), kind
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad"])

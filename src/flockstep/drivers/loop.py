@@ -145,6 +145,11 @@ class Loop:
     _shown = 0
     """Step up to which gradients have been reported to the supervisor."""
 
+    _before = _taken = 0
+    """Steps of the script before this process, and in it; the worker does not count those whose gradients it cancels.
+    """
+    _same_step: bool | None = True
+    """Whether equal numbers of steps of two scripts mean the same step of a schedule; None: this is not known."""
     watch: ParameterGuard | None = None
     """Checks between two steps whether the script has changed the model; None if nothing needs to be checked."""
     loss: float | None = None
@@ -183,8 +188,6 @@ class Loop:
         """The state from which a resumed run goes on, until its program has begun."""
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
-        self._equal_steps = True
-        """Whether equal numbers of steps of two workers certainly mean the same step of a schedule."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
@@ -208,6 +211,7 @@ class Loop:
         with self._telling():
             require_skippable(strategy, self._worker.bad_gradients, self.workers)
             self._begin()
+        self._before = self._worker.run_step
         atexit.register(self._at_exit)
 
     def _begin(self) -> None:
@@ -233,9 +237,10 @@ class Loop:
         try:
             if self._member is not None:
                 self._show_gradient()
-                number = self._worker.run_step + 1
+                self._taken += 1
+                number = self._before + self._taken
                 if self._worker.step == 0 or compared_at(number):
-                    self._tell_settings(number, ends=self._equal_steps)
+                    self._tell_settings(number, ends=bool(self._same_step))
             for hook in failpoints.hooks:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
@@ -354,7 +359,7 @@ class Loop:
         """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
         that no worker waits for another one; `ends`: a difference that must not be ends the run.
         """
-        if self._member is not None and self.workers > 1:
+        if self._member is not None and self.workers > 1 and self._same_step is not None:
             note: Fields = {"step": step, "ends": int(ends), "start": int(start), "loaded": int(loaded)}
             self._member.tell("settings", told(*self._stepper.settings), note)
 
@@ -381,7 +386,7 @@ class Loop:
 
     def _require_rest(self, name: str) -> None:
         """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
-        if self.strategy.traits.held_up(self.workers) and self._worker.step:
+        if self.strategy.traits.held_up(self.workers) and self._worker.step and self._taken:
             raise CompositionError(
                 f"a step of {self.strategy} waits only for the fastest workers, but {name} exchanges data between all "
                 "ranks and would delay the step; call it before the first step(), or use a strategy such as ps(bsp)"
@@ -507,7 +512,7 @@ class Loop:
         self._runner.close()
         with self._telling():
             if self._worker.step:  # training is over: a difference since the last comparison does not cost the result
-                self._tell_settings(self._worker.run_step + 1, ends=False)
+                self._tell_settings(self._before + self._taken + 1, ends=False)
             last = self._leave(remember)
             self._take_result()
         self._release()
@@ -630,9 +635,12 @@ class Loop:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)
         self._keeper.restore_between_steps(kept.script.between_steps, random=False)
+        traits = self.strategy.traits
         # after a change of members a worker that does not step together with the others may end an epoch some steps
         # earlier than they, although its number of steps keeps its distance to theirs
-        self._equal_steps = kept.saved.mailbox is not None or self.strategy.traits.delivery == "synchronous"
+        self._same_step = kept.saved.mailbox is not None or traits.delivery == "synchronous"
+        if traits.delivery == "partial":  # the checkpoint does not hold how many gradients were canceled
+            self._same_step = None
         return kept
 
     def crash(self, error: BaseException) -> bool:

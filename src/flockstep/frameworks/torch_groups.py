@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,11 +42,16 @@ NUMBERS = ("mu_product", "eta", "mu")
 
 @dataclass(eq=False)
 class Pieces:
-    """The torch optimizer for one slice of the parameters, created at its first step."""
+    """The state of the torch optimizer for one slice of the parameters; empty before its first step."""
 
-    optimizer: torch.optim.Optimizer | None = None
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
     """First element, end (exclusive) and group of each parameter that the torch optimizer has."""
+    own: list[dict[str, Any]] = field(default_factory=list)
+    """torch's state variables of each of these parameters; the torch optimizer writes to these dicts."""
+
+
+_optimizers: WeakKeyDictionary[Pieces, torch.optim.Optimizer] = WeakKeyDictionary()
+"""The torch optimizer of each state; a state that a checkpoint has restored gets a new one."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +95,25 @@ class TorchOptimizer(Optimizer):
         if not len(params):  # with fewer parameters than slices
             state.steps += share
             return
-        if held.optimizer is None:
-            held.optimizer = self._begun(held, params, state.start)
+        optimizer = self._optimizer(held, params, state.start)
         if self.kind in LINEAR:
             gradient = gradient if share == 1 else gradient * share
         else:
             lr *= (
                 math.sqrt(share) if self.kind == "Adagrad" else share
             )  # the sum of squares contributes the other square root
-        for (start, stop, number), group in zip(held.ranges, held.optimizer.param_groups, strict=True):
+        for (start, stop, number), group in zip(held.ranges, optimizer.param_groups, strict=True):
             rate = lr * settings[number].get("lr", 1.0)
-            group.update(self._settings({**held.optimizer.defaults, **settings[number]}, share), lr=rate)
+            group.update(self._settings({**optimizer.defaults, **settings[number]}, share), lr=rate)
             parameter = group["params"][0]
             parameter.data = as_tensor(params[start:stop])
             parameter.grad = as_tensor(gradient[start:stop])
-        for own in held.optimizer.state.values():
+        for own in held.own:
             if "step" in own:
                 own["step"].fill_(state.steps / share)
-        self._scale(held.optimizer, 1 / share)
-        held.optimizer.step()
-        self._scale(held.optimizer, share)
+        self._scale(held, 1 / share)
+        optimizer.step()
+        self._scale(held, share)
         state.steps += share
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
@@ -131,7 +136,7 @@ class TorchOptimizer(Optimizer):
         import torch
 
         state.steps, state.foreign = given.steps, Pieces()
-        state.foreign.optimizer = self._begun(state.foreign, params, state.start)
+        self._optimizer(state.foreign, params, state.start)
         for part, group, own in self._own(state.foreign):
             own.update({name: as_tensor(copied(slot[part])) for name, slot in given.slots.items()})
             for key, value in given.numbers.items():
@@ -141,23 +146,29 @@ class TorchOptimizer(Optimizer):
             if self.kind != "SGD":
                 own["step"] = torch.tensor(float(given.steps))
 
-    def _begun(self, held: Pieces, params: FlatArray, start: int) -> torch.optim.Optimizer:
-        """Return a torch optimizer for a slice of the parameters that begins at element `start`."""
+    def _optimizer(self, held: Pieces, params: FlatArray, start: int) -> torch.optim.Optimizer:
+        """Return the torch optimizer for a slice of the parameters that begins at element `start`."""
         import torch
 
+        if held in _optimizers:
+            return _optimizers[held]
         settings, held.ranges = json.loads(self.groups), self._ranges(start, len(params))
+        held.own = held.own or [{} for _ in held.ranges]
         chosen = [
             {"params": [torch.nn.Parameter(as_tensor(params[a:b]))], **settings[g], "lr": 1.0}
             for a, b, g in held.ranges
         ]
         made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(chosen)
+        for group, own in zip(made.param_groups, held.own, strict=True):
+            own.update({**made.state[group["params"][0]], **own})  # some classes fill their state when they are made
+            made.state[group["params"][0]] = own
+        _optimizers[held] = made
         return made
 
     def _own(self, held: Pieces) -> Iterator[tuple[slice, int, dict[str, Any]]]:
         """Yield for each piece its slice, its group, and torch's state of it."""
-        if held.optimizer is not None:
-            for (start, stop, group), each in zip(held.ranges, held.optimizer.param_groups, strict=True):
-                yield slice(start, stop), group, held.optimizer.state[each["params"][0]]
+        for (start, stop, group), own in zip(held.ranges, held.own, strict=True):
+            yield slice(start, stop), group, own
 
     def _settings(self, whole: dict[str, Any], share: float) -> dict[str, Any]:
         """Return a group's settings for a share of a step: running means keep the share-th power of their factors."""
@@ -167,13 +178,13 @@ class TorchOptimizer(Optimizer):
             changed["betas"] = tuple(beta**share for beta in whole["betas"])
         return {**whole, **changed}
 
-    def _scale(self, optimizer: torch.optim.Optimizer, by: float) -> None:
+    def _scale(self, held: Pieces, by: float) -> None:
         """Multiply the sums in torch's state; scaling before and after a step makes the step add only its share to
         them.
         """
         if by == 1 or self.kind in LINEAR:
             return
-        for own in optimizer.state.values():
+        for own in held.own:
             for name in SUMS & own.keys():
                 own[name].mul_(by)
 
