@@ -42,7 +42,7 @@ $(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("flockstep needs Python 3.11 or newer; say which with make PYTHON=…" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'pip>=25.1'  # for --group
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads]' -e lab --group dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[fast,torch,workloads]' -e lab --group dev
 	touch $@
 
 demo: $(READY)

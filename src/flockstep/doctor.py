@@ -164,14 +164,6 @@ def usual() -> Iterator[SelfTest]:
         fix = f"pip install --force-reinstall {name}"
         yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
     again = "put the output of `flockstep doctor` into a bug report"
-    yield SelfTest(
-        "compiled kernels",
-        "core",
-        ("-c", _KERNELS),
-        True,
-        "check the installation of numba and llvmlite; " + again,
-        "numba",
-    )
     same = _SameBits()
     yield SelfTest("virtual time", "core", _run("simulate"), True, again, judge=same.learn)
     for name, fix in _TRANSPORTS.items():
@@ -292,6 +284,7 @@ context.stop()
 """
 _CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and install Java 17 or newer"))
 _EXTRAS = (
+    ("fast", "numba", _KERNELS),
     ("torch", "torch", _TORCH),
     ("jax", "jax", _JAX),
     ("lightning", "pytorch_lightning", _LIGHTNING),

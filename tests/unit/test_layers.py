@@ -371,4 +371,4 @@ def test_the_version_is_written_several_times_but_is_one():
         tomllib.loads((ROOT / file).read_text())["project"] for file in ("pyproject.toml", "lab/pyproject.toml")
     )
     assert product["version"] == lab["version"] == flockstep.__version__
-    assert f"flockstep[torch,workloads]=={flockstep.__version__}" in lab["dependencies"]
+    assert f"flockstep[fast,torch,workloads]=={flockstep.__version__}" in lab["dependencies"]

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from flockstep.arrays.kernels.jit import COMPILES
 from flockstep.errors import ConfigurationError
 from flockstep.transports.addresses import (
     ANY_PORT,
@@ -110,7 +111,9 @@ class Tcp(Transport):
 
 
 def _require_memory(instead: str) -> None:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    # Without numba, counters are written by plain stores, which only x86-64 keeps in order.
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", *(("aarch64",) if COMPILES else ())):
         raise ConfigurationError(
-            f"shared memory needs Linux on x86_64 or aarch64, got {sys.platform} on {platform.machine()}; use {instead}"
+            f"shared memory needs Linux on x86_64, or on aarch64 with numba, got {sys.platform} on "
+            f"{platform.machine()}; use {instead}, or pip install 'flockstep[fast]'"
         )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flockstep.arrays.kernels.jit import jit
+import numpy as np
+
+from flockstep.arrays.kernels.jit import beside, jit
 from flockstep.transports.shared_signals import differs, raise_to, say, wait_for_all
 
 MISMATCH = -2
@@ -17,7 +19,13 @@ BLOCK = 2048
 """Number of elements that are summed at a time, chosen to fit into the first-level cache."""
 
 
-@jit
+def _plain_pair(a: Any, b: Any, divisor: Any) -> None:
+    a += b
+    _divide(a, divisor)
+    b[:] = a
+
+
+@beside(_plain_pair)
 def _pair(a: Any, b: Any, divisor: Any) -> None:
     """a, b ← (a + b) / divisor, elementwise."""
     if divisor == 1:
@@ -32,19 +40,44 @@ def _pair(a: Any, b: Any, divisor: Any) -> None:
             b[i] = total
 
 
-@jit
+def _plain_copy(out: Any, given: Any) -> None:
+    out[:] = given
+
+
+@beside(_plain_copy)
 def _copy(out: Any, given: Any) -> None:
     for i in range(len(out)):
         out[i] = given[i]
 
 
-@jit
+def _plain_add(out: Any, more: Any) -> None:
+    out += more
+
+
+@beside(_plain_add)
 def _add(out: Any, more: Any) -> None:
     for i in range(len(out)):
         out[i] += more[i]
 
 
-@jit
+def _plain_divide(total: Any, divisor: Any) -> None:
+    if divisor != 1:
+        total /= divisor
+
+
+@beside(_plain_divide)
+def _divide(total: Any, divisor: Any) -> None:
+    """Divide an array in place."""
+    if divisor != 1:
+        for i in range(len(total)):
+            total[i] /= divisor
+
+
+def _plain_both(a: Any, b: Any, out: Any) -> None:
+    np.add(a, b, out=out)
+
+
+@beside(_plain_both)
 def _both(a: Any, b: Any, out: Any) -> None:
     """out ← a + b, elementwise."""
     for i in range(len(out)):
@@ -64,9 +97,7 @@ def _sum(
         for hop in range(2, n):
             base = (first + hop) % n * stride + offset
             _add(total, heap[base + low : base + high])
-        if divisor != 1:
-            for i in range(len(total)):
-                total[i] /= divisor
+        _divide(total, divisor)
 
 
 @jit
@@ -229,9 +260,7 @@ def _share_block(heap: Any, stride: int, offset: int, low: int, high: int, me: i
     """Divide elements low..high-1 of process `me`, and copy them to all other processes."""
     base = me * stride + offset
     total = heap[base + low : base + high]
-    if divisor != 1:
-        for i in range(len(total)):
-            total[i] /= divisor
+    _divide(total, divisor)
     for hop in range(1, n):
         base = (me + hop) % n * stride + offset
         _copy(heap[base + low : base + high], total)
@@ -322,9 +351,7 @@ def _sum_share(
             )
             for hop in range(2, n):
                 _add(total, _of(heap, stride, slot, low, high, (c + hop) % n, me, array))
-            if divisor != 1:
-                for i in range(len(total)):
-                    total[i] /= divisor
+            _divide(total, divisor)
             _copy(array[low:high], total)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.kernels.jit import beside, jit
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -27,7 +27,11 @@ def fraction(index: Any, seed: Any) -> Any:
     return np.float32(np.int32(mixed(index, seed) >> np.uint32(8))) * np.float32(2.0**-24)
 
 
-@jit
+def _plain_uniforms(out: Any, seed: Any) -> None:
+    out[:] = fraction(np.arange(len(out), dtype=np.uint32), seed)
+
+
+@beside(_plain_uniforms)
 def _uniforms(out: Any, seed: Any) -> None:
     for i in range(len(out)):
         out[i] = fraction(i, seed)
@@ -73,7 +77,12 @@ def _apart(w: Any, bits: int) -> Any:
     return (w & singles) | ((w << gap) & (singles << np.uint64(8)))
 
 
-@jit
+def _plain_fold(words: Any, bits: int, out: Any) -> None:
+    packed = _together(words, bits).astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+    out[:] = packed[:, :bits].reshape(-1)
+
+
+@beside(_plain_fold)
 def fold(words: Any, bits: int, out: Any) -> None:
     """Pack eight codes, one in each byte of the integer `words`, into `bits` bytes of `out`."""
     if bits == 1:
@@ -94,7 +103,15 @@ def fold(words: Any, bits: int, out: Any) -> None:
                 out[bits * i + j] = np.uint8(w >> np.uint64(8 * j))
 
 
-@jit
+def _plain_unfold(data: Any, bits: int, words: Any) -> None:
+    given = np.zeros(len(words) * bits, np.uint8)
+    given[: len(data)] = data[: len(given)]
+    packed = np.zeros((len(words), 8), np.uint8)
+    packed[:, :bits] = given.reshape(-1, bits)
+    words[:] = _apart(packed.view("<u8")[:, 0], bits)
+
+
+@beside(_plain_unfold)
 def unfold(data: Any, bits: int, words: Any) -> None:
     """Unpack `bits` bytes of `data` into eight codes, one in each byte of the returned integer; bytes beyond the end of
     `data` count as zero.

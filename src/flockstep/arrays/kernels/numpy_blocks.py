@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.arrays.kernels.jit import fast, jit
-from flockstep.arrays.kernels.numpy_bits import Bytes, fold, fraction, locked, packed_bytes, unfold
+from flockstep.arrays.kernels.jit import beside, fast, jit
+from flockstep.arrays.kernels.numpy_bits import Bytes, fold, fraction, locked, packed_bytes, unfold, unpack
 from flockstep.arrays.schema import FlatArray
 
 CHUNK = 1024
@@ -34,7 +34,29 @@ def _largest(words: Any, mask: Any) -> Any:
     return top
 
 
-@jit
+def _of_elements(scales: Any, block: int, size: int) -> Any:
+    """Return the scale of each of `size` elements."""
+    return np.repeat(scales, min(block, max(size, 1)))[:size]
+
+
+def _plain_scales(
+    x: Any, words: Any, mask: Any, block: int, norm: bool, out: Any, out_words: Any, highest: Any
+) -> None:
+    if not len(out):
+        return
+    width = min(block, len(x))
+    padded = np.zeros(len(out) * width, x.dtype)
+    padded[: len(x)] = x
+    out_words[:] = (padded.view(words.dtype) & mask).reshape(-1, width).max(axis=1)
+    if norm:
+        wide, top = padded.reshape(-1, width).astype(np.float64), out.astype(np.float64)
+        squares = np.square(wide).sum(axis=1)
+        ratios = np.square(wide / np.where(top > 0, top, 1)[:, None]).sum(axis=1)
+        norms = np.where((squares > 1e-280) & (squares < 1e300), np.sqrt(squares), top * np.sqrt(ratios))
+        out[:] = np.where((top > 0) & (top < np.inf), np.minimum(norms, highest), out)
+
+
+@beside(_plain_scales)
 def _scales(x: Any, words: Any, mask: Any, block: int, norm: bool, out: Any, out_words: Any, highest: Any) -> None:
     for b in range(len(out)):
         begin, end = b * block, min((b + 1) * block, len(x))
@@ -73,7 +95,25 @@ def _codes(x: Any, begin: int, scale: Any, levels: Any, seed: Any, magic: Any, r
             codes[i] = np.uint8(np.int32(zero + np.int32((x[i] / scale * levels + magic) - magic)))
 
 
-@jit
+def _plain_quantize(
+    x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
+) -> None:
+    scale, zero = _of_elements(scales, block, len(x)), np.int32(levels)
+    some = scale > 0
+    ratio = x / np.where(some, scale, 1) * levels
+    if random:
+        m = np.minimum(abs(ratio), levels)
+        q = m.astype(np.int32)
+        q += m - q.astype(x.dtype) > fraction(np.arange(len(x), dtype=np.uint32), seed)
+        q = np.where(x >= 0, q, -q)
+    else:
+        q = ((ratio + magic) - magic).astype(np.int32)
+    codes = np.zeros((len(x) + 7) // 8 * 8, np.uint8)
+    codes[: len(x)] = np.where(some, q, 0) + zero
+    fold(codes.view(np.uint64), bits, out)
+
+
+@beside(_plain_quantize)
 def _quantize(
     x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
 ) -> None:
@@ -94,7 +134,14 @@ def _quantize(
                 fold(words[:eights], bits, out[begin // 8 * bits : (begin // 8 + eights) * bits])
 
 
-@jit
+def _plain_dequantize(data: Any, steps: Any, block: int, levels: int, bits: int, out: Any, add: bool) -> int:
+    codes = unpack(data, len(out), bits)
+    values = (codes.astype(np.int32) - np.int32(levels)).astype(out.dtype) * _of_elements(steps, block, len(out))
+    out[:] = out + values if add else values
+    return int(codes.max(initial=0))
+
+
+@beside(_plain_dequantize)
 def _dequantize(data: Any, steps: Any, block: int, levels: int, bits: int, out: Any, add: bool) -> int:
     words = np.zeros(CHUNK // 8, np.uint64)
     codes = words.view(np.uint8)

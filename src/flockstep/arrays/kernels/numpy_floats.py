@@ -6,12 +6,13 @@ slower. Here every case is computed for every element and one is selected.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_basics, numpy_dtype
-from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.kernels.jit import beside, jit
 from flockstep.arrays.kernels.numpy_bits import locked
 from flockstep.arrays.namespace import cast
 from flockstep.arrays.schema import FlatArray
@@ -24,7 +25,18 @@ _ONE_HALF = np.uint32(0x3F000000)
 """float32's bits of 0.5, whose last place is 2⁻²⁴, float16's smallest number."""
 
 
-@jit
+def _plain_to_half(x: Any, words: Any, top: Any, out: Any) -> None:
+    m = words & _MAGNITUDE
+    last = m >> np.uint32(13)
+    normal = (m + np.uint32(0xC8000FFF) + (last & np.uint32(1))) >> np.uint32(13)
+    tiny = (abs(x) + np.float32(0.5)).view(np.uint32) - _ONE_HALF
+    code = np.where(m < _LEAST_NORMAL, tiny, np.minimum(normal, top))
+    payload = last & np.uint32(0x3FF)
+    special = np.uint32(0x7C00) | np.where(payload > 0, payload, m > _INFINITY)
+    out[:] = np.where(m < _INFINITY, code, special) | ((words >> np.uint32(16)) & np.uint32(0x8000))
+
+
+@beside(_plain_to_half)
 def _to_half(x: Any, words: Any, top: Any, out: Any) -> None:
     for i in range(len(words)):
         w = words[i]
@@ -40,7 +52,15 @@ def _to_half(x: Any, words: Any, top: Any, out: Any) -> None:
         out[i] = np.uint16(code | ((w >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-@jit
+def _plain_to_bfloat16(words: Any, top: Any, out: Any) -> None:
+    m = words & _MAGNITUDE
+    code = (m + np.uint32(0x7FFF) + ((m >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    code = np.where((code < top) | (m == _INFINITY), code, top)
+    code = np.where(m <= _INFINITY, code, np.uint32(0x7FC0))
+    out[:] = code | ((words >> np.uint32(16)) & np.uint32(0x8000))
+
+
+@beside(_plain_to_bfloat16)
 def _to_bfloat16(words: Any, top: Any, out: Any) -> None:
     for i in range(len(words)):
         w = words[i]
@@ -64,19 +84,43 @@ def _of_half(h: Any) -> Any:
     return np.uint32(bits | np.uint32((h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@jit
+@cache
+def _halves() -> Any:
+    """Return the float32 of each of the 2¹⁶ float16 codes; numpy's own conversion may change the bits of NaN."""
+    h = np.arange(1 << 16, dtype=np.uint32)
+    m = h & np.uint32(0x7FFF)
+    shifted = m << np.uint32(13)
+    tiny = ((_ONE_HALF + m).view(np.float32) - np.float32(0.5)).view(np.uint32)
+    bits = np.where(m < 0x7C00, shifted + np.uint32(112 << 23), shifted + np.uint32(224 << 23))
+    bits = np.where(m < 0x400, tiny, bits)
+    return (bits | ((h & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
+
+
+def _plain_put_half(codes: Any, out: Any) -> None:
+    out[:] = _halves()[codes]
+
+
+@beside(_plain_put_half)
 def _put_half(codes: Any, out: Any) -> None:
     for i in range(len(codes)):
         out[i] = np.uint32(_of_half(np.uint32(codes[i]))).view(np.float32)
 
 
-@jit
+def _plain_add_half(codes: Any, scale: Any, out: Any) -> None:
+    out += scale * _halves()[codes].astype(out.dtype)
+
+
+@beside(_plain_add_half)
 def _add_half(codes: Any, scale: Any, out: Any) -> None:
     for i in range(len(codes)):
         out[i] += scale * out.dtype.type(np.uint32(_of_half(np.uint32(codes[i]))).view(np.float32))
 
 
-@jit
+def _plain_add_bfloat16(codes: Any, scale: Any, out: Any) -> None:
+    out += scale * (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(out.dtype)
+
+
+@beside(_plain_add_bfloat16)
 def _add_bfloat16(codes: Any, scale: Any, out: Any) -> None:
     for i in range(len(codes)):
         out[i] += scale * out.dtype.type(np.uint32(np.uint32(codes[i]) << np.uint32(16)).view(np.float32))

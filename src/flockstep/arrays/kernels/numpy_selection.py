@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.kernels import name_of, numpy_dtype
-from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.kernels.jit import beside, jit
 from flockstep.arrays.kernels.numpy_basics import as_floats, from_bytes
 from flockstep.arrays.schema import FlatArray
 
@@ -239,7 +239,13 @@ def halved_sum(numbers: Any) -> float:
     return rest + float(numbers[0])
 
 
-@jit
+def _plain_above(x: FlatArray, low: Any, indices: Indices) -> Any:
+    found = np.flatnonzero(~(abs(x) < low))
+    indices[: len(found)] = found[: len(indices)]
+    return len(found)
+
+
+@beside(_plain_above)
 def _above(x: FlatArray, low: Any, indices: Indices) -> Any:
     """Write the indices of the elements that are not below `low`; test many blocks, then search the few with a hit."""
     size, room = len(x), len(indices) - BLOCK
@@ -269,7 +275,11 @@ def _above(x: FlatArray, low: Any, indices: Indices) -> Any:
     return count
 
 
-@jit
+def _plain_scatter_add(out: FlatArray, indices: Indices, values: FlatArray) -> None:
+    out[indices] += values
+
+
+@beside(_plain_scatter_add)
 def _scatter_add(out: FlatArray, indices: Indices, values: FlatArray) -> None:
     for i in range(len(indices)):
         out[indices[i]] += values[i]
@@ -307,7 +317,20 @@ def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
     return low, wanted - _count(keys, least)
 
 
-@jit
+def _plain_largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
+    done = 0
+    for b, count in enumerate(counts):
+        part = keys[b * bucket : (b + 1) * bucket]
+        if count == 0:
+            continue
+        bound = np.partition(part, len(part) - count)[len(part) - count]
+        more, same = part > bound, part == bound
+        found = np.flatnonzero(more | (same & (np.cumsum(same) <= count - np.count_nonzero(more))))
+        chosen[done : done + count] = found + b * bucket
+        done += count
+
+
+@beside(_plain_largest)
 def _largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
     done, least = 0, np.empty(1, keys.dtype)
     for b in range(len(counts)):
@@ -326,7 +349,22 @@ def _largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Ind
                     done += 1
 
 
-@jit
+def _plain_subset(size: Any, bits: int, keys: npt.NDArray[np.uint64], chosen: Indices) -> None:
+    mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    x = np.arange(len(chosen), dtype=np.uint64)
+    pending = np.arange(len(chosen))
+    while len(pending):
+        y = x[pending]
+        for r in range(4):
+            y = (y + keys[2 * r]) & mask
+            y = (y * (keys[2 * r + 1] | np.uint64(1))) & mask
+            y ^= y >> half
+        x[pending] = y
+        pending = pending[y >= size]
+    chosen[:] = x
+
+
+@beside(_plain_subset)
 def _subset(size: Any, bits: int, keys: npt.NDArray[np.uint64], chosen: Indices) -> None:
     """Permute by rounds of addition, multiplication by an odd number and xor-shift, each one-to-one on `bits` bits."""
     mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.kernels.jit import fast, jit
+from flockstep.arrays.kernels.jit import beside, fast
 from flockstep.arrays.kernels.numpy_bits import Bytes, fold, locked, mixed, pack, packed_bytes, unfold, unpack
 from flockstep.arrays.schema import FlatArray
 
@@ -30,7 +30,15 @@ def _side_sums(x: Any) -> Any:
     return above, below, negative
 
 
-@jit
+def _plain_signs(x: Any, out: Any, sums: Any) -> None:
+    wide = x.astype(np.float64)
+    above, below = wide >= 0, wide < 0
+    out[: (len(x) + 7) // 8] = np.packbits(below, bitorder="little")
+    # NaN is on neither side, but must appear in the sums.
+    sums += np.where(above, wide, 0).sum(), np.where(above, 0, wide).sum(), np.count_nonzero(below)
+
+
+@beside(_plain_signs)
 def _signs(x: Any, out: Any, sums: Any) -> None:
     words = np.zeros(CHUNK // 8, np.uint64)
     codes = words.view(np.uint8)
@@ -48,7 +56,15 @@ def _signs(x: Any, out: Any, sums: Any) -> None:
         sums[2] += negative
 
 
-@jit
+def _plain_column_signs(x: Any, codes: Any, above: Any, below: Any, negative: Any) -> None:
+    codes[:] = x < 0
+    negative += np.count_nonzero(codes, axis=0).astype(np.int32)
+    for row in x.astype(np.float64):  # one after the other, as the compiled loop adds them
+        above += np.where(row >= 0, row, 0)
+        below += np.where(row >= 0, 0, row)
+
+
+@beside(_plain_column_signs)
 def _column_signs(x: Any, codes: Any, above: Any, below: Any, negative: Any) -> None:
     for begin in range(0, x.shape[1], CHUNK // 2):
         end = min(begin + CHUNK // 2, x.shape[1])
@@ -64,7 +80,12 @@ def _column_signs(x: Any, codes: Any, above: Any, below: Any, negative: Any) -> 
                 count[c] += np.int32(row[c] < 0)
 
 
-@jit
+def _plain_set_columns(codes: Any, high: Any, low: Any, out: Any, add: bool) -> None:
+    values = np.where(codes, low, high)
+    out[:] = out + values if add else values
+
+
+@beside(_plain_set_columns)
 def _set_columns(codes: Any, high: Any, low: Any, out: Any, add: bool) -> None:
     for r in range(len(out)):
         row, marks = out[r], codes[r]
@@ -76,7 +97,12 @@ def _set_columns(codes: Any, high: Any, low: Any, out: Any, add: bool) -> None:
                 row[c] = low[c] if marks[c] else high[c]
 
 
-@jit
+def _plain_set_sides(data: Any, high: Any, low: Any, out: Any, add: bool) -> None:
+    values = np.where(np.unpackbits(data, count=len(out), bitorder="little"), low, high)
+    out[:] = out + values if add else values
+
+
+@beside(_plain_set_sides)
 def _set_sides(data: Any, high: Any, low: Any, out: Any, add: bool) -> None:
     words = np.zeros(CHUNK // 8, np.uint64)
     codes = words.view(np.uint8)
@@ -91,7 +117,11 @@ def _set_sides(data: Any, high: Any, low: Any, out: Any, add: bool) -> None:
                 part[i] = low if codes[i] else high
 
 
-@jit
+def _plain_less_sides(x: Any, high: Any, low: Any) -> None:
+    x -= np.where(x < 0, low, high)
+
+
+@beside(_plain_less_sides)
 def _less_sides(x: Any, high: Any, low: Any) -> None:
     for i in range(len(x)):
         x[i] -= low if x[i] < 0 else high
@@ -147,7 +177,21 @@ def less_sides(x: FlatArray, high: float, low: float) -> None:
     _less_sides(x, x.dtype.type(high), x.dtype.type(low))
 
 
-@jit
+def _plain_to_powers(
+    words: Any, digits: Any, sign: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any
+) -> Any:
+    kind = words.dtype.type
+    magnitudes = words & kind(sign - kind(1))
+    drawn = mixed(np.arange(len(words), dtype=np.uint32), seed) >> np.uint32(9)
+    power = np.minimum((magnitudes + (drawn.astype(kind) << kind(digits - kind(23)))) >> digits, top)
+    low[:] = power & kind(0xFF)
+    rest = np.zeros((len(words) + 7) // 8 * 8, np.uint8)
+    rest[: len(words)] = ((power >> kind(8)) << kind(1)) | ((words & sign) != 0)
+    fold(rest.view(np.uint64), bits, out)
+    return magnitudes.max(initial=0)
+
+
+@beside(_plain_to_powers)
 def _to_powers(
     words: Any, digits: Any, sign: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any
 ) -> Any:
@@ -170,7 +214,19 @@ def _to_powers(
     return most
 
 
-@jit
+def _plain_from_powers(
+    low: Any, high: Any, bits: int, digits: Any, scratch: Any, words: Any, floats: Any, out: Any, scale: Any, add: bool
+) -> Any:
+    kind = words.dtype.type
+    rest = unpack(high, len(low), bits).astype(kind)
+    power = low.astype(kind) | ((rest >> kind(1)) << kind(8))
+    found = (power << digits) | ((rest & kind(1)) << kind(8 * words.itemsize - 1))
+    values = found.view(out.dtype) * scale
+    out[:] = out + values if add else values
+    return power.max(initial=0)
+
+
+@beside(_plain_from_powers)
 def _from_powers(
     low: Any, high: Any, bits: int, digits: Any, scratch: Any, words: Any, floats: Any, out: Any, scale: Any, add: bool
 ) -> Any:
