@@ -17,7 +17,6 @@ from flockstep.costs.reference import reference
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
-from flockstep.report.layers import layers_page
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (4.5, 3), (1024, 10)])
@@ -195,18 +194,13 @@ def test_what_cannot_be_is_refused(make, said):
         make()
 
 
-def test_table_document_and_page_say_the_same(tmp_path, capsys):
-    page = tmp_path / "pictures" / "alexnet.html"
-    show_layers("alexnet", 64, 8, as_json=True, out=page)
+def test_the_document_says_what_the_model_says(capsys):
+    show_layers("alexnet", 64, 8, as_json=True)
     said = json.loads(capsys.readouterr().out)
     model = reference("alexnet")
     assert said["parameters"] == 60_965_224 == sum(row["parameters"] for row in said["layers"])
     assert said["work_forward"] + said["work_backward"] == model.work(64)
     assert said["split_layers"] == list(model.split_layers(64, 8))
-    text = page.read_text()
-    assert "alexnet: 64 samples on each of 8 workers" in text
-    assert all(layer.name in text for layer in model.layers)
-    assert "src=" not in text.split("<script>")[0]
 
 
 def test_the_printed_table_leaves_out_layers_without_parameters(capsys):
@@ -218,32 +212,6 @@ def test_the_printed_table_leaves_out_layers_without_parameters(capsys):
     assert "relu1" not in short
     assert "relu1" in long
     assert "with fc split over the workers" in short
-
-
-def test_picture_has_a_column_for_each_layer_and_only_those_with_parameters_of_a_long_model():
-    short = report.picture(reference("vgg-a"), 32, 16)
-    assert len(short["data"]) == 4
-    assert len(short["data"][0]["x"]) == len(reference("vgg-a").layers)
-    many = report.picture(reference("resnet-152"), 32, 16)
-    assert len(many["data"][0]["x"]) == sum(1 for layer in reference("resnet-152").layers if layer.parameters)
-    alone = report.picture(reference("vgg-a"), 32, 1)
-    assert set(alone["data"][3]["y"]) == {None}
-
-
-def test_names_are_harmless_on_the_page():
-    model = ModelShape("</script><b>", (Layer("<i>x</i>", "linear", parameters=3, forward=Pass(3)),))
-    text = layers_page(model, 1, 2).render()
-    assert "</script><b>" not in text
-    assert "<i>x</i>" not in text
-
-
-def test_the_page_marks_layers_to_split_and_the_total():
-    model = reference("vgg-a")
-    listed = layers_page(model, 32, 16).listings[0]
-    split = [place for place, row in enumerate(report.rows(model, 32, 16)) if row.cheaper == "split"]
-    assert listed.styles == {**dict.fromkeys(split, "split"), len(model.layers): "total"}
-    assert split
-    assert layers_page(model, 32, 16).render().count('<tr class="split">') == len(split)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +233,6 @@ def test_amounts(value, text):
 def test_what_is_not_there(what, error, said):
     with pytest.raises(error, match=said):
         shape_named(what)
-
-
-def test_a_page_must_be_html(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"must be an \.html file"):
-        show_layers("alexnet", out=tmp_path / "a.txt")
 
 
 def test_bytes_behind_a_layer_of_a_pipeline():

@@ -3,7 +3,6 @@ import gzip
 import html
 import io
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 
 from flockstep.errors import ConfigurationError
@@ -23,7 +21,7 @@ from flockstep.records.events import ClockEvent, EvaluationEvent, Event, LostEve
 from flockstep.records.folder import Record
 from flockstep.report import formatting
 from flockstep.report.activity import per_step, per_worker, timeline
-from flockstep.report.figures import progress, ranges, staleness
+from flockstep.report.figures import progress, staleness
 from flockstep.report.findings import findings
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels
@@ -328,7 +326,6 @@ def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> No
         f"{best.strategy} reached accuracy 0.95 first, after {formatting.number(best.seconds_to_target)} virtual s"
     )
     assert any(worst.strategy in text and "samples" in text for text in sentences[1:])
-    assert any("computing" in text and "sent" in text for text in sentences)
     assert "virtual" in sentences[-1]
     assert not any("partial" in text for text in sentences[:1])
 
@@ -497,21 +494,6 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_axes_show_curves_from_where_the_runs_differ_and_the_whole_range_shows_all(records: list[Record]) -> None:
-    found = ranges(series_of(records))
-    assert set(found) == {"yaxis", "yaxis2", "yaxis3", "yaxis4", "yaxis5", "yaxis6"}
-    shots = [(r, [e for e in r.events if isinstance(e, EvaluationEvent)]) for r in records]
-    assert len({events[0].loss for _, events in shots}) == 1, "the runs share their first evaluation only"
-    for value, name in ((lambda e: e.metric, "yaxis"), (lambda e: math.log10(e.loss), "yaxis4")):
-        (low, high), (least, most) = found[name].differing, found[name].whole
-        assert all(least <= value(event) <= most for _, events in shots for event in events)
-        assert all(low <= value(event) <= high for r, events in shots if r.summary.useful for event in events[1:])
-        assert high - low < most - least, "the common beginning is left out"
-    assert found["yaxis"].differing[0] <= 0.95 <= found["yaxis"].differing[1]
-    layout = progress(series_of(records))["layout"]
-    assert layout["yaxis"]["range"] == found["yaxis"].differing
-
-
 def falling(factor: float, name: str, period: float) -> Record:
     """A run whose loss falls by a factor from 2, while its error falls from 0.9 to 0.04."""
     config = RunConfig(kind="train", job="j", strategy=name, workers=4, target=0.95, metric="accuracy")
@@ -525,7 +507,7 @@ def falling(factor: float, name: str, period: float) -> Record:
 
 
 LABELS_OF_AXES = """
-<iframe src="report.html" style="border: 0; width: WIDTHpx; height: 5000px" id="page"></iframe>
+<iframe src="report.html" style="border: 0; width: 1280px; height: 5000px" id="page"></iframe>
 <script>
   page.onload = () => setTimeout(() => {
     const axes = page.contentDocument.querySelectorAll("#plot-progress :is(.xaxislayer-above, .yaxislayer-above)");
@@ -540,11 +522,10 @@ LABELS_OF_AXES = """
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in Chromium")
 @pytest.mark.parametrize("factor", [1.1, 10, 1e4])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_each_axis_has_three_numbers_in_a_browser(factor: float, width: int, tmp_path: Path) -> None:
+def test_each_axis_has_three_numbers_in_a_browser(factor: float, tmp_path: Path) -> None:
     write_report([falling(factor, "fast", 1.0), falling(factor, "slow", 0.9)], tmp_path / "report.html")
     frame = tmp_path / "frame.html"
-    frame.write_text(LABELS_OF_AXES.replace("WIDTH", str(width)))
+    frame.write_text(LABELS_OF_AXES)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     own = ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000"]
     words = ["chromium", *flags, *own, "--dump-dom", frame.as_uri()]
@@ -554,15 +535,3 @@ def test_each_axis_has_three_numbers_in_a_browser(factor: float, width: int, tmp
     layers = [layer for layer in json.loads(html.unescape(found[1])) if layer]
     assert len(layers) >= 8
     assert all(len(layer) >= 3 and sorted(map(float, layer)) == list(map(float, layer)) for layer in layers), layers
-
-
-def test_narrow_pages_have_layouts_for_equal_data(records: list[Record]) -> None:
-    for draw in (progress, per_step, per_worker, staleness):
-        wide, narrow = draw(series_of(records)), draw(series_of(records), True)
-        assert wide is not None
-        assert narrow is not None
-        assert wide["data"] == narrow["data"]
-        used = {trace.get("yaxis", "y").replace("y", "yaxis") for trace in wide["data"]}
-        assert used <= set(narrow["layout"])
-        names = [a["text"] for a in narrow["layout"].get("annotations", ())]
-        assert all(cell_len(line) <= 60 for text in names for line in re.sub("<span.*?</span>", "", text).split("<br>"))

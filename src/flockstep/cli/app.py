@@ -583,7 +583,6 @@ def layers(
     everything: Annotated[
         bool, typer.Option("--all", help="Show every layer (default: a long table omits layers without parameters).")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Show a model's layers: parameters, work, depth, and the bytes sent under data parallelism and if the layer is
@@ -591,7 +590,7 @@ def layers(
     """
     from flockstep.cli.layers import show_layers
 
-    show_layers(what, batch, workers, as_json, out, everything)
+    show_layers(what, batch, workers, as_json, everything)
 
 
 @app.command(rich_help_panel=PLAN)
@@ -602,15 +601,12 @@ def layouts(
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.")] = 16,
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
-    out: Annotated[
-        Path | None, typer.Option(help="Also write a chart of the delay over workers and bandwidth to this HTML file.")
-    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
     from flockstep.cli.layouts import show_layouts
 
-    show_layouts(what or [], workers, bandwidth, as_json, out)
+    show_layouts(what or [], workers, bandwidth, as_json)
 
 
 @app.command(rich_help_panel=RUN)

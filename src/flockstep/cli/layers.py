@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.markup import escape
 
 from flockstep import registry
@@ -11,7 +9,7 @@ from flockstep.cli import show
 from flockstep.costs.concurrency import CONCURRENCY
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import UnknownName
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.report import layers
 from flockstep.report.terminal import TableColumn, TextTable
@@ -28,11 +26,9 @@ def show_layers(
     batch: int = 32,
     workers: int = 16,
     as_json: bool = False,
-    out: Path | None = None,
     everything: bool = False,
 ) -> None:
-    """Print a table of the layers of the model `what` for `batch` samples per worker, and draw a figure into the file
-    `out`.
+    """Print a table of the layers of the model `what` for `batch` samples per worker.
 
     `what` is a workload's expression, a reference model, or a Python file with `job()` or `model()` and `inputs()`.
     A long table leaves out layers without parameters, unless `everything` is set.
@@ -40,12 +36,8 @@ def show_layers(
     Raises:
         ConfigurationError: there is no such model, the model cannot be run, or batch or workers are below 1.
     """
-    if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
     model = shape_named(what)
     found = layers.document(model, batch, workers)
-    if out is not None:
-        layers.layers_page(model, batch, workers).write(out)
     if as_json:
         show.json(found)
         return
@@ -53,8 +45,6 @@ def show_layers(
     page.print(_table(model, batch, workers, everything))
     for sentence in layers.sentences(model, batch, workers):
         page.print(escape(sentence), highlight=False)
-    if out is not None:
-        print(out)
 
 
 def shape_named(what: str) -> ModelShape:

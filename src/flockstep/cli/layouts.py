@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.markup import escape
 
 from flockstep.cli import show
 from flockstep.cli.layers import shape_named
-from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
-from flockstep.report.layouts import Delays, ModelSize, layouts_page
+from flockstep.report.layouts import Delays, ModelSize
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation import units
 
@@ -19,22 +17,15 @@ MODELS = ("vgg-a", "resnet-152", "googlenet")
 """Names of the models in the published figure."""
 
 
-def show_layouts(
-    what: Sequence[str], workers: int = 16, bandwidth: str = "10gbit", as_json: bool = False, out: Path | None = None
-) -> None:
-    """Print the smallest delay of each layout for each model, and draw the delays over workers and bandwidth into the
-    file `out`.
+def show_layouts(what: Sequence[str], workers: int = 16, bandwidth: str = "10gbit", as_json: bool = False) -> None:
+    """Print the smallest delay of each layout for each model.
 
     Raises:
         ConfigurationError: there is no such model, or workers or bandwidth are not above 0, or bandwidth has no unit.
     """
-    if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
     shapes = [shape_named(name) for name in what or MODELS]
     models = tuple(ModelSize(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
     delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
-    if out is not None:
-        layouts_page(delays).write(out)
     if as_json:
         show.json(delays.document())
         return
@@ -45,5 +36,3 @@ def show_layouts(
     page.print(TextTable(columns, delays.rows(), title))
     for sentence in delays.sentences():
         page.print(escape(sentence), highlight=False)
-    if out is not None:
-        print(out)

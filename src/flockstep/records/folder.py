@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName, require
+from flockstep.errors import ConfigurationError, RunError, SchemaMismatch, require
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.access import HALF, make_folder, open_file, set_readers, write_whole
@@ -56,8 +56,6 @@ FUNCTION = "function"
 ENDED = ("finished", "diverged")
 """Statuses of runs that have ended and need not be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-_TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
-"""Value of `type` in an event → class of the event."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +322,6 @@ class RunFolder:
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
         except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and so is text that is not UTF-8
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                _require_fields(msgspec.json.decode(self.summary_file.read_bytes()), Summary, str(self.summary_file))
             raise ConfigurationError(
                 f"{self.summary_file} cannot be read: {error}; delete this file, and flockstep computes the summary "
                 "again"
@@ -522,38 +518,10 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
     except (ValueError, RecursionError) as error:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             return _not_finite(msgspec.json.decode(line))
-        where = f"line {number} of {path}"
-        _refuse_other_version(line, where)
         raise ConfigurationError(
-            f"{where} is not an event: {error}; delete this line to read the rest of the file"
+            f"line {number} of {path} is not an event: {error}; delete this line to read the rest of the file, or read "
+            "the record with the version of flockstep that wrote it"
         ) from None
-
-
-def _refuse_other_version(line: bytes, where: str) -> None:
-    """Raise `UnknownName` if the line is an event of a type that was renamed, or has an unknown field."""
-    try:
-        data = msgspec.json.decode(line)
-    except (ValueError, RecursionError):
-        return
-    tag = data.get("type") if isinstance(data, dict) else None
-    if isinstance(tag, str) and tag in RENAMED:
-        raise _other_version(UnknownName.among("event type", tag, _TYPES), where)
-    if isinstance(tag, str) and tag in _TYPES:
-        _require_fields(data, _TYPES[tag], where)
-
-
-def _require_fields(data: object, kind: type[msgspec.Struct], where: str) -> None:
-    """Raise `UnknownName` for the first field in `data` that `kind` does not have, as in records of other versions."""
-    known = kind.__struct_encode_fields__
-    for name in data if isinstance(data, dict) else ():
-        if name not in known and name != "type":
-            raise _other_version(UnknownName.among("field of the record", name, known), where)
-
-
-def _other_version(error: UnknownName, where: str) -> UnknownName:
-    return UnknownName(
-        f"{where}: {error}; read the record with the version of flockstep that wrote it, or repeat the run"
-    )
 
 
 def _not_finite(data: dict[str, Any]) -> Event:

@@ -12,7 +12,6 @@ from flockstep.report import formatting
 from flockstep.report.style import (
     ACTIVITIES,
     GRID,
-    NARROW,
     SQUARE,
     Figure,
     Panels,
@@ -30,16 +29,12 @@ _MOST_SERVERS = (2, 1)
 _MANY_RUNS = 5
 _MOST_SPANS = 600
 _ROW_PX = 17
-NARROW_LINE = 44
-"""Largest number of characters per line of a run's name, which stands above the run's bar on a narrow page."""
 _TITLE_PX = 34
 
 
-def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
+def per_step(series: Sequence[Series]) -> Figure:
     """Return a figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and
     waited.
-
-    The runs' names are beside the bars, or above them if `narrow` is set.
     """
     shown = [one for one in series if one.record.summary.steps]
     names = [f"{SQUARE.format(color=one.color)} {one.title(46)}" for one in shown]
@@ -67,28 +62,18 @@ def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
         )
     clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
     notes = [_total(one, name) for one, name in zip(shown, names, strict=True)]
-    if narrow:
-        notes += [_above_bar(one, name) for one, name in zip(shown, names, strict=True)]
-    lines = max(one.title(NARROW_LINE).count("<br>") + 1 for one in shown)
     made = layout(
-        130 + (42 + 16 * lines if narrow else 34) * len(shown),
+        130 + 34 * len(shown),
         barmode="stack",
-        bargap=1 - 26 / (42 + 16 * lines) if narrow else 0.28,
+        bargap=0.28,
         uniformtext={"minsize": 10, "mode": "hide"},
-        xaxis=axis(f"{clock} per local step{'' if narrow else ', mean over workers'}", rangemode="tozero"),
-        yaxis=axis(autorange="reversed", showline=False, ticks="", showticklabels=not narrow),
+        xaxis=axis(f"{clock} per local step, mean over workers", rangemode="tozero"),
+        yaxis=axis(autorange="reversed", showline=False, ticks=""),
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"l": 12 if narrow else 64, "r": 70, "t": 84 if narrow else 40, "b": 56},
+        margin={"l": 64, "r": 70, "t": 40, "b": 56},
         annotations=notes,
     )
     return {"data": data, "layout": made}
-
-
-def _above_bar(one: Series, name: str) -> dict[str, Any]:
-    """The run's name above its bar, after a square in the run's color."""
-    text = f"{SQUARE.format(color=one.color)} {one.title(NARROW_LINE)}"
-    place = {"x": 0, "y": name, "xanchor": "left", "yanchor": "bottom", "yshift": 13, "showarrow": False}
-    return {"text": text, "font": {"size": 12}, "align": "left", **place}
 
 
 def _ms_per_step(one: Series, kind: str) -> float:
@@ -103,12 +88,12 @@ def _total(one: Series, name: str) -> dict[str, Any]:
     return {"text": f"{formatting.number(total)} ms", **place}
 
 
-def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
+def per_worker(series: Sequence[Series]) -> Figure:
     """Return a figure with one panel per run and one stacked bar per worker: the shares of computing, communicating
     and waiting.
     """
-    titles = [one.title(NARROW if narrow else 32) for one in series]
-    columns = min(2 if narrow else 4, len(series))
+    titles = [one.title(32) for one in series]
+    columns = min(4, len(series))
     panels = Panels(len(series), columns, title_px=title_px(titles), panel_px=110, bottom_px=56)
     data, notes = [], []
     made: dict[str, Any] = {}

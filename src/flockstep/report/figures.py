@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flockstep.records.curves import CurvePoint
 from flockstep.records.summary import Summary
-from flockstep.report.style import INK, NARROW, Figure, Panels, Series, axis, key, layout, ref, safe, title_px
+from flockstep.report.style import INK, Figure, Panels, Series, axis, key, layout, ref, safe, title_px
 
 Axis = tuple[str, Callable[[CurvePoint], float | None]]
 """A horizontal axis: its title, and the place of a point on it."""
@@ -21,20 +20,16 @@ _SAMPLES: Axis = ("samples, all workers", lambda point: point.samples)
 _STEPS: Axis = ("steps per worker", lambda point: point.step)
 _COLUMNS = 3
 _ROW_PX, _GAP_PX = 319, 76
-"""Height in pixels of a row of plots on a wide page, and of the titles between two rows."""
-_NARROW_PX = 238
-"""Height in pixels of a plot, with its titles, on a narrow page."""
+"""Height in pixels of a row of plots, and of the titles between two rows."""
 _MOST_BARS = 40
 
 
-def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
+def progress(series: Sequence[Series]) -> Figure:
     """Return a figure of three plots for each metric and loss (rows), against seconds, bytes, and samples or, where
     samples are not known, steps (columns).
 
-    If `narrow` is set, the plots are one below the other.
-
-    The vertical axes leave out the values that all runs have in common at the beginning. A ring marks the point at
-    which a run reached the target. A trace's legendgroup is the rank of its run, which the legend of the page uses.
+    A ring marks the point at which a run reached the target. A trace's legendgroup is the rank of its run, which the
+    legend of the page uses.
     """
     first, shown, across = series[0].record.summary, names(series), axes_across(series)
     data: list[dict[str, Any]] = []
@@ -49,13 +44,13 @@ def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
         place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
         shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
     made = layout(
-        72 + (_COLUMNS * _NARROW_PX if narrow else _ROW_PX) * len(shown),
+        72 + _ROW_PX * len(shown),
         shapes=shapes,
         annotations=_target_note(first) if has_target else [],
         showlegend=False,
-        margin={"l": 64, "r": 12 if narrow else 24, "t": 16, "b": 56},
+        margin={"l": 64, "r": 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(series, narrow),
+        **_axes(series),
     )
     return {"data": data, "layout": made}
 
@@ -104,26 +99,26 @@ def _curve(one: Series, name: str, across: Axis, panel: int) -> list[dict[str, A
     return traces
 
 
-def _axes(series: Sequence[Series], narrow: bool) -> dict[str, Any]:
-    shown, across, views = names(series), axes_across(series), ranges(series)
+def _axes(series: Sequence[Series]) -> dict[str, Any]:
+    shown, across = names(series), axes_across(series)
     virtual, last = series[0].record.summary.clock == "virtual", _last_second(series)
     made: dict[str, Any] = {}
     for panel in range(_COLUMNS * len(shown)):
         row, column = divmod(panel, _COLUMNS)
-        x_domain, y_domain = _place(row, column, len(shown), narrow)
-        log, view = _logarithmic(series, shown[row]), views[key("y", panel)]
+        x_domain, y_domain = _place(row, column, len(shown))
+        log = _logarithmic(series, shown[row])
         title = "virtual seconds" if column == 0 and virtual else across[column][0]
         # plotly leaves axes that it is not told to fit at [0, 6] as soon as one axis beside them has a range
         until = {"autorange": True} if column or last is None else {"range": [0, last]}
         made[key("x", panel)] = axis(title, domain=x_domain, anchor=ref("y", panel), rangemode="tozero", **until)
         made[key("y", panel)] = axis(
-            (safe(shown[row]) + " (log)" * log) if narrow or column == 0 else "",
+            (safe(shown[row]) + " (log)" * log) if column == 0 else "",
             domain=y_domain,
             anchor=ref("x", panel),
-            showticklabels=narrow or column == 0,
+            showticklabels=column == 0,
             **({"matches": ref("y", _COLUMNS * row)} if column else {}),
-            **({"type": "log", "tickvals": _log_ticks(view), "tickformat": ".4~g"} if log else {}),
-            range=view.differing,
+            autorange=True,
+            **({"type": "log", "tickformat": ".4~g"} if log else {}),
         )
         if row < len(shown) - 1:
             made[key("x", panel)]["matches"] = ref("x", _COLUMNS * (len(shown) - 1) + column)
@@ -142,12 +137,8 @@ def _last_second(series: Sequence[Series]) -> float | None:
     return 1.05 * max(end or 0.0 for end in ends) or None
 
 
-def _place(row: int, column: int, rows: int, narrow: bool) -> tuple[list[float], list[float]]:
+def _place(row: int, column: int, rows: int) -> tuple[list[float], list[float]]:
     """Horizontal and vertical range of a plot, as shares of the plotting area."""
-    if narrow:
-        height = 1 / (rows * _COLUMNS)
-        top = 1 - (rows * column + row) * height
-        return [0.0, 1.0], [top - 0.7 * height, top]
     gap = _GAP_PX / (_ROW_PX * rows)
     height = (1 - gap * (rows - 1)) / rows
     left, top = column * 0.345, 1 - row * (height + gap)
@@ -160,23 +151,6 @@ def _logarithmic(series: Sequence[Series], name: str) -> bool:
     return all(curve.is_loss and min(curve.finite) > 0 for curve in found)
 
 
-def _log_ticks(view: Ranges) -> list[float]:
-    """Ticks of a logarithmic axis: as few digits of each decade as leave three ticks where the runs differ.
-
-    A range within which even nine digits leave fewer has ticks at equal distances there.
-    """
-    low, high = (10**end for end in view.differing)
-    decades = range(math.floor(view.whole[0]), math.ceil(view.whole[1]) + 1)
-    for digits in ((1,), (1, 2, 5), range(1, 10)):
-        found = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
-        if sum(low <= tick <= high for tick in found) >= 3:
-            return found
-    step = 10 ** math.floor(math.log10((high - low) / 3))
-    step *= max(times for times in (1, 2, 5) if (high - low) / (times * step) >= 3)
-    near = [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return sorted([tick for tick in found if not low <= tick <= high] + near)
-
-
 def _target_note(first: Summary) -> list[dict[str, Any]]:
     if first.target is None:
         return []
@@ -186,67 +160,13 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
     return [{"text": text, **place, **below}]
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """Two ranges of a vertical axis: of all values, and of the values from where the runs differ.
-
-    On a logarithmic axis, the ranges are exponents of ten.
-    """
-
-    whole: list[float]
-    """Range that shows all values of the runs."""
-    differing: list[float]
-    """Range that shows all values from the first evaluation at which the runs differ."""
-
-
-def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
-    """Return the ranges of each vertical axis of the figure `progress`, keyed by the axis's name.
-
-    Failed and diverged runs do not widen the range of the differing values, because their last values dwarf all others.
-    """
-    first = series[0].record.summary
-    found: dict[str, Ranges] = {}
-    for row, name in enumerate(names(series)):
-        scaled = math.log10 if _logarithmic(series, name) else float
-        curves = [
-            (one.record.summary.useful, [scaled(value) for value in one.curves[name].finite])
-            for one in series
-            if name in one.curves
-        ]
-        aim = [first.target] if name == first.metric and first.target is not None else []
-        useful = [curve for is_useful, curve in curves if is_useful]
-        shared = _shared(useful)
-        differing = [value for curve in useful for value in curve[shared:]] + aim
-        values = [value for _, curve in curves for value in curve] + aim
-        made = Ranges(_around(values), _around(differing or values))
-        found |= {key("y", _COLUMNS * row + column): made for column in range(_COLUMNS)}
-    return found
-
-
-def _shared(curves: Sequence[Sequence[float]]) -> int:
-    """Number of values at the beginning that all curves have in common: those of the common initial model."""
-    together = list(zip(*curves, strict=False)) if len(curves) > 1 else []
-    return next((index for index, values in enumerate(together) if len(set(values)) > 1), 0)
-
-
-def _around(values: Sequence[float]) -> list[float]:
-    """Range of the values, with room for the line's width and for the ring at a run's target."""
-    margin = 0.06 * (max(values) - min(values)) or 0.1 * abs(values[0]) or 1.0
-    return [min(values) - margin, max(values) + margin]
-
-
-def zooms(series: Sequence[Series]) -> bool:
-    """Return whether a vertical axis of the figure `progress` shows only a part of its values."""
-    return any(one.differing != one.whole for one in ranges(series).values())
-
-
-def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:
+def staleness(series: Sequence[Series]) -> Figure | None:
     """Return a histogram of staleness for each run with recorded staleness; None if no run has any."""
     shown = [one for one in series if one.record.summary.staleness_counts]
     if not shown:
         return None
-    titles = [one.title(NARROW if narrow else 32) for one in shown]
-    columns = min(2 if narrow else 4, len(shown))
+    titles = [one.title(32) for one in shown]
+    columns = min(4, len(shown))
     panels = Panels(len(shown), columns, title_px=title_px(titles), panel_px=120, bottom_px=56)
     largest = max(one.record.summary.staleness_max or 0 for one in shown)
     width = max(1, -(-(largest + 1) // _MOST_BARS))

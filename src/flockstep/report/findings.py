@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
 from flockstep.report.ranking import places, unranked
-from flockstep.report.style import ACTIVITIES, Series
+from flockstep.report.style import Series
 from flockstep.report.table import over_one_worker
 
 
@@ -22,7 +22,6 @@ class _Hit:
     time: float
     samples: int | None
     """None in runs of scripts."""
-    sent: float
 
     @property
     def label(self) -> str:
@@ -46,8 +45,7 @@ def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     hits = _hits(usable)
     found = [*over_one_worker([one.record.summary for one in series], seeds), *_first(usable, hits, seeds)]
     if len(hits) > 1:
-        found += [*_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
-        found += _fewest_bytes([hit for hit in hits if not hit.one.alone])
+        found += _why(hits[0], hits[-1])
     found += _quality(usable)
     return [*found, *_caveats(usable, seeds)]
 
@@ -56,9 +54,8 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
     hits = []
     for one in series:
         s = one.record.summary
-        if s.seconds_to_target is None or s.bytes_to_target is None:
-            continue
-        hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target))
+        if s.seconds_to_target is not None:
+            hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target))
     return sorted(hits, key=lambda hit: hit.time)
 
 
@@ -121,52 +118,8 @@ def _why(fast: _Hit, slow: _Hit) -> list[str]:
     return [f"{head}both needed about as many samples, and it processed {pace}."]
 
 
-def _costs(fast: _Hit, slow: _Hit) -> str:
-    return f"A local step of a worker: {_step(fast)}; {_step(slow)}."
-
-
-def _step(hit: _Hit) -> str:
-    summary = hit.summary
-    spent = {
-        name: sum(getattr(w, f"{kind}_seconds") for w in summary.per_worker) for kind, (name, _) in ACTIVITIES.items()
-    }
-    total = sum(spent.values())
-    if not total or not summary.steps:
-        return f"no times are recorded for {hit.label}"
-    parts = formatting.listed([f"{formatting.share(seconds / total)} {name}" for name, seconds in spent.items()])
-    sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
-    return f"{hit.label} {formatting.seconds(total / summary.steps)}, {parts}, with {formatting.size(sent)} sent"
-
-
-def _fewest_bytes(hits: Sequence[_Hit]) -> list[str]:
-    if len(hits) < 2:
-        return []
-    least = min(hits, key=lambda hit: (hit.sent, hit.time))
-    most = max(hits, key=lambda hit: hit.sent)
-    if most.sent <= 0 or least.sent >= 0.98 * most.sent:
-        return []
-    text = f"Fewest bytes to the target: {least.label}, {formatting.size(least.sent)} sent per worker"
-    if least.sent > 0:
-        text += f"; {most.label} sent {formatting.times(most.sent / least.sent)} as much, {formatting.size(most.sent)}"
-    return [f"{text}."]
-
-
 def _quality(series: Sequence[Series]) -> list[str]:
     found = []
-    late = [(s.staleness_mean, one) for one in series if (s := one.record.summary).staleness_mean]
-    if late:
-        mean, one = max(late, key=lambda pair: pair[0])
-        found.append(
-            f"The highest mean staleness was that of {one.label}: {formatting.number(mean, 2)} versions on average, "
-            f"at most {one.record.summary.staleness_max}."
-        )
-    apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]
-    if apart:
-        distance, one = max(apart, key=lambda pair: pair[0])
-        found.append(
-            f"The replicas of {one.label} were furthest apart at the end: root mean square distance from their mean "
-            f"{formatting.number(distance)}."
-        )
     partial = [
         f"{one.label} {formatting.share(share)}"
         for one in series

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ _FACTS = (
 )
 _PROGRESS = (
     "The same runs at equal time, equal bytes and equal {third}. A ring marks the first evaluation that reached the "
-    "target. Vertical axes show the range in which the runs differ; “whole range” shows the whole axis. Click a name "
-    "to hide or show a run in all plots; drag to zoom, double-click to reset."
+    "target. Click a name to hide or show a run in all plots; drag to zoom, double-click to reset."
 )
 _OF_SCRIPTS = (
     " A script records its metrics itself: a value is the mean over the ranks weighted by their counts, or that of "
@@ -142,7 +141,6 @@ def render(
         troubles=_troubles(series),
         activities=list(ACTIVITIES.values()),
         drawings=_drawings(series),
-        whole={name: one.whole for name, one in figures.ranges(series).items()} if figures.zooms(series) else {},
         runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
     )
 
@@ -221,18 +219,18 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         third = figures.axes_across(series)[2][0].split()[0].removesuffix(",")
         title = f"{formatting.listed(shown)} against seconds, bytes and {third}"
         caption = _PROGRESS.format(third=third) + (_OF_SCRIPTS if third == "steps" else "")
-        drawn.append(_drawing("progress", f"{title[:1].upper()}{title[1:]}", caption, series, figures.progress))
+        drawn.append(Drawing("progress", f"{title[:1].upper()}{title[1:]}", caption, figures.progress(series)))
     if any(one.record.summary.steps for one in series):
-        drawn.append(_drawing("per-step", "Time per local step of a worker", _PER_STEP, series, activity.per_step))
-        drawn.append(_drawing("per-worker", "How each worker spent its time", _PER_WORKER, series, activity.per_worker))
-    if figures.staleness(series) is not None:
+        drawn.append(Drawing("per-step", "Time per local step of a worker", _PER_STEP, activity.per_step(series)))
+        drawn.append(Drawing("per-worker", "How each worker spent its time", _PER_WORKER, activity.per_worker(series)))
+    if (histogram := figures.staleness(series)) is not None:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness was recorded for these runs: {', '.join(without)}." if without else ""
-        drawn.append(_drawing("staleness", "Staleness of updates", _STALENESS + note, series, figures.staleness))
+        drawn.append(Drawing("staleness", "Staleness of updates", _STALENESS + note, histogram))
     first = activity.timeline(series)
     if first:
         caption = _TIMELINE + _clocks(series)
-        drawn.append(Drawing("timeline", "Timeline of the first steps", caption, first, first))
+        drawn.append(Drawing("timeline", "Timeline of the first steps", caption, first))
     return drawn
 
 
@@ -245,9 +243,3 @@ def _clocks(series: Sequence[Series]) -> str:
         f" The clock of every node agrees with the launcher's clock to within {formatting.seconds(max(found))}, as "
         "measured at the start."
     )
-
-
-def _drawing(
-    name: str, heading: str, caption: str, series: Sequence[Series], draw: Callable[[Sequence[Series], bool], Any]
-) -> Drawing:
-    return Drawing(name, heading, caption, draw(series, False), draw(series, True))

@@ -1,6 +1,4 @@
-"""Shows a model layer by layer: rows of a table, sentences that summarize them, a figure, and an HTML page of all
-three.
-"""
+"""Shows a model layer by layer: rows of a table, and sentences that summarize them."""
 
 from __future__ import annotations
 
@@ -14,12 +12,7 @@ from flockstep.costs.layers import Layer, ModelShape, require_scale
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
-from flockstep.report.page import Drawing, Listing, Page
-from flockstep.report.style import COLORS, Figure, axis, key, layout, ref, safe
 
-DATA, SPLIT = COLORS[0], COLORS[1]
-MANY = 60
-"""Number of layers above which the figure shows only layers with parameters."""
 HEADINGS = (
     "layer",
     "kind",
@@ -35,29 +28,6 @@ HEADINGS = (
     "pipeline",
     *(f"{kind} {what}" for kind in CONCURRENCY for what in ("W", "D", "W/D")),
     "cheaper",
-)
-PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
-"""Title of each plot of the figure → vertical range of the plot, as fractions of the plotting area."""
-CAPTION = (
-    "Layers from the input (left) to the output (right); if there are many layers, only every second or third is "
-    "named. Multiply-adds are those of the forward pass of one sample. Work W is the number of floating-point "
-    "operations, forward and backward; depth D is the longest chain of dependent operations. Bytes are those that "
-    "one worker sends per step: to average the gradient (2 (P-1)/P of the gradient), or to gather and return the "
-    "activations of a layer that is split, in the cheaper of its two directions."
-)
-
-
-EXPLAINED = (
-    "multiply-adds: in the forward pass of one sample; work W: number of all operations; depth D: number of "
-    "operations in the longest chain of dependent operations; W/D: mean number of operations that can run at the "
-    "same time; activations: size for the whole batch; data parallel and split: bytes that a worker sends per step "
-    "if the data are split over the workers, or if this layer is split; pipeline: bytes of activations and their "
-    "gradients that cross the link after this layer per step, if a stage ends with it; data, model and pipeline W, "
-    "D and W/D: work, depth and their ratio of one worker in a step over the samples of all workers, if the data are "
-    "divided, if this layer is divided, or if this layer belongs to the worker's stage, which computes a micro-batch "
-    "for each worker; cheaper: the alternative that "
-    "sends fewer bytes (colored if the layer is split), and in the last row the bytes if the cheaper "
-    "alternative is used for every layer."
 )
 
 
@@ -276,103 +246,4 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
         "",
         *[""] * (3 * len(CONCURRENCY)),
         formatting.size(model.cheapest_bytes(batch, workers)),
-    )
-
-
-def picture(model: ModelShape, batch: int, workers: int) -> Figure:
-    """Return a figure of three plots with one column per layer: parameters, work divided by depth (W/D), and bytes
-    sent per worker. Bytes are shown for data parallelism and for splitting the layer.
-    """
-    shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
-    if len(shown) > MANY:
-        shown = [row for row in shown if row.parameters]
-    names = [safe(row.layer) for row in shown]
-    customdata = [[safe(row.kind), row.depth, amount(row.work_forward + row.work_backward)] for row in shown]
-    data: list[dict[str, Any]] = [
-        _bars(0, names, [row.parameters or None for row in shown], customdata, "%{y:,} parameters<br>%{customdata[0]}"),
-        _bars(
-            1,
-            names,
-            [row.parallelism or None for row in shown],
-            customdata,
-            "W/D %{y:.3s}<br>W %{customdata[2]}, D %{customdata[1]:,}",
-        ),
-        _points("gradients (data parallelism)", names, [row.data_bytes or None for row in shown], DATA, "circle"),
-        _points("activations (layer split)", names, [row.split_bytes for row in shown], SPLIT, "diamond"),
-    ]
-    made: dict[str, Any] = {}
-    for place, (title, domain) in enumerate(PANELS.items()):
-        last = place == len(PANELS) - 1
-        made[key("y", place)] = axis(
-            title, domain=list(domain), anchor=ref("x", place), type="log", exponentformat="power", dtick=1
-        )
-        made[key("x", place)] = axis(
-            anchor=ref("y", place),
-            type="category",
-            categoryorder="array",
-            categoryarray=names,
-            range=[-0.7, len(names) - 0.3],
-            showticklabels=last,
-            tickvals=names[:: -(-len(names) // MANY)],
-            tickangle=-60,
-            **({} if last else {"matches": ref("x", len(PANELS) - 1)}),
-        )
-    legend = {"orientation": "h", "x": 0, "y": PANELS["bytes sent per worker"][1] + 0.005, "yanchor": "bottom"}
-    return {"data": data, "layout": layout(760, legend=legend, hovermode="closest", bargap=0.25, **made)}
-
-
-def _bars(
-    place: int, names: Sequence[str], values: Sequence[Any], customdata: Sequence[Any], hover: str
-) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "x": names,
-        "y": values,
-        "customdata": customdata,
-        "marker": {"color": COLORS[11] if place else "#3d4f66"},
-        "showlegend": False,
-        "hovertemplate": f"%{{x}}<br>{hover}<extra></extra>",
-        "xaxis": ref("x", place),
-        "yaxis": ref("y", place),
-    }
-
-
-def _points(name: str, layers: Sequence[str], values: Sequence[Any], color: str, symbol: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": layers,
-        "y": values,
-        "marker": {"color": color, "symbol": symbol, "size": 8},
-        "hovertemplate": f"%{{x}}<br>%{{y:.3s}}B: {name}<extra></extra>",
-        "xaxis": ref("x", 2),
-        "yaxis": ref("y", 2),
-    }
-
-
-def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
-    """Return the HTML page about a model's layers, with sentences, figure and table, for `batch` samples per worker.
-
-    Raises:
-        ConfigurationError: batch or workers are below 1.
-    """
-    found = rows(model, batch, workers)
-    split = {place: "split" for place, row in enumerate(found) if row.cheaper == "split"}
-    return Page(
-        brand="flockstep layers",
-        title=f"{model.name}: {batch} samples on each of {workers} workers",
-        footer=f"{model.note}. Times and links are not considered on this page. MB = 1,000,000 bytes.",
-        sentences=sentences(model, batch, workers),
-        drawings=(Drawing("picture", "Layer by layer", CAPTION, picture(model, batch, workers)),),
-        listings=(
-            Listing(
-                "Table",
-                EXPLAINED,
-                HEADINGS,
-                [*map(cells, found), total_cells(model, batch, workers)],
-                {**split, len(found): "total"},
-                (0, 1, len(HEADINGS) - 1),
-            ),
-        ),
     )

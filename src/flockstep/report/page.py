@@ -28,15 +28,6 @@ class Drawing:
     heading: str
     caption: str
     figure: Figure
-    narrow: Figure | None = None
-    """A figure with the same data for narrow pages; None if narrow pages scroll `figure` sideways."""
-
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """The data for the page's script: the figure's data, its layout, and the layout for narrow pages if there is
-        one.
-        """
-        return {**self.figure, **({} if self.narrow is None else {"narrow": self.narrow["layout"]})}
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,6 @@ ACTIVITIES = {
 }
 SQUARE = '<span style="color:{color}">■</span>'
 """Character that is drawn in a run's color before the run's name."""
-NARROW = 22
-"""Number of characters in a line of a panel's title on a narrow page."""
 WIDE = 100.0
 """Ratio of an axis's largest to its smallest value above which ticks are only at powers of ten."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
