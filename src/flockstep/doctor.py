@@ -19,7 +19,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
-from flockstep import __version__
+from flockstep import __version__, system
 from flockstep.report.progress import ProgressCallback, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
@@ -136,7 +136,7 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
 
 def facts() -> dict[str, str]:
     """Return the description of this machine: name of a fact → value."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = system.cores()
     found = {
         "flockstep": __version__,
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",

@@ -17,7 +17,7 @@ import flockstep
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
-    errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
+    errors system registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives partitions
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
     report trackers planning experiments testing

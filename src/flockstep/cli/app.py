@@ -29,6 +29,7 @@ from flockstep.cli.plan import plan
 from flockstep.cli.plug_ins import LAB, CommandGroup
 from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
+from flockstep.system import ENDING, HANGUP
 
 if TYPE_CHECKING:
     from flockstep.records.config import Kind
@@ -57,9 +58,9 @@ def run(arguments: list[str]) -> int:
     rest = [argument for argument in ours if argument != "--debug"] + scripts
     said: dict[str, Any] = {"debug": "--debug" in ours, "arguments": rest, "stopped": "interrupted"}
     interrupt = functools.partial(_interrupt, said)
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
-        signal.signal(signal.SIGHUP, interrupt)
+    for one in ENDING:
+        if signal.getsignal(one) == signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(one, interrupt)
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding such as latin-1 lacks characters of help and tables
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -137,7 +138,7 @@ def _no_number(error: TyperException) -> ConfigurationError | None:
 
 
 def _interrupt(said: dict[str, Any], signum: int, frame: FrameType | None) -> None:
-    why = " because the terminal has closed" if signum == signal.SIGHUP else ""
+    why = " because the terminal has closed" if signum == HANGUP else ""
     said["stopped"] = f"stopped by {signal.Signals(signum).name}{why}"  # typer drops the text of the exception
     raise KeyboardInterrupt(said["stopped"])
 

@@ -8,10 +8,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that stop a run; only the supervisor handles them, even if they are sent to all processes of the run."""
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a process which does not handle them, unlike SIGINT, which Python raises as an exception."""
+from flockstep.system import ENDING, STOPS
+
 Handler = Callable[[int, FrameType | None], None]
 
 

@@ -33,6 +33,7 @@ from flockstep.launchers.script import supervise
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.system import ENDING
 from flockstep.transports.base import Transport
 from flockstep.transports.wire import PROTOCOL
 
@@ -253,7 +254,7 @@ def main(folder: Callable[[None, str], Path]) -> None:
     `folder` is a function that receives (None, name of the run) and returns a new folder for the record.
     """
     descriptor, text, script, timeout = sys.argv[1:]
-    for kind in (signal.SIGTERM, signal.SIGHUP):
+    for kind in ENDING:
         signal.signal(kind, _stop)
     place = msgspec.json.decode(text, type=Place)
     found: dict[int, Adopted] = {}

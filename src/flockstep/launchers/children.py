@@ -19,11 +19,11 @@ from typing import IO, Any, Protocol
 from flockstep.drivers.member import SILENT
 from flockstep.drivers.place import SECRET
 from flockstep.drivers.process_group import OPENED, REASON
-from flockstep.drivers.signals import STOPS
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.fork_server import house_fork_server
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.script_forker import ForkedScript
+from flockstep.system import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
 """Module that the fork server imports once, so that each forked node starts within milliseconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from flockstep import system
 from flockstep.errors import ConfigurationError
 
 FILES_OF_SUPERVISOR = 20
@@ -28,7 +29,7 @@ def require_cores(workers: int, heartbeat: float) -> None:
     Raises:
         ConfigurationError: the machine has too few cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = system.cores()
     if workers > SHARE * heartbeat * cores:
         needed = math.ceil(workers / SHARE / cores)
         raise ConfigurationError(

@@ -7,7 +7,6 @@ Within one host this needs no port.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -71,6 +70,8 @@ class Parking:
             make_folder(place)
             half = file.with_suffix(HALF)
             with open_file(half, "w", private=True) as opened:
+                import fcntl
+
                 fcntl.flock(opened, fcntl.LOCK_EX)
                 opened.write(str(rank))
                 opened.flush()

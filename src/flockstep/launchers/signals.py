@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from flockstep.drivers.signals import STOPS
+from flockstep.system import STOPS
 
 
 @contextlib.contextmanager

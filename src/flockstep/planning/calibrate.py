@@ -26,6 +26,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
+from flockstep.system import cores
 
 GRADIENTS = 30
 """Number of gradients that each worker computes alone, and again while all workers compute."""
@@ -108,8 +109,7 @@ def calibrate(
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimizers")
     limit_threads(threads)
-    cores = len(os.sched_getaffinity(0)) // threads
-    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work, cores)
+    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work, cores() // threads)
     return _described(events, job, workers, transport, gradients, machine)
 
 

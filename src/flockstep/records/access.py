@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from flockstep import system
 from flockstep.errors import ConfigurationError
 
 PRIVATE, SHARED = 0o700, 0o755
@@ -23,11 +24,12 @@ def set_readers(folder: Path, shared: bool) -> None:
     """
     with contextlib.suppress(OSError):
         folder.chmod(SHARED if shared else PRIVATE)
-    mode = folder.stat().st_mode & 0o777
-    if not shared and mode & 0o077:
+    found = folder.stat()
+    if not shared and system.is_open(found):
         raise ConfigurationError(
-            f"{folder} cannot be closed to other users, its mode stays {mode:o}; choose another folder with --out, or "
-            "let all users read the record with --shared"
+            f"{folder} cannot be closed to other users, its mode stays "
+            f"{found.st_mode & 0o777:o}; choose another folder with --out, or let all users read the record with "
+            "--shared"
         )
 
 
@@ -51,7 +53,7 @@ def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False)
         descriptor = os.open(name, flags, 0o600)
         if flags & os.O_CREAT:
             with contextlib.suppress(PermissionError):  # another user's, in a folder that is open to several users
-                os.fchmod(descriptor, 0o600 | readers)
+                system.set_mode(descriptor, 0o600 | readers)
         return descriptor
 
     return open(path, mode, buffering, opener=opener)

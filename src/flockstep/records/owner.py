@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from flockstep import system
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.records.access import PRIVATE, make_folder, open_file
 
@@ -73,11 +74,9 @@ def in_use(folder: Path) -> bool:
 
 def is_locked(file: Path) -> bool:
     """Return whether a process holds the lock on a file; a file of another user counts as locked until it is gone."""
-    import fcntl
-
     try:
         with file.open() as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            system.lock(opened, shared=True)
     except FileNotFoundError:
         return False
     except (BlockingIOError, PermissionError):
@@ -127,12 +126,10 @@ def _place(folder: Path) -> Path:
 
 
 def _lock(folder: Path) -> IO[str]:
-    import fcntl  # not on Windows, where records can be read
-
     while True:
         file = open_file(folder / OWNER, "a+", private=True)  # whoever can open the file can lock it
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
         except BlockingIOError:
             file.seek(0)
             pid = file.read().strip() or "another one"

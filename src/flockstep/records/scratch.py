@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from flockstep import system
 from flockstep.errors import ConfigurationError
 from flockstep.records.owner import OWNER, owned
 
@@ -47,7 +48,7 @@ def require_private(folder: Path) -> None:
         FileNotFoundError: there is no such folder.
     """
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or not system.is_own(found) or system.is_open(found):
         raise ConfigurationError(
             f"{folder} belongs to another user, or other users may enter it; remove it, or set TMPDIR to a folder of "
             "your own"
@@ -90,6 +91,6 @@ def is_scratch(folder: Path) -> bool:
         and not folder.is_symlink()
         and mark.is_file()
         and not mark.is_symlink()
-        and folder.stat().st_uid == os.getuid()
+        and system.is_own(folder.stat())
         and not (folder / "config.toml").exists()
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import mmap
 import os
 import platform
@@ -18,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.errors import CompositionError, ConfigurationError
+
+with contextlib.suppress(ImportError):  # elsewhere than on Linux there is no shared memory, see `create`
+    import fcntl
 
 _LOCK_OF_DESCRIPTION = 38
 """F_OFD_SETLKW: waits for a lock that belongs to the open file description, not to the process."""

@@ -7,12 +7,12 @@ x86-64 or AArch64.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flockstep.arrays.kernels.jit import COMPILES, jit
+from flockstep.system import cores
 from flockstep.transports.shared_futex import LINE
 
 if COMPILES and not TYPE_CHECKING:
@@ -34,7 +34,7 @@ def manner(processes: int) -> Any:
     sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and nanoseconds; the
     nanoseconds waited so far; and two elements for a reading of the clock.
     """
-    looks, yields = (2000, 40) if processes <= len(os.sched_getaffinity(0)) else (50, 12)
+    looks, yields = (2000, 40) if processes <= cores() else (50, 12)
     return np.array([looks, yields, 0, int(SLICE * 1e9), 0, 0, 0], np.int64)
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from flockstep import system
+
 PATIENCE = 60.0
 """Seconds that a process waits for another process to compile a kernel; then the waiting process compiles the kernel
 itself.
@@ -67,15 +69,11 @@ def _open(folder: Path) -> int | None:
 
 
 def _lock(file: int) -> None:
-    """Wait for the lock, `PATIENCE` seconds at most, on a system that has such locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return
+    """Wait for the lock, `PATIENCE` seconds at most."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
         except BlockingIOError:
             time.sleep(0.01)
         except OSError:  # a file system without locks
