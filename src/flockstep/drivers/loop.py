@@ -146,7 +146,8 @@ class Loop:
     """Step up to which gradients have been reported to the supervisor."""
 
     _before = _taken = 0
-    """Steps of the script before this process, and in it; the worker does not count those whose gradients it cancels.
+    """Steps of the script before this process, and in it. A worker counts a gradient that it cancels as a step, also if
+    the script has never computed it.
     """
     _same_step: bool | None = True
     """Whether equal numbers of steps of two scripts mean the same step of a schedule; None: this is not known."""
@@ -639,7 +640,7 @@ class Loop:
         # after a change of members a worker that does not step together with the others may end an epoch some steps
         # earlier than they, although its number of steps keeps its distance to theirs
         self._same_step = kept.saved.mailbox is not None or traits.delivery == "synchronous"
-        if traits.delivery == "partial":  # the checkpoint does not hold how many gradients were canceled
+        if traits.delivery == "partial":  # a checkpoint does not hold how many gradients were canceled
             self._same_step = None
         return kept
 
