@@ -284,6 +284,7 @@ context.stop()
 """
 _CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and install Java 17 or newer"))
 _EXTRAS = (
+    ("graphs", "networkx", _VERSION.format("networkx", "networkx")),
     ("fast", "numba", _KERNELS),
     ("torch", "torch", _TORCH),
     ("jax", "jax", _JAX),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 
 import networkx as nx
@@ -335,3 +336,10 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 
 def test_random_regular_mixes_better_than_a_ring_of_the_same_size():
     assert spectral_gap(weights("random_regular", 64)) > 10 * spectral_gap(weights("ring", 64))
+
+
+def test_a_file_of_networkx_without_networkx_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    (tmp_path / "ring.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'flockstep\[graphs\]', or write a list of edges"):
+        WeightedGraph(path=str(tmp_path / "ring.json")).weights(3)

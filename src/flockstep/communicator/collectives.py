@@ -165,7 +165,7 @@ class Collectives(Calls):
         its period. The codec applies to what other ranks send, not to this rank's own array. Raises the errors of
         `all_reduce`.
         """
-        from flockstep.topologies.base import Topology  # loads networkx, which supervisors do not need
+        from flockstep.topologies.base import Topology
 
         given, graph, rank = checked(array, self.max_bytes), Topology.parse(topology), self.rank
         _require_real(given)

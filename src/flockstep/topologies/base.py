@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
+from flockstep.topologies.graph import Graph, adjacency
 
 
 class Topology(Component):
@@ -25,8 +25,8 @@ class Topology(Component):
     noun: ClassVar[str] = "topology"
 
     @abstractmethod
-    def graph(self, n: int) -> nx.Graph:
-        """Return the connected graph on nodes 0..n-1, with every edge that is ever used.
+    def graph(self, n: int) -> Graph:
+        """Return the connected graph on nodes 0..n-1, with every edge that is ever used; a networkx graph serves too.
 
         Raises:
             ConfigurationError: the graph does not exist for this n.
@@ -44,18 +44,17 @@ class Topology(Component):
 
     def neighbors(self, n: int, rank: int) -> list[int]:
         """Return the workers with which worker `rank` exchanges in either direction, in ascending order."""
-        return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
+        edges = adjacency(self.graph(n))
+        return [int(j) for j in np.flatnonzero(edges[rank] | edges[:, rank]) if j != rank]
 
 
-def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
+def metropolis_hastings(graph: Graph) -> npt.NDArray[np.float64]:
     """Return W with W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; each diagonal element is one minus the rest of its
     row.
     """
-    n = graph.number_of_nodes()
-    weights = np.zeros((n, n))
-    for i, j in graph.edges:
-        if i != j:
-            weights[i, j] = weights[j, i] = 1.0 / (1 + max(graph.degree[i], graph.degree[j]))
+    edges = adjacency(graph)
+    degrees = edges.sum(axis=1)
+    weights: npt.NDArray[np.float64] = np.where(edges, 1.0 / (1 + np.maximum(degrees[:, None], degrees)), 0.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
     return weights
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,10 @@ class DirectedExponentialGraph(Topology):
     W is doubly stochastic but not symmetric.
     """
 
-    def graph(self, n: int) -> nx.DiGraph:
+    def graph(self, n: int) -> Graph:
         """Return the graph with the edges i → i + 2ᵏ mod n, for every worker i and every 2ᵏ < n."""
         require_workers(n)
-        graph = nx.empty_graph(n, create_using=nx.DiGraph)
-        for hop in hops(n):
-            graph.add_edges_from((i, (i + hop) % n) for i in range(n))
-        return graph
+        return graph_of(n, ((i, (i + hop) % n) for hop in hops(n) for i in range(n)), directed=True)
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return 1 / (1 + number of peers) on edges and on the diagonal."""

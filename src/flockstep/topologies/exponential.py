@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
-
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,9 @@ class ExponentialGraph(Topology):
     Every worker has about 2 log₂ n neighbors. The spectral gap falls as 1 / log n, that of a ring as 1 / n².
     """
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the graph with the edges (i, i + 2ᵏ mod n), for every worker i and every 2ᵏ < n. Worker i is also the
         end of the edge that begins at i - 2ᵏ.
         """
         require_workers(n)
-        graph = nx.empty_graph(n)
-        for k in range((n - 1).bit_length()):
-            graph.add_edges_from((i, (i + 2**k) % n) for i in range(n))
-        return graph
+        return graph_of(n, ((i, (i + 2**k) % n) for k in range((n - 1).bit_length()) for i in range(n)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.topologies.base import Topology, spectral_gap
+from flockstep.topologies.graph import adjacency, colors, is_connected
 
 TOLERANCE = 1e-9
 Matrix = npt.NDArray[np.float64]
@@ -72,16 +72,14 @@ def facts(topology: Topology, n: int) -> Facts:
     Raises:
         ConfigurationError: the topology does not exist for this n.
     """
-    matrices, graph = mixing(topology, n), topology.graph(n)
-    directed = graph.is_directed()
-    both_ways = graph.to_undirected() if directed else graph
+    matrices, edges = mixing(topology, n), adjacency(topology.graph(n))
     return Facts(
         symmetric=all(np.abs(w - w.T).max() <= TOLERANCE for w in matrices),
         row_stochastic=all(_sums_to_one(w, axis=1) for w in matrices),
         column_stochastic=all(_sums_to_one(w, axis=0) for w in matrices),
         directed=any(bool(((w > 0) != (w > 0).T).any()) for w in matrices),
-        connected=nx.is_strongly_connected(graph) if directed else nx.is_connected(graph),
-        bipartite=nx.is_bipartite(both_ways),
+        connected=is_connected(edges),
+        bipartite=colors(edges) is not None,
         period=len(matrices),
         matrices=matrices,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-import networkx as nx
 import numpy as np
 
 from flockstep.errors import ConfigurationError, require
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HierarchicalGraph(Topology):
     def __post_init__(self) -> None:
         require(self.groups >= 1, "groups", ">= 1", self.groups, "use 1 for a complete graph")
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the graph with the edges inside groups and the edges among the groups' first members.
 
         Raises:
@@ -36,8 +36,6 @@ class HierarchicalGraph(Topology):
             raise ConfigurationError(
                 f"{self.groups} groups need at least {self.groups} workers, got {n}; use hierarchical({n})"
             )
-        graph = nx.empty_graph(n)
         members = [part.tolist() for part in np.array_split(np.arange(n), self.groups)]
-        for group in (*members, [group[0] for group in members]):
-            graph.add_edges_from(combinations(group, 2))
-        return graph
+        groups = *members, [group[0] for group in members]
+        return graph_of(n, (pair for group in groups for pair in combinations(group, 2)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import networkx as nx
 import numpy as np
 
 from flockstep.errors import ConfigurationError
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import facts, mixing
+from flockstep.topologies.graph import adjacency, colors
 
 
 def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
@@ -59,18 +59,16 @@ def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
     Raises:
         ConfigurationError: an edge is one-way, the edges change over time, or the graph is not bipartite.
     """
-    found, graph = facts(topology, n), topology.graph(n)
+    found, side = facts(topology, n), colors(adjacency(topology.graph(n)))
     if found.directed or found.period > 1:
         what = "one-way edges" if found.directed else f"edges that change over {found.period} steps"
         raise ConfigurationError(f"{who} needs a fixed undirected graph, got {what}; use ring, tree or star")
-    if not found.bipartite:
+    if side is None:
         raise ConfigurationError(
             f"{who} needs a bipartite graph, got a cycle of odd length among {n} workers; use a ring of even size, "
             "a tree, a star, or a complete bipartite graph given as graph(edges='0-1 0-3 2-1 2-3')"
         )
-    colors = nx.bipartite.color(graph)
-    one = [rank for rank in range(n) if colors[rank] == colors[0]]
-    other = [rank for rank in range(n) if colors[rank] != colors[0]]
+    one, other = np.flatnonzero(~side).tolist(), np.flatnonzero(side).tolist()
     return (one, other) if len(one) >= len(other) else (other, one)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
-
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class RingGraph(Topology):
     Two workers share one edge, with weights 1/2.
     """
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the cycle with the edges (i, i + 1 mod n); a path for at most two workers."""
         require_workers(n)
-        return nx.cycle_graph(n) if n > 2 else nx.path_graph(n)
+        return graph_of(n, ((i, (i + 1) % n) for i in range(n if n > 2 else n - 1)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
-
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,7 @@ class StarGraph(Topology):
     1/n.
     """
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the graph with the edges (0, i) for every worker i from 1 to n - 1."""
         require_workers(n)
-        return nx.star_graph(n - 1)
+        return graph_of(n, ((0, i) for i in range(1, n)))

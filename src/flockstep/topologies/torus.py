@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import networkx as nx
-
 from flockstep.errors import ConfigurationError
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class TorusGraph(Topology):
     Worker r * columns + c is in row r and column c.
     """
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the grid in which every worker has an edge to its right and to its lower neighbor; edges wrap around
         the sides.
 
@@ -27,12 +26,12 @@ class TorusGraph(Topology):
             ConfigurationError: n is a prime above 3, for which the grid would have only one row.
         """
         rows, columns = sides(n)
-        graph = nx.empty_graph(n)
+        edges = []
         for i in range(n):
             row, column = divmod(i, columns)
             right, down = row * columns + (column + 1) % columns, (row + 1) % rows * columns + column
-            graph.add_edges_from((i, j) for j in (right, down) if j != i)
-        return graph
+            edges += [(i, j) for j in (right, down) if j != i]
+        return graph_of(n, edges)
 
 
 def sides(n: int) -> tuple[int, int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
-
 from flockstep.errors import require
 from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.graph import Graph, graph_of
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,7 @@ class TreeGraph(Topology):
     def __post_init__(self) -> None:
         require(self.branching >= 1, "branching", ">= 1", self.branching, "use 2 for a binary tree")
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the graph with an edge between every worker and each of its children."""
         require_workers(n)
-        graph = nx.empty_graph(n)
-        graph.add_edges_from(((i - 1) // self.branching, i) for i in range(1, n))
-        return graph
+        return graph_of(n, (((i - 1) // self.branching, i) for i in range(1, n)))

@@ -1,27 +1,24 @@
-"""A custom graph, given by an edge list, by a file, or by networkx."""
+"""A custom graph, given by an edge list, by a file, or by networkx, which is imported for its files alone."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.errors import ConfigurationError
 from flockstep.topologies.base import Topology, metropolis_hastings, require_workers
+from flockstep.topologies.graph import Edge, Graph, adjacency, is_connected
 
 _EDGE = re.compile(r"(\d+)([->])(\d+)(?::(\S+))?")
 EXAMPLE = "0-1 1-2 2-3 3-0"
-
-
-_OF_READERS = (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, SyntaxError, RecursionError)
-"""Errors that networkx and the readers of JSON and XML raise for a file that is no graph."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,13 @@ class WeightedGraph(Topology):
         if not self.path:
             _parse(self.edges)
 
-    def graph(self, n: int) -> nx.Graph:
+    def graph(self, n: int) -> Graph:
         """Return the graph without self-loops.
 
         Raises:
             ConfigurationError: the graph has another number of nodes or is not connected, or the file cannot be read.
         """
-        graph = self._read(n)
-        graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-        return graph
+        return self._read(n).without_loops()
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return the given weights, or the default weights of the graph if none are given.
@@ -62,17 +57,21 @@ class WeightedGraph(Topology):
             ConfigurationError: weights are negative, not finite, above one in total, or given for only some of the
                 edges.
         """
-        graph = self._read(n)
-        given = list(graph.edges(data="weight"))
-        if all(weight is None for _, _, weight in given):
-            graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-            return metropolis_hastings(graph) if not graph.is_directed() else _equal_parts(graph)
-        if any(w is None or not 0 <= w < math.inf or (w == 0 and i != j) for i, j, w in given):
-            raise ConfigurationError(
-                f"{self} must have weights > 0 on all edges or on none; give every edge a finite weight > 0, or give "
-                "none a weight"
-            )
-        weights: npt.NDArray[np.float64] = nx.to_numpy_array(graph, nodelist=range(n)).T.copy()
+        found = self._read(n)
+        given = found.weights.values()
+        if all(weight is None for weight in given):
+            graph = found.without_loops()
+            return _equal_parts(graph) if found.directed else metropolis_hastings(graph)
+        weights = np.zeros((n, n))
+        for (i, j), weight in found.weights.items():
+            if weight is None or not 0 <= weight < math.inf or (weight == 0 and i != j):
+                raise ConfigurationError(
+                    f"{self} must have weights > 0 on all edges or on none; give every edge a finite weight > 0, or "
+                    "give none a weight"
+                )
+            weights[j, i] = weight
+            if not found.directed:
+                weights[i, j] = weight
         rest = 1 - weights.sum(axis=0)
         if rest.min() < -1e-9:
             worst = int(rest.argmin())
@@ -80,46 +79,57 @@ class WeightedGraph(Topology):
                 f"{self}: the edge weights at worker {worst} must sum to at most one, got {1 - rest[worst]:g}; make "
                 "them smaller"
             )
-        loops = {i for i, j in graph.edges if i == j}
+        loops = {i for i, j in found.weights if i == j}
         weights[np.diag_indices(n)] += [0.0 if i in loops else max(float(rest[i]), 0.0) for i in range(n)]
         return weights
 
-    def _read(self, n: int) -> nx.Graph:
+    def _read(self, n: int) -> _Edges:
         require_workers(n)
-        graph = _load(Path(self.path)) if self.path else _parse(self.edges)
-        if len(graph) != n:
-            raise ConfigurationError(f"{self} has {len(graph)} nodes, got {n} workers; use -n {len(graph)}")
-        if not (nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)):
+        found = _load(Path(self.path)) if self.path else _parse(self.edges)
+        if found.n != n:
+            raise ConfigurationError(f"{self} has {found.n} nodes, got {n} workers; use -n {found.n}")
+        if not is_connected(adjacency(found.without_loops())):
             raise ConfigurationError(f"{self} is not connected; add edges until every worker reaches every other")
-        return graph
+        return found
 
 
-def from_networkx(graph: nx.Graph) -> WeightedGraph:
+@dataclass(frozen=True)
+class _Edges:
+    """The edges of a graph on nodes 0..n-1, each with its weight if it has one."""
+
+    n: int
+    weights: Mapping[Edge, float | None]
+    directed: bool
+
+    def without_loops(self) -> Graph:
+        return Graph(self.n, tuple((i, j) for i, j in self.weights if i != j), self.directed)
+
+
+def from_networkx(graph: Any) -> WeightedGraph:
     """Return the topology of a networkx graph; if all edges have an attribute `weight`, these weights form W.
 
     Nodes that are not numbered 0..n-1 are numbered in the graph's order.
     """
-    arrow = ">" if graph.is_directed() else "-"
-    numbered = _numbered(graph)
-    written = [f"{i}{arrow}{j}" + ("" if w is None else f":{float(w)!r}") for i, j, w in numbered.edges(data="weight")]
+    found = _of_networkx(graph)
+    arrow = ">" if found.directed else "-"
+    written = [f"{i}{arrow}{j}" + ("" if w is None else f":{w!r}") for (i, j), w in found.weights.items()]
     return WeightedGraph(" ".join(written) if written else "0-0")
 
 
-def _numbered(graph: nx.Graph) -> nx.Graph:
-    """Return a copy of the graph with nodes 0..n-1, in order."""
-    names = [str(node) for node in graph.nodes]
-    order = range(len(names))
-    numbers: Mapping[str, int] = {str(i): i for i in order}
+def _of_networkx(graph: Any) -> _Edges:
+    weights = {(str(i), str(j)): None if w is None else float(w) for i, j, w in graph.edges(data="weight")}
+    return _numbered([str(node) for node in graph.nodes], weights, graph.is_directed())
+
+
+def _numbered(names: Sequence[str], weights: Mapping[tuple[str, str], float | None], directed: bool) -> _Edges:
+    """Return the edges between nodes 0..n-1: the names themselves if they are these numbers, otherwise their order."""
+    numbers = {str(i): i for i in range(len(names))}
     if set(names) != set(numbers):
-        numbers = dict(zip(names, order, strict=True))
-    copy = nx.DiGraph() if graph.is_directed() else nx.Graph()
-    copy.add_nodes_from(order)
-    for i, j, weight in graph.edges(data="weight"):
-        copy.add_edge(numbers[str(i)], numbers[str(j)], **({} if weight is None else {"weight": float(weight)}))
-    return copy
+        numbers = {name: i for i, name in enumerate(names)}
+    return _Edges(len(names), {(numbers[i], numbers[j]): weight for (i, j), weight in weights.items()}, directed)
 
 
-def _parse(text: str) -> nx.Graph:
+def _parse(text: str) -> _Edges:
     """Return the graph of an edge list.
 
     Raises:
@@ -131,41 +141,48 @@ def _parse(text: str) -> nx.Graph:
         raise ConfigurationError(
             f"edges must be a list like '0-1 1-2:0.25', or '0>1 1>0' for one direction, got {text[:80]!r}"
         )
-    graph, clash = nx.DiGraph() if arrows == {">"} else nx.Graph(), False
-    try:
-        for i, _, j, weight in (word.groups() for word in words if word):
-            given = {"weight": float(weight)} if weight else {}
-            clash |= graph.get_edge_data(int(i), int(j), given) != given
-            graph.add_edge(int(i), int(j), **given)
-    except ValueError:
-        raise ConfigurationError(f"a weight must be a number, got {text[:80]!r}; write it like 0-1:0.25") from None
-    if clash:
-        raise ConfigurationError(
-            f"an edge may have only one weight, got two weights for one edge in {text[:80]!r}; leave one out"
-        )
-    return _numbered(graph)
+    directed, weights = arrows == {">"}, dict[tuple[str, str], float | None]()
+    for i, _, j, written in (word.groups() for word in words if word):
+        try:
+            weight = float(written) if written else None
+        except ValueError:
+            raise ConfigurationError(f"a weight must be a number, got {text[:80]!r}; write it like 0-1:0.25") from None
+        edge = str(int(i)), str(int(j))
+        edge = edge if directed or edge[::-1] not in weights else edge[::-1]
+        if weights.setdefault(edge, weight) != weight:
+            raise ConfigurationError(
+                f"an edge may have only one weight, got two weights for one edge in {text[:80]!r}; leave one out"
+            )
+    return _numbered(list(dict.fromkeys(name for edge in weights for name in edge)), weights, directed)
 
 
-def _load(path: Path) -> nx.Graph:
+def _load(path: Path) -> _Edges:
     """Return the graph of a file.
 
     Raises:
-        ConfigurationError: the file cannot be read as a graph.
+        ConfigurationError: the file cannot be read as a graph, or networkx is missing.
     """
     try:
+        if path.suffix not in (".graphml", ".json"):
+            return _parse(path.read_text("utf-8"))
+        import networkx as nx
+
         if path.suffix == ".graphml":
-            return _numbered(nx.read_graphml(path))
-        text = path.read_text("utf-8")
-        return (
-            _numbered(nx.node_link_graph(json.loads(text), edges="edges")) if path.suffix == ".json" else _parse(text)
-        )
-    except (OSError, nx.NetworkXException, *_OF_READERS) as error:
+            return _of_networkx(nx.read_graphml(path))
+        return _of_networkx(nx.node_link_graph(json.loads(path.read_text("utf-8")), edges="edges"))
+    except ImportError:
+        raise ConfigurationError(
+            f"{path} is read with networkx, which is not installed; pip install 'flockstep[graphs]', or write a list "
+            "of edges, such as 0-1 1-2 2-0, into a file"
+        ) from None
+    except ConfigurationError:
+        raise
+    except Exception as error:
         raise ConfigurationError(f"cannot read a graph from {path}: {error}; write the file with networkx") from error
 
 
-def _equal_parts(graph: nx.DiGraph) -> npt.NDArray[np.float64]:
+def _equal_parts(graph: Graph) -> npt.NDArray[np.float64]:
     """W[j, i] = 1 / (1 + out-degree of i) for the out-neighbors j of i and for j = i: column-stochastic."""
-    edges = nx.to_numpy_array(graph, nodelist=range(len(graph)), weight=None)
-    heard: npt.NDArray[np.float64] = edges.T + np.eye(len(graph))
+    heard = adjacency(graph).T + np.eye(graph.n)
     parts: npt.NDArray[np.float64] = heard / heard.sum(axis=0)
     return parts
