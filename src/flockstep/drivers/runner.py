@@ -266,15 +266,16 @@ class Runner:
                 raise RunError("a step was interrupted and cannot be resumed; start the run again")
             if need.unless is None or not self._needless():
                 self.give(gradient, loss, 0 if whole else self.awaited)
-        self._driver.drive(self)
-        while not self.done:
+        while True:
+            if type(self.waiting) is not NeedGradient:
+                self._driver.drive(self)
+            if self.done:
+                return False
             need = self.waiting
             if type(need) is not NeedGradient or need.unless is None or not self._needless():
                 if gradient is None or not whole or not self.partly:
                     return True
                 self.give(gradient, loss)
-            self._driver.drive(self)
-        return False
 
     @property
     def awaited(self) -> int:
@@ -340,7 +341,12 @@ class Runner:
         if need.tentative and begin:
             begin = end  # checked with the last part
         elif begin < end and not self.replaying:
-            self._check(node, need, gradient, slice(begin, end), reason)
+            # The usual case, without the calls that the others need: no limit, no faults, and finite elements.
+            plain = (
+                reason is None and not begin and self.wrong_gradients is None and node.bad_gradients.max_norm is None
+            )
+            if not (plain and (node.knows_finite() or first_not_finite(gradient[begin:end]) < 0)):
+                self._check(node, need, gradient, slice(begin, end), reason)
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("gradient", copied(gradient), loss, first))
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0

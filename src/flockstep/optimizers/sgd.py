@@ -46,7 +46,11 @@ class SGD(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        self.step_with(self.momentum or None, params, gradient, state, lr, share)
+        if self.momentum or self.weight_decay or len(params) > BLOCK:
+            self.step_with(self.momentum or None, params, gradient, state, lr, share)
+            return
+        params -= float(lr * share) * gradient
+        state.steps += float(share)
 
     def step_with(
         self,
@@ -63,9 +67,6 @@ class SGD(Optimizer):
         """
         rate, share = float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share
-        if len(params) <= BLOCK and not self.weight_decay and momentum is None:
-            params -= rate * gradient
-            return
         xp = namespace(params)
         first, second = xp.empty_like(params[:BLOCK]), xp.empty_like(params[:BLOCK])
         for part in blocks(len(params)):
