@@ -317,6 +317,7 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
         "flockstep.launchers",
         "flockstep.records.folder",
         "jinja2",
+        "typer.rich_utils",
     )
     assert loaded(statement, (*HEAVY, *late)) == []
 

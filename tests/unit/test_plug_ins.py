@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from flockstep.cli import plug_ins
@@ -17,7 +19,7 @@ def test_every_command_of_the_lab_exists_where_it_is_installed(name: str, capsys
 def test_where_the_lab_is_missing_a_sentence_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plug_ins, "entry_points", lambda **group: ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **group: ())
     assert run(["bench", "codecs"]) == 2
     assert capsys.readouterr().err == (
         "flockstep: flockstep bench belongs to the distribution flockstep-lab, which is not installed; install it with "

@@ -24,6 +24,7 @@ from flockstep.cli import listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
 from flockstep.cli.coordinate import coordinate
+from flockstep.cli.help_text import App
 from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
 from flockstep.cli.plug_ins import LAB, CommandGroup
@@ -44,7 +45,7 @@ RUN, LOOK_UP, PLAN, HERE, EVIDENCE, HELP = (
 )  # fmt: skip
 """Headings of the groups of commands in `--help`."""
 
-app = typer.Typer(
+app = App(
     cls=CommandGroup,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

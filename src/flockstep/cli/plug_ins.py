@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from flockstep.cli.help_text import PlainGroup
 from flockstep.errors import ConfigurationError
 
 LAB = {
@@ -26,6 +25,8 @@ def plugged_in(name: str) -> Any:
     Raises:
         ConfigurationError: no installed distribution has the command.
     """
+    from importlib.metadata import entry_points  # here, since few commands need it
+
     for found in entry_points(group="flockstep.commands", name=name):
         return typer.main.get_command(found.load())
     raise ConfigurationError(
@@ -34,7 +35,7 @@ def plugged_in(name: str) -> Any:
     )
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(PlainGroup):
     """The commands of flockstep; the ones in `LAB` are imported when they are called, and only described in --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flockstep.cli import show
+from flockstep.cli.help_text import App
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.report import formatting
 
@@ -35,7 +36,7 @@ RANKS = {
 }
 """Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
-app = typer.Typer(
+app = App(
     add_completion=False,
     no_args_is_help=True,
     help="Measure transports, collectives, codecs and the simulator, and compare each with other implementations.",

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from flockstep.cli import options as o
 from flockstep.cli import show
+from flockstep.cli.help_text import App
 from flockstep.errors import ConfigurationError
 from flockstep.expression import to_text
 from flockstep.frameworks.job import import_components
@@ -18,7 +19,7 @@ from flockstep.strategies.base import Strategy
 from flockstep_lab.chaos.base import Disruption, Setting
 from flockstep_lab.chaos.campaign import ChaosTrial, Goodput, campaign
 
-app = typer.Typer(add_completion=False)
+app = App(add_completion=False)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from rich.markup import escape
 from flockstep import registry
 from flockstep.cli import options as o
 from flockstep.cli import show
+from flockstep.cli.help_text import App
 from flockstep.errors import ConfigurationError
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep_lab.claims.base import Claim
@@ -24,7 +25,7 @@ LEGEND = (
     "and its result; --all checks all claims, which takes minutes."
 )
 
-app = typer.Typer(add_completion=False)
+app = App(add_completion=False)
 
 
 @app.command()
