@@ -1,8 +1,9 @@
 """Is the advice right? On known clusters and jobs: the recommended strategy's time to target against the best of all.
 
-For every case of `advice_cases.toml` a plan is made and `flockstep.planning.advice` recommends a strategy, from the
-plan alone. Then every strategy of the plan that trains one model and keeps what the user demands is run with real
-gradients in virtual time until the job's target is reached, and so is one worker. All get the same protocol:
+For every case of `advice_cases.toml` a plan is made, and `flockstep.planning.advice` recommends a strategy twice: from
+the plan alone, and after trials on the job (`flockstep.planning.search`), whose seeds are not those of the runs below.
+Then every strategy of the plan that trains one model and keeps what the user demands is run with real gradients in
+virtual time until the job's target is reached, and so is one worker. All get the same protocol:
 
 * learning rates: the job's times 1/4, 1 and 4 with the first seed; further factors of 4 while the best is at the end or
   none reaches the target; then twice and half the best one;
@@ -12,14 +13,13 @@ gradients in virtual time until the job's target is reached, and so is one worke
   whose first seed takes three times as long as the quickest of all is not run with other seeds. The recommended
   strategies are run without these limits.
 
-The second recommendation is that of a rehearsal: the plan's best `--rehearse` strategies are run with the first seed
-and the first three rates, and the three that are quickest then with all seeds. A recommendation within 10 % of the best
-is a hit. Every run is kept in `--out`, so that the command goes on where it was ended.
+A recommendation within 10 % of the best is a hit. Every run is kept in `--out`, so that the command goes on where it
+was ended.
 
 `--draw 12 --seed 1` judges other cases, drawn by a seed: job, workers, law of the gradients, uneven speeds, bandwidth,
 latency and split of the data.
 
-    python benchmarks/advice.py [--case NAME | --draw 12 --seed 1] [--seeds 5] [--rehearse 8] [--out FOLDER] [--json]
+    python benchmarks/advice.py [--case NAME | --draw 12 --seed 1] [--seeds 5] [--budget 120] [--out FOLDER] [--json]
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import statistics
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from flockstep.frameworks.base import Job
 from flockstep.planning import advice, trials
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, combines, plan
+from flockstep.planning.search import BUDGET, Race, promising
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep_lab.claims.digits_perceptron import digits_job
 
@@ -54,8 +56,8 @@ LEAST, MOST = 4.0**-4, 4.0**3
 """The lowest and the highest."""
 RUSH, SCREEN = 4.0, 3.0
 """Times the quickest so far, after which a run ends, and beyond which a strategy is not run with other seeds."""
-FRONT = 3
-"""Rehearsed strategies that are run with all seeds."""
+APART = 100
+"""First seed of the trials on which the advice is based: other draws than those of the runs by which it is judged."""
 LIMIT = 4.0
 """Times what one worker takes, after which every run ends."""
 STEPS = 6000
@@ -219,7 +221,7 @@ class Truth:
             file.write(json.dumps(line) + "\n")
         return took
 
-    def first(self, found: StepPrediction, quickest: float, further: bool = True) -> dict[float, float]:
+    def first(self, found: StepPrediction, quickest: float) -> dict[float, float]:
         """Rate → seconds with the first seed, of those that reached the target in time."""
         reached: dict[float, float] = {}
         rates = COARSE
@@ -231,8 +233,6 @@ class Truth:
 
         for rate in rates:
             attempt(rate)
-        if not further:
-            return reached
         while (not reached or min(reached, key=reached.__getitem__) == min(rates)) and min(rates) > LEAST:
             rates = (*rates, min(rates) / 4)
             attempt(rates[-1])
@@ -254,16 +254,23 @@ class Truth:
         return min(tried, default=(math.inf, math.nan))
 
 
-def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]:
+def judge(case: Case, seeds: int, budget: float, folder: Path) -> dict[str, Any]:
     """The two recommendations of a case beside the best of all."""
+    began = time.process_time()
     outlook = case.outlook
-    advised = advice.advise(outlook, case.requirements)
+    planned = advice.advise(outlook, case.requirements)
+    took = {"plan": time.process_time() - began}
+    unfit = [one.name for one in outlook.predictions if advice.unfit(one, outlook, case.requirements)]
+    race = Race(outlook, promising(outlook, leave=unfit), budget=budget, seed=APART, split=case.split)
+    race.run()
+    took["trials"] = race.spent
+    measured = advice.advise(outlook, case.requirements, race.found, race.asked)
     truth = Truth(case, outlook, folder / f"{case.name}-{case.mark}.jsonl")
     demands = tuple(one for one in case.requirements if one in DEMANDS)
     allowed = [one for one in outlook.predictions if combines(one)]
     allowed = [one for one in allowed if advice.unfit(one, outlook, demands) in (None, advice.DROPS)]
     ranked = sorted(allowed, key=lambda one: -advice.value(one, outlook, case.requirements))
-    ranked.sort(key=lambda one: one.name != advised.choice.name)
+    ranked.sort(key=lambda one: one.name != planned.choice.name)
     quickest, first = math.inf, {}
     for found in ranked:
         first[found.name] = truth.first(found, quickest)
@@ -274,12 +281,7 @@ def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]
         for name, reached in first.items()
         if reached and min(reached.values()) <= SCREEN * quickest
     }
-    fit = [one for one in ranked if not advice.unfit(one, outlook, case.requirements)][:rehearse]
-    tried = {one.name: truth.first(one, quickest, False) for one in fit}
-    front = sorted((name for name in tried if tried[name]), key=lambda name: min(tried[name].values()))[:FRONT]
-    again = {name: truth.all_seeds(told[name], tried[name], seeds)[0] for name in front}
-    rehearsed = min(again, key=again.__getitem__, default=ALONE)
-    for name in {advised.choice.name, rehearsed} - set(tuned):
+    for name in {planned.choice.name, measured.choice.name, ALONE} - set(tuned):
         tuned[name] = truth.all_seeds(told[name], truth.first(told[name], math.inf), seeds)
     best = min(tuned, key=lambda name: tuned[name][0])
     order = sorted(tuned, key=lambda name: tuned[name][0])
@@ -296,8 +298,16 @@ def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]
                 "ratio": tuned[name][0] / tuned[best][0],
                 "hit": tuned[name][0] <= NEAR * tuned[best][0],
             }
-            for which, name in (("advised", advised.choice.name), ("rehearsed", rehearsed), ("best", best))
+            for which, name in (
+                ("planned", planned.choice.name),
+                ("measured", measured.choice.name),
+                ("best", best),
+                ("alone", ALONE),
+            )
         },
+        "said": measured.sentences[0],
+        "cpu": took,
+        "partial": race.out_of_budget,
         "times": {name: tuned[name][0] for name in order},
         "first": {name: min(reached.values(), default=None) for name, reached in first.items()},
         "runs": len(truth.known),
@@ -312,7 +322,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the draw.")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rehearse", type=int, default=8, help="Strategies of the second recommendation.")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="CPU seconds for the trials of a recommendation.")
     parser.add_argument("--out", type=Path, default=Path("runs/advice"), help="Where every run is kept.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -323,14 +333,14 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = []
     for name in options.case or known:
-        result = judge(known[name], options.seeds, options.rehearse, options.out)
+        result = judge(known[name], options.seeds, options.budget, options.out)
         results.append(result)
         if not options.json:
             show(result)
     if options.json:
         print(json.dumps(results, indent=1))
         return
-    for which, what in (("advised", "from the plan alone"), ("rehearsed", f"with {options.rehearse} rehearsed")):
+    for which, what in (("planned", "from the plan alone"), ("measured", "after trials")):
         for tuned in (True, False):
             some = [one for one in results if one["tuned"] == tuned]
             hits = sum(one[which]["hit"] for one in some)
@@ -340,7 +350,8 @@ def main() -> None:
 def show(result: dict[str, Any]) -> None:
     best = result["best"]
     print(f"{result['case']} ({result['shows']}; {'seen' if result['tuned'] else 'held out'}; {result['runs']} runs)")
-    for which in ("advised", "rehearsed", "best"):
+    print("  {said}\n  CPU seconds: plan {plan:.1f}, trials {trials:.1f}".format(said=result["said"], **result["cpu"]))
+    for which in ("planned", "measured", "best", "alone"):
         one = result[which]
         verdict = "" if one is best else f"  {one['ratio']:5.2f}  {'ok' if one['hit'] else 'MISS'}"
         print(f"  {which:10} {one['strategy']:45} {one['seconds']:10.4g} s  lr {one['lr']:<8.3g}{verdict}", flush=True)

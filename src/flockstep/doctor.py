@@ -253,14 +253,6 @@ from sklearn.datasets import load_digits
 assert load_digits().data.shape == (1797, 64)
 print("scikit-learn", sklearn.__version__)
 """
-_OPTUNA = """
-import optuna
-optuna.logging.set_verbosity(optuna.logging.ERROR)
-study = optuna.create_study()
-study.tell(study.ask(), 1.0)
-assert study.best_value == 1.0
-print("optuna", optuna.__version__)
-"""
 _RAY = """
 import os
 import ray
@@ -293,7 +285,6 @@ _EXTRAS = (
     ("keras", "keras", _KERAS),
     ("workloads", "sklearn", _DIGITS),
     ("readers", "datasets", _READERS),
-    ("search", "optuna", _OPTUNA),
 )
 _PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")
 _LAUNCHERS = {

@@ -14,7 +14,20 @@ from flockstep.report.formatting import pieces
 from support.matrix import few
 
 FAST = ["--steps", "8", "--compute", "constant(0.01)", "-n", "4"]
-PLAN = ["plan", "softmax", "--cluster", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "ps(consistency=ssp(3))"]
+PLAN = [
+    "plan",
+    "softmax",
+    "--budget",
+    "0",
+    "--cluster",
+    "lab-1gbit",
+    "-n",
+    "4",
+    "-s",
+    "all_reduce",
+    "-s",
+    "ps(consistency=ssp(3))",
+]
 COMMANDS = {
     "simulate": ["simulate", "softmax", "-s", "ps(consistency=ssp(3))", *FAST, "--out", "run", "--overwrite"],
     "compare": ["compare", "softmax", "--simulate", "-s", "all_reduce", "-s", "local_sgd(period=4)", *FAST],
@@ -30,7 +43,7 @@ COMMANDS = {
     "claims": ["reproduce"],
     "claim": ["reproduce", "A15"],
     "plan": PLAN,
-    "plan that is cut": ["plan", "softmax", "--cluster", "lab-1gbit", "-n", "2"],
+    "plan that is cut": ["plan", "softmax", "--budget", "0", "--cluster", "lab-1gbit", "-n", "2"],
     "trials": [*PLAN, "--simulate", "--trials", "1", "--keep", "trials"],
     "check": ["plan", "softmax", "--check", "checked"],
     "codecs": ["bench", "codecs", "half", "topk(0.01)", "--elements", "1000", "--rounds", "1"],

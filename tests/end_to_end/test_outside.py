@@ -15,9 +15,8 @@ from flockstep.costs.cluster_reading import load_cluster
 from flockstep.planning.advice import UNCOUNTED
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import candidates, plan
-from flockstep.planning.search_space import knobs
-from flockstep.strategies.base import Strategy
 
+UNTRIED = ["--budget", "0"]
 SOURCE = '''
 """Each worker sends its parameters to the next in a ring every few steps, and takes a share of what it receives."""
 
@@ -73,7 +72,7 @@ def test_a_plan_lists_a_strategy_that_raises_an_error_with_its_line(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(SOURCE.replace("self.share *", "self.nonsense *"))
-    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce"]
+    words = ["plan", "softmax", *UNTRIED, "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce"]
     assert run([*words, "--import", str(file)]) == 0
     said = re.sub(r"\s+", "", capsys.readouterr().out)
     assert re.search(
@@ -82,7 +81,20 @@ def test_a_plan_lists_a_strategy_that_raises_an_error_with_its_line(
 
 
 def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce", "--json"]
+    words = [
+        "plan",
+        "softmax",
+        *UNTRIED,
+        "-c",
+        "lab-1gbit",
+        "-n",
+        str(WORKERS),
+        "-s",
+        "relay",
+        "-s",
+        "all_reduce",
+        "--json",
+    ]
     assert run([*words, "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)
     (found,) = (one for one in said["strategies"] if one["name"] == "relay")
@@ -95,7 +107,20 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
 def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a taxonomy entry, either, nothing says what its samples are worth, however fast it takes them."""
     file.write_text(SOURCE.replace("def taxonomy_entry", "def other"))
-    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce", "--json"]
+    words = [
+        "plan",
+        "softmax",
+        *UNTRIED,
+        "-c",
+        "lab-1gbit",
+        "-n",
+        str(WORKERS),
+        "-s",
+        "relay",
+        "-s",
+        "all_reduce",
+        "--json",
+    ]
     assert run([*words, "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)
     assert "relay" in {one["name"] for one in said["strategies"]}
@@ -122,9 +147,3 @@ def test_it_is_compared(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run([*words, *more, "--import", str(file)]) == 0, capsys.readouterr()
     page = (tmp_path / "compared" / "report.html").read_text("utf-8")
     assert page.count("rehearsal, link(") == 3  # one worker alone is the third
-
-
-def test_its_own_hyper_parameters_are_searched(file: Path) -> None:
-    runpy.run_path(str(file), run_name="relay_from_outside")
-    found = {one.name: (one.low, one.high, one.whole) for one in knobs(Strategy.parse("relay"), WORKERS)}
-    assert found == {"period": (1, 24, True), "share": (0.1, 0.9, False)}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.cli.app import run as run_command
 from flockstep.errors import Interrupted
 from flockstep.launchers.completion import finished
 from flockstep.records.config import RunConfig
@@ -19,7 +18,7 @@ from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
 from support.jobs import go_on, paced
 from support.matrix import few
-from support.processes import IPC, PATIENCE, RealRun, alive, content, open_files, wait_until
+from support.processes import IPC, PATIENCE, RealRun, alive, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -135,30 +134,6 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(tmp_path: 
     assert again.err.count("kept from before") == 1
     assert {row["status"] for row in json.loads(again.out)["runs"]} == {"finished"}
     assert (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns == before
-
-
-def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("optuna")
-    kept = tmp_path / "k" / "trials.jsonl"
-    options = ["softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--simulate", "--keep", str(kept.parent)]
-    run = RealRun(["plan", *options, "--trials", "100000"], tmp_path / "plan.html")
-    wait_until(lambda: content(kept).count(b"\n") > 3 or not run.going(), PATIENCE, "three trials kept, two told of")
-    run.fault(signal.SIGINT, "main")
-    ended = run.end()
-    assert ended.code == 130
-    assert f"interrupted; finished trials were saved: repeat the command with --keep {kept.parent}" in ended.err
-    assert "2 of 200000: all_reduce, trial 1 of 100000" in ended.err
-    assert "best found" in ended.out
-    assert "one worker reached the target" in ended.out
-    assert "all_reduce" in (tmp_path / "plan.html").read_text("utf-8")
-    before = kept.read_bytes()
-    assert run_command(["plan", *options, "--trials", "1", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("kept from before") == 2
-    assert [len(one["trials"]) for one in json.loads(captured.out)["trials"]["found"]] == [1, 1]
-    assert kept.read_bytes() == before
 
 
 def test_workers_of_a_stopped_command_say_why_they_ended(tmp_path: Path) -> None:

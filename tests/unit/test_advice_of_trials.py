@@ -48,7 +48,8 @@ def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook
     assert planned is not None
     assert planned.name != ALONE
     assert whole.choice is not None
-    assert whole.sentences[0] == f"Use {whole.choice.name} on 4 workers: in trials it reached the target first."
+    assert whole.choice.name == ALONE  # as fast as all others, and the simplest
+    assert whole.sentences[1].endswith("trained as fast; one worker is the simplest of them.")
     some = advise(outlook, (), [tried(ALONE, 3)], names)
     said = " ".join(some.sentences)
     assert f"This advice is partial: of {len(names)} strategies only 1 was tried" in said
@@ -71,3 +72,33 @@ def test_what_was_not_tried_is_never_preferred_silently(outlook: Outlook) -> Non
     refused = advise(outlook, (), [Found(first.name, (), "no such thing")], names)
     assert dict(refused.excluded)[first.name] == "cannot be tried: no such thing"
     assert refused.choice is not first
+
+
+def test_the_simplest_is_chosen_within_the_range_of_the_fastest(outlook: Outlook) -> None:
+    def runs(name: str, *seconds: float) -> Found:
+        return Found(name, tuple(tried(name, one).trials[0] for one in seconds))
+
+    local, every = "local_sgd(period=8)", "all_reduce"
+    found = [runs(ALONE, 8, 9, 10), runs(local, 3, 4, 5), runs(every, 4.5, 4.6, 6)]
+    advice = advise(outlook, (), found)
+    assert advice.choice is not None
+    assert advice.choice.name == every
+    assert advice.sentences == (
+        (
+            "Use all_reduce with learning rate 0.1 on 4 workers: in trials on the job, it trained 2.0 times as fast as "
+            "one worker at the best learning rate of each (1.3 to 2.2 times over 3 seeds)."
+        ),
+        "Within the ranges of the trials, local_sgd(period=8) trained as fast; all_reduce is the simplest of them.",
+    )
+    assert advice.speedups[local] == 9 / 4
+    clear = advise(outlook, (), [found[0], found[1], runs(every, 5.1, 5.2, 6)])
+    assert clear.choice is not None
+    assert clear.choice.name == local
+    slower = advise(outlook, (), [runs(ALONE, 3, 3.5, 4), runs(local, 8, 9, 10)])
+    assert slower.choice is outlook.alone
+    assert slower.sentences == (
+        (
+            "Use one worker with learning rate 0.1: in trials on the job, none of 1 strategy was faster; the best "
+            "trained 39 % as fast."
+        ),
+    )

@@ -400,7 +400,7 @@ def test_a_custom_strategy_that_ends_in_a_deadlock_does_not_end_the_plan(monkeyp
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    words = ["plan", "softmax", "--cluster", "lab-1gbit", "-n", "4", "--out", str(page)]
+    words = ["plan", "softmax", "--budget", "0", "--cluster", "lab-1gbit", "-n", "4", "--out", str(page)]
     strategies = [word for text in ("all_reduce", "local_sgd") for word in ("-s", text)]
     assert run([*words, *strategies, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -409,7 +409,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = page.read_text()
     assert "Best strategy by bandwidth and number of parameters" in text
     assert "<script src" not in text
-    assert run([*words[:6], *strategies]) == 0
+    assert run([*words[:8], *strategies]) == 0
     assert "softmax on 4 workers of lab-1gbit" in capsys.readouterr().out
 
 
@@ -429,9 +429,9 @@ def test_wrong_words_are_refused(words: list[str], rule: str, capsys: pytest.Cap
 
 
 def test_strategies_that_were_named_and_cannot_run_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "softmax", "-c", "lab-1gbit", "-s", "hogwild"]) == 2
+    assert run(["plan", "softmax", "--budget", "0", "-c", "lab-1gbit", "-s", "hogwild"]) == 2
     assert "hogwild: the strategy needs all workers on one machine" in capsys.readouterr().err
-    assert run(["plan", "softmax", "-c", "lab-1gbit", "-n", "2", "-s", "hogwild", "-s", "ps"]) == 0
+    assert run(["plan", "softmax", "--budget", "0", "-c", "lab-1gbit", "-n", "2", "-s", "hogwild", "-s", "ps"]) == 0
 
 
 def test_the_cluster_that_is_taken_without_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,7 +460,21 @@ def test_a_plan_that_is_interrupted_after_its_predictions_prints_them(
     def stopped(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "local_sgd", "--json"]
+    words = [
+        "plan",
+        "softmax",
+        "--budget",
+        "0",
+        "-c",
+        "lab-1gbit",
+        "-n",
+        "4",
+        "-s",
+        "all_reduce",
+        "-s",
+        "local_sgd",
+        "--json",
+    ]
     assert run(words) == 0
     whole = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(importlib.import_module(f"flockstep.planning.{module}"), search, stopped)
@@ -481,7 +495,7 @@ def test_a_plan_that_is_interrupted_after_its_predictions_prints_them(
 
 
 def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
+    words = ["plan", "softmax", "--budget", "0", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
     assert run([*words, "--json", "--require", "reproducible"]) == 0
     said = json.loads(capsys.readouterr().out)
     speedups = [one["speedup"] for one in said["strategies"]]
@@ -498,7 +512,7 @@ def test_a_plan_that_names_no_cluster_is_for_this_machine_once_it_was_calibrated
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ["plan", "softmax", "-n", "1", "-s", "all_reduce"]
+    words = ["plan", "softmax", "--budget", "0", "-n", "1", "-s", "all_reduce"]
     assert run(words) == 0
     said = capsys.readouterr()
     assert "softmax on 1 worker of laptop" in said.out

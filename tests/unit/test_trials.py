@@ -1,22 +1,20 @@
-"""Trials in virtual time, the search over hyper-parameters, and what is kept of them."""
+"""Trials in virtual time, races of strategies, and what is kept of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from flockstep import registry
 from flockstep.cli.app import run as run_command
 from flockstep.collectives.costs import LinkModel
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.expression import ranges
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.simulate import simulate
 from flockstep.messages import HEADER_BYTES
@@ -24,8 +22,7 @@ from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.search import Found, Search, SearchProgress, most_promising
-from flockstep.planning.search_space import changed, knobs
+from flockstep.planning.search import RUSH, Found, Race, measured, promising
 from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trial_store import FILE, TrialStore, trial_settings
 from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
@@ -171,173 +168,179 @@ def test_what_cannot_be_tried_is_refused(site: Site) -> None:
         trial(site, Strategy.parse("ps(consistency=backup(9))"), 4, target=TARGET)
 
 
-@pytest.mark.parametrize(
-    "noun", ["strategy", "consistency", "server_update", "outer_optimizer", "synchronization_schedule", "codec"]
-)
-def test_declared_ranges_can_be_searched(noun: str) -> None:
-    declared = [one for name in registry.names(noun) for one in ranges(registry.load(noun, name)).values()]
-    assert declared
-    for one in declared:
-        assert one.low < one.high
-        assert not (one.log and one.low <= 0 and not one.whole)
+class MadeUp:
+    """Trials that are made up and counted: each strategy is fastest at a learning rate of its own."""
 
-
-def test_knobs_of_a_strategy_and_of_its_parts() -> None:
-    strategy = Strategy.parse("ps(consistency=ssp(20), codec=topk(ratio=0.5), feedback=residual)")
-    found = {one.name: one for one in knobs(strategy, 8)}
-    assert set(found) == {"consistency.s", "codec.ratio"}
-    assert (found["consistency.s"].low, found["consistency.s"].high) == (0, 20)
-    assert found["codec.ratio"].high == 0.5
-    other = changed(strategy, ("consistency", "s"), 2)
-    assert str(other) == "ps(consistency=ssp(s=2), codec=topk(ratio=0.5), feedback=residual)"
-    assert list(knobs(Strategy.parse("all_reduce"), 8)) == []
-
-
-class Counting:
-    """Trials that are made up, and counted: time to target is least at a learning rate of 0.3 and a period of 4."""
+    best: ClassVar = {ALONE: (1.0, 4.8), "all_reduce": (4.0, 4.5), "local_sgd(period=8)": (0.25, 3.2)}
+    """Name of a strategy → its best learning rate, and its seconds with this rate and seed 0."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, float]] = []
+        self.calls: list[tuple[str, float, int]] = []
+        self.within: dict[tuple[str, float, int], float | None] = {}
         self.stop_after = 10**9
 
-    def __call__(self, site: Site, strategy: Strategy | None, workers: int, **given: object) -> Trial:
-        if len(self.calls) >= self.stop_after:
-            raise KeyboardInterrupt
-        lr, seed = given["lr"], given["seed"]
-        assert isinstance(lr, float)
-        assert isinstance(seed, int)
-        name = ALONE if strategy is None else str(strategy)
-        self.calls.append((name, lr))
-        period = getattr(strategy, "period", 4)
-        seconds = 1 + math.log(lr / 0.3) ** 2 + math.log(period / 4) ** 2
-        return Trial(name, workers, lr, seed, TARGET, "target", seconds, seconds, 10, 100, TARGET, TARGET)
+    def __call__(self, site: Site, strategy: Strategy | None, workers: int, **given: Any) -> Trial:
+        name, lr, seed = ALONE if strategy is None else str(strategy), given["lr"], given["seed"]
+        if given.get("steps") is None:
+            if len(self.calls) >= self.stop_after:
+                raise KeyboardInterrupt
+            self.calls.append((name, lr, seed))
+            self.within[self.calls[-1]] = given["within"]
+        rate, seconds = self.best.get(name, (0.5, 50.0))
+        seconds *= (1 + abs(math.log2(lr / rate))) * (1 + seed / 100)
+        within = given.get("within") or math.inf
+        hit = seconds <= within
+        reached = seconds if hit else None
+        return Trial(
+            name,
+            workers,
+            lr,
+            seed,
+            given["target"],
+            "target" if hit else "time",
+            reached,
+            min(seconds, within),
+            10,
+            100,
+            0.1,
+            0.1 if hit else seconds,
+            loss=seconds,
+        )
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    pytest.importorskip("optuna")
-    counting = Counting()
-    monkeypatch.setattr(searching, "trial", counting)
-    return counting
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    trials = MadeUp()
+    monkeypatch.setattr(searching, "trial", trials)
+    monkeypatch.setattr(Race, "_step", lambda self: 1e-6)
+    return trials
 
 
-def search(outlook: Outlook, keep: Path | None = None, trials: int = 6, seed: int = 0, **more: float) -> Search:
+def race(outlook: Outlook, keep: Path | None = None, seed: int = 0, target: float | None = TARGET, **more: Any) -> Race:
     kept = TrialStore(trial_settings(TrialContext(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
-    return Search(outlook, most_promising(outlook, 3), kept, trials, more.get("budget"), TARGET, seed)
+    return Race(outlook, promising(outlook), target, seed=seed, kept=kept, **more)
 
 
-def test_a_search_begins_with_what_is_written(outlook: Outlook, made_up: Counting) -> None:
-    found = search(outlook, trials=2).run()
-    assert found[0].strategy == ALONE
-    assert {one.strategy for one in found} == {
-        ALONE,
-        "all_reduce",
-        "local_sgd(period=8)",
-        "ps(consistency=backup(b=1))",
-    }
-    optimizer = outlook.task.optimizer
-    assert optimizer is not None
-    for one in found:
-        assert (one.trials[0].strategy, one.trials[0].lr) == (one.strategy, optimizer.lr)
-        assert len(one.trials) == 2
+def test_each_strategy_is_measured_at_its_own_best_learning_rate(outlook: Outlook, made_up: MadeUp) -> None:
+    found = {one.strategy: one for one in race(outlook).run()}
+    for name, (rate, seconds) in made_up.best.items():
+        assert found[name].best is not None
+        assert found[name].best.lr == rate
+        assert found[name].range[0] == seconds
+    assert found[ALONE].seconds == pytest.approx(4.8 * 1.01)  # the median of three seeds
+    assert measured(outlook, tuple(found.values())).relative_samples(outlook.alone) == 1.0
 
 
-def test_a_search_is_the_same_again_and_another_with_another_seed(outlook: Outlook, made_up: Counting) -> None:
-    first, second = search(outlook).run(), search(outlook).run()
-    assert first == second
-    assert search(outlook, seed=1).run() != first
-
-
-def test_a_search_finds_better_than_what_is_written(outlook: Outlook, made_up: Counting) -> None:
-    found = {one.strategy: one for one in search(outlook, trials=25).run()}
-    local = found["local_sgd(period=8)"]
-    assert local.best is not None
-    assert local.seconds is not None
-    assert local.trials[0].seconds_to_target is not None
-    assert local.seconds < local.trials[0].seconds_to_target
-    assert local.seconds < 1.3
-
-
-def test_kept_trials_are_not_run_again(outlook: Outlook, made_up: Counting, tmp_path: Path) -> None:
-    first = search(outlook, tmp_path).run()
-    count = len(made_up.calls)
-    assert len((tmp_path / FILE).read_text().splitlines()) >= count + 1 - made_up.calls.count(made_up.calls[0])
-    said: list[SearchProgress] = []
-    assert search(outlook, tmp_path).run(said.append) == first
-    assert len(made_up.calls) == count
-    assert all(step.again for step in said if step.trial is not None)
-    more = search(outlook, tmp_path, trials=7).run()
-    assert count < len(made_up.calls) <= count + len(more)
-    assert [one.trials[:6] for one in more] == [one.trials for one in first]
-
-
-def test_an_interrupted_search_goes_on_as_if_it_had_not_been(
-    outlook: Outlook, made_up: Counting, tmp_path: Path
+def test_a_trial_ends_when_it_takes_longer_than_its_strategy_or_the_fastest_allow(
+    outlook: Outlook, made_up: MadeUp
 ) -> None:
-    whole = search(outlook).run()
+    race(outlook).run()
+    fastest = math.inf
+    for name, lr, seed in made_up.calls:
+        within = made_up.within[name, lr, seed]
+        assert name == ALONE or (within is not None and within <= RUSH * 1.01 * fastest)
+        rate, seconds = made_up.best.get(name, (0.5, 50.0))
+        fastest = min(fastest, seconds * (1 + abs(math.log2(lr / rate)))) if seed == 0 else fastest
+    seeds = {name: {seed for one, _, seed in made_up.calls if one == name} for name, _, _ in made_up.calls}
+    assert seeds[ALONE] == seeds["local_sgd(period=8)"] == {0, 1, 2}
+    assert seeds["all_reduce"] == {0}  # 4.5 s are more than 1.25 times 3.2 s
+
+
+def test_a_strategy_that_cannot_win_with_as_many_samples_as_one_worker_is_not_tried(
+    outlook: Outlook, made_up: MadeUp
+) -> None:
+    slow = tuple(
+        dataclasses.replace(one, samples_per_second=outlook.alone.samples_per_second / 2) if one.strategy else one
+        for one in outlook.predictions
+    )
+    run = race(dataclasses.replace(outlook, predictions=slow))
+    assert [one.strategy for one in run.run()] == [ALONE]
+    assert run.asked == (ALONE,)
+
+
+def test_the_first_loss_is_that_of_one_worker_at_its_best_learning_rate(site: Site, outlook: Outlook) -> None:
+    run = Race(outlook, promising(outlook), budget=None)
+    best = run._first_loss()
+    assert run.goal is not None
+    reached = {
+        rate: trial(site, None, 1, target=run.goal, by_loss=True, lr=rate * run._lr, within=10.0)
+        for rate in (best / 4, best, best * 4)
+    }
+    assert min(reached, key=lambda rate: reached[rate].seconds_to_target or math.inf) == best
+
+
+def test_a_race_is_the_same_again(outlook: Outlook, made_up: MadeUp) -> None:
+    assert race(outlook).run() == race(outlook).run()
+
+
+def test_kept_trials_are_not_run_again(outlook: Outlook, made_up: MadeUp, tmp_path: Path) -> None:
+    first, count = race(outlook, tmp_path).run(), len(made_up.calls)
+    assert len((tmp_path / FILE).read_text().splitlines()) == count + 1
+    assert race(outlook, tmp_path).run() == first
+    assert len(made_up.calls) == count
+
+
+def test_an_interrupted_race_goes_on_as_if_it_had_not_been(outlook: Outlook, made_up: MadeUp, tmp_path: Path) -> None:
+    whole = race(outlook).run()
     made_up.calls.clear()
     made_up.stop_after = 7
-    broken = search(outlook, tmp_path)
+    broken = race(outlook, tmp_path)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         broken.run()
-    assert sum(len(one.trials) for one in broken.found()) == 7
+    assert sum(len(one.trials) for one in broken.found) == 7
     with (tmp_path / FILE).open("a") as file:
         file.write('{"trial": {"strat')  # what a process that is killed may leave
     made_up.stop_after = 10**9
-    assert search(outlook, tmp_path).run() == whole
+    assert race(outlook, tmp_path).run() == whole
     assert made_up.calls[7] not in made_up.calls[:7]
 
 
-def test_a_changed_setting_is_noticed(outlook: Outlook, made_up: Counting, tmp_path: Path) -> None:
-    search(outlook, tmp_path, trials=1).run()
+def test_a_changed_setting_is_noticed(outlook: Outlook, made_up: MadeUp, tmp_path: Path) -> None:
+    race(outlook, tmp_path).run()
     with pytest.raises(ConfigurationError, match=r"seed must be 0, as in the trials stored in .*; give another folder"):
-        search(outlook, tmp_path, seed=1)
+        race(outlook, tmp_path, seed=1)
     slower = dataclasses.replace(outlook, site=Site(outlook.task, cluster("exponential(0.03)")))
     with pytest.raises(ConfigurationError, match=r"cluster's description must be"):
-        search(slower, tmp_path)
+        race(slower, tmp_path)
     (tmp_path / FILE).write_text("[]\n")
     with pytest.raises(ConfigurationError, match="must hold saved trials, got something else"):
-        search(outlook, tmp_path)
+        race(outlook, tmp_path)
 
 
-def test_a_budget_ends_a_search_once_one_worker_was_tried(outlook: Outlook, made_up: Counting) -> None:
-    short = search(outlook, budget=1e-9)
+def test_a_budget_ends_a_race_once_one_worker_was_tried(outlook: Outlook) -> None:
+    short = race(outlook, budget=1e-9)
     assert [one.strategy for one in short.run()] == [ALONE]
     assert short.out_of_budget
-    assert len(made_up.calls) == 1
+    assert len(short.found[0].trials) == 1
 
 
-def test_a_strategy_that_cannot_be_tried_does_not_end_the_search(outlook: Outlook, made_up: Counting) -> None:
-    broken = searching.trial
-
-    def refusing(site: Site, strategy: Strategy | None, workers: int, **given: object) -> Trial:
+def test_a_strategy_that_cannot_be_tried_does_not_end_the_race(outlook: Outlook, made_up: MadeUp) -> None:
+    def refusing(site: Site, strategy: Strategy | None, workers: int, **given: Any) -> Trial:
         if str(strategy) == "all_reduce":
             raise ConfigurationError("not today; come back tomorrow")
-        return broken(site, strategy, workers, **given)  # type: ignore[arg-type]
+        return made_up(site, strategy, workers, **given)
 
-    searching.trial = refusing  # type: ignore[assignment]  # made_up restores it
-    found = {one.strategy: one for one in search(outlook, trials=2).run()}
+    searching.trial = refusing  # made_up restores it
+    found = {one.strategy: one for one in race(outlook).run()}
     assert found["all_reduce"].refused == "not today; come back tomorrow"
     assert found["all_reduce"].best is None
-    assert len(found[ALONE].trials) == 2
+    assert found["local_sgd(period=8)"].seconds is not None
 
 
-def test_searches_that_make_no_sense_are_refused(outlook: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="trials must be >= 1 and a budget > 0 s, got 0 and None"):
-        search(outlook, trials=0)
+def test_races_that_make_no_sense_are_refused(outlook: Outlook) -> None:
+    with pytest.raises(ConfigurationError, match="a budget must be > 0 s of CPU time, got 0"):
+        race(outlook, budget=0)
     with pytest.raises(ConfigurationError, match="top must be >= 1 strategy, got 0"):
-        most_promising(outlook, 0)
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigurationError, match=r"needs optuna, .* pip install 'flockstep\[search\]'"):
-        search(outlook)
+        promising(outlook, 0)
 
 
-def test_the_best_is_the_first_to_reach_the_target_or_the_nearest() -> None:
+def test_the_time_of_a_strategy_is_the_median_of_its_seeds() -> None:
     def made(seconds: float | None, best: float | None) -> Trial:
         return Trial("x", 4, 0.1, 0, TARGET, "time", seconds, 5, 10, 100, best, best)
 
-    assert Found("x", (made(None, 0.89), made(3, 0.9), made(2, 0.9))).seconds == 2
-    near = Found("x", (made(None, None), made(None, 0.5), made(None, 0.8)))
+    assert Found("x", (made(None, 0.89), made(3, 0.9), made(2, 0.9))).seconds == 3
+    assert Found("x", (made(3, 0.9), made(2, 0.9))).range == (2, 3)
+    near = Found("x", (made(None, 0.8),))
     assert near.seconds is None
     assert near.best == made(None, 0.8)
     assert Found("x", ()).best is None
@@ -353,28 +356,44 @@ def test_advice_follows_trials(outlook: Outlook) -> None:
 
 
 def plan_command(*more: str) -> list[str]:
-    return ["plan", JOB, "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "local_sgd", "--simulate", *more]
+    return ["plan", JOB, "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "local_sgd", *more]
+
+
+def test_the_command_measures_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(plan_command()) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in trials on the job, " in said
+    assert "of a budget of 120 s, which --budget changes" in said
+    assert run_command(plan_command("--budget", "0")) == 0
+    assert "is assumed to need" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_prints_and_keeps_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna")
-    options = ["--trials", "2", "--keep", str(tmp_path / "k"), "--target", "0.8"]
+    options = ["--simulate", "--keep", str(tmp_path / "k"), "--target", "0.8"]
     assert run_command(plan_command(*options, "--json")) == 0
-    captured = capsys.readouterr()
-    trials = json.loads(captured.out)["trials"]
+    trials = json.loads(capsys.readouterr().out)["trials"]
     assert trials["target"] == 0.8
-    assert [len(one["trials"]) for one in trials["found"]] == [2, 2, 2]
-    assert "1 of 6: one worker, trial 1 of 2: one worker, lr" in captured.err
+    kept = (tmp_path / "k" / FILE).read_bytes()
+    assert kept.count(b"\n") == 1 + sum(len(one["trials"]) for one in trials["found"])
     assert run_command(plan_command(*options)) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("kept from before") == 6
-    assert "best found" in captured.out
-    assert "In trials" in captured.out
+    assert (tmp_path / "k" / FILE).read_bytes() == kept
+    assert "learning rate" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_prints_what_was_measured(
+    made_up: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up.stop_after = 4
+    assert run_command(plan_command("--simulate", "--keep", str(tmp_path))) == 130
+    said = capsys.readouterr()
+    assert f"interrupted; finished trials were saved: repeat the command with --keep {tmp_path} to continue" in said.err
+    assert "virtual time until the goal of 0.9" in said.out
+    assert (tmp_path / FILE).read_bytes().count(b"\n") == 5
 
 
 def test_options_of_trials_without_trials_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["plan", JOB, "--trials", "3"]) == 2
-    assert "--trials 3 has an effect on trials only; add --simulate" in capsys.readouterr().err
+    assert run_command(["plan", JOB, "--target", "0.3"]) == 2
+    assert "--target 0.3 has an effect on trials to a target only; add --simulate" in capsys.readouterr().err
     assert run_command(["plan", "vgg-a", "-c", "edge", "--simulate", "-s", "all_reduce"]) == 2
     assert "vgg-a describes only sizes and has no data" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 split_option = functools.partial(typer.Option, rich_help_panel="Split models")
 """An option that applies to models which are split over workers; they are a group in `--help`."""
 trial_option = functools.partial(typer.Option, rich_help_panel="Trials")
-"""An option that applies only with --simulate; they are a group in `--help`."""
+"""An option about trials; they are a group in `--help`."""
 FOREMOST, REASONS = 6, 4
 """FOREMOST: number of strategies in the table of a plan. REASONS: number of reasons for the advice. With --all,
 everything is shown.
@@ -39,8 +39,6 @@ MATTERS = 5
 """Largest rank of the columns that the table of a plan shows; with --all, all columns are shown."""
 LACKS = "this plan does not show how the strategies scale, nor which conditions would change the recommendation"
 """Sentence that a plan prints if the user interrupted the computation of the advice."""
-BUDGET = 120.0
-"""Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 
 
 def plan(
@@ -124,42 +122,42 @@ def plan(
             "--all", help="Show every strategy, every column and all reasons (default: only the most important ones)."
         ),
     ] = False,
-    simulate: Annotated[
-        bool,
-        trial_option("--simulate", help="Also train with the best strategies in virtual time, with real gradients."),
-    ] = False,
-    trials: Annotated[int | None, trial_option(help="Number of trials of each strategy (default: 8).")] = None,
     budget: Annotated[
-        float | None,
+        float,
         trial_option(
-            help="Real seconds that all trials together may take (default: 120; without limit if --trials is given)."
+            help="CPU seconds for trials, which train with the strategies in virtual time to measure how many samples "
+            "each needs on this job; 0 for no trials, so that a formula assumes the number."
         ),
-    ] = None,
+    ] = 120.0,
     top: Annotated[
         int | None,
-        trial_option(
-            help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy)."
-        ),
+        trial_option(help="Number of strategies to try in addition to one worker (default: all that could be best)."),
     ] = None,
-    target: Annotated[float | None, trial_option(help="Metric that a trial must reach (default: the job's).")] = None,
-    seed: Annotated[int | None, trial_option(help="Seed of trials and of the search (default: 0).")] = None,
+    seed: Annotated[int, trial_option(help="First seed of trials.")] = 0,
     split: Annotated[
         str | None, trial_option(help="How data is split in trials (default: as --require demands).")
+    ] = None,
+    simulate: Annotated[
+        bool,
+        trial_option(
+            "--simulate", help="Trials go on to the job's target, not only to a loss that one worker reaches early."
+        ),
+    ] = False,
+    target: Annotated[
+        float | None, trial_option(help="Metric that a trial must reach, with --simulate (default: the job's).")
     ] = None,
     keep: Annotated[
         Path | None,
         trial_option(
-            help="Folder in which trials are saved; give the same folder again to continue (default: a new folder in "
-            "runs/)."
+            help="Folder in which trials are saved, with --simulate; give the same folder again to continue (default: "
+            "a new folder in runs/)."
         ),
     ] = None,
     out: Annotated[Path | None, o.output_option(help="Also write the plan to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster without running it, and recommend one."""
-    asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
-    asked |= {"split": split, "keep": keep}
-    _refuse(what, simulate, bool(record), asked, out)
+    _refuse(what, simulate, bool(record), {"target": target, "keep": keep}, out)
     if imports:
         from flockstep.frameworks.job import import_components
 
@@ -181,7 +179,17 @@ def plan(
     require_known(require or ())
     outlook = _outlook(what, cluster or _usual(), workers, batch, named, _seconds(hours), splits.memory)
     requirements = tuple(require or ())
-    tried = _tried(outlook, requirements, bool(strategy), asked) if simulate else None
+    tried = None
+    from flockstep.planning.search import can_be_tried
+
+    if budget > 0 and (simulate or (can_be_tried(outlook) and not splits.wanted)):
+        from flockstep.cli.search import TrialOptions
+        from flockstep.cli.search import tried as measured
+
+        folder = o.folder(keep, f"plan-{outlook.task.name}-{outlook.site.cluster.name}") if simulate else None
+        by_label = "by-label" if "unbalanced" in requirements else "iid"
+        asked = TrialOptions(budget, top, target, seed, split or by_label, folder)
+        tried = measured(outlook, requirements, bool(strategy), asked)
     _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy), splits)
 
 
@@ -203,7 +211,7 @@ def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: 
     """Refuse options that mean nothing for what is asked for."""
     for name, value in asked.items():
         if value is not None and not simulate:
-            raise ConfigurationError(f"--{name} {value} has an effect on trials only; add --simulate")
+            raise ConfigurationError(f"--{name} {value} has an effect on trials to a target only; add --simulate")
     if simulate and check:
         raise ConfigurationError(
             "--check compares with a finished run and cannot be combined with --simulate; write flockstep plan "
@@ -230,8 +238,10 @@ def _conclude(
         Interrupted: the user interrupted the trials or the advice.
     """
     from flockstep.planning.advice import advise
+    from flockstep.planning.search import measured
 
     results = () if tried is None else (tried.found, tried.candidates)
+    outlook = outlook if tried is None else measured(outlook, tried.found)
     interrupted = None if tried is None else tried.interrupted
     try:
         advice = advise(outlook, requirements, *results)
@@ -277,24 +287,6 @@ def _listing(tried: Tried) -> Listing:
     from flockstep.cli.search import listing
 
     return listing(tried)
-
-
-def _tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:
-    from flockstep.cli.search import SearchOptions, tried
-    from flockstep.planning.search import TRIALS
-
-    site = outlook.site
-    asked = SearchOptions(
-        trials=TRIALS if given["trials"] is None else given["trials"],
-        # A number of trials that was asked for is made in full.
-        budget=BUDGET if given["budget"] is None and given["trials"] is None else given["budget"],
-        top=given["top"],
-        target=given["target"],
-        seed=given["seed"] or 0,
-        split=given["split"] or ("by-label" if "unbalanced" in requirements else "iid"),
-        keep=o.folder(given["keep"], f"plan-{site.task.name}-{site.cluster.name}"),
-    )
-    return tried(outlook, requirements, named, asked)
 
 
 def _print(

@@ -1,42 +1,41 @@
-"""`flockstep plan --simulate`: shows the progress of trials, saves each trial as it finishes, and prints a table of the
-best.
-"""
+"""The trials of `flockstep plan`: runs them within a budget, and prints a table of what they measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flockstep.cli import show
+from flockstep.errors import ConfigurationError
 from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
-from flockstep.planning.search import TOP, Found, Search, SearchProgress, most_promising
+from flockstep.planning.search import Found, Race, promising
 from flockstep.planning.trial_store import TrialStore, trial_settings
 from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
 from flockstep.report import formatting
 from flockstep.report.page import Listing
 from flockstep.report.terminal import TableColumn, TextTable
 
-HEADINGS = ("strategy", "as written", "best found", "with", "steps", "sends", "trials")
-RANKS = (0, 2, 0, 0, 4, 3, 1)
+HEADINGS = ("strategy", "time", "range", "learning rate", "steps", "sends", "trials")
+RANKS = (0, 0, 1, 0, 4, 3, 2)
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """Options of `flockstep plan --simulate`, which tries strategies in virtual time."""
+class TrialOptions:
+    """Options of `flockstep plan` on trials, which train with the strategies in virtual time."""
 
-    trials: int
     budget: float | None
     top: int | None
     target: float | None
     seed: int
     split: str
-    keep: Path
+    keep: Path | None
+    """Folder of trials to the job's target; None for trials to the first loss, which are not saved."""
 
 
 @dataclass(frozen=True)
@@ -53,60 +52,55 @@ class Tried:
     """The strategies that were selected for trials."""
 
 
-def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
-    """Simulate the plan's most promising strategies; if the user `named` strategies, all strategies of the plan.
+def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: TrialOptions) -> Tried:
+    """Simulate the strategies of the plan that meet the requirements; if the user `named` strategies, all of them.
 
     Raises:
-        ConfigurationError: the job has no data or no target, or the folder holds trials with other settings.
+        ConfigurationError: trials were to reach the target, but the job has no data or no target, or the folder holds
+            trials with other settings.
     """
-    search = None
+    race = None
     try:
-        search = _begun(outlook, requirements, named, asked)
-        with _progress() as say:
-            search.run(say)
+        try:
+            race = _race(outlook, requirements, named, asked)
+            with show.status() as say:
+                race.run(say)
+        except ConfigurationError as error:
+            if asked.keep is not None:
+                raise
+            return Tried((), None, (f"no trial was run, so a formula assumes the number of samples: {error}",), None)
     except KeyboardInterrupt:
-        done = "finished trials were saved" if search is not None else "no trial had begun"
-        interrupted = f"interrupted; {done}: repeat the command with --keep {asked.keep} to continue"
-        if search is None:
+        done = "finished trials were saved" if race is not None else "no trial had begun"
+        again = "" if asked.keep is None else f"; {done}: repeat the command with --keep {asked.keep} to continue"
+        interrupted = f"interrupted{again}"
+        if race is None:
             return Tried((), asked.target, (), interrupted)
-        return _made(search, asked, interrupted)
-    return _made(search, asked, None)
+        return Tried(race.found, race.goal, _notes(race, asked), interrupted, race.asked)
+    return Tried(race.found, race.goal, _notes(race, asked), None, race.asked)
 
 
-def _made(search: Search, asked: SearchOptions, interrupted: str | None) -> Tried:
-    candidates = tuple(one.name for one in search.candidates)
-    return Tried(search.found(), search.target, _notes(search, asked), interrupted, candidates)
-
-
-def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Search:
-    """A search with what was kept, before its first trial."""
-    context = TrialContext(outlook.site)
-    target = goal_of(context.job(asked.seed), asked.target)
+def _race(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: TrialOptions) -> Race:
+    context, target, kept = TrialContext(outlook.site), None, None
+    if asked.keep is not None:
+        target = goal_of(context.job(asked.seed), asked.target)
+        kept = TrialStore(trial_settings(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
     whole = all_requirements(outlook, requirements)
     excluded = () if named else (one.name for one in outlook.predictions if unfit(one, outlook, whole))
-    top = asked.top if asked.top is not None else len(outlook.predictions) if named else TOP
-    kept = TrialStore(trial_settings(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
-    return Search(
-        outlook,
-        most_promising(outlook, top, excluded),
-        kept,
-        asked.trials,
-        asked.budget,
-        target,
-        asked.seed,
-        asked.split,
-        context,
-    )
+    candidates = promising(outlook, asked.top, excluded)
+    return Race(outlook, candidates, target, asked.budget, asked.seed, asked.split, context, kept)
 
 
-def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
-    said = [f"trials are saved in {asked.keep}"]
-    if search.out_of_budget:
-        said.append(
-            f"the budget of {asked.budget:g} s was used up after {search.done} of "
-            f"{search.trials * len(search.candidates)} trials; to continue, repeat the command with --keep "
-            f"{asked.keep}"
-        )
+def _notes(race: Race, asked: TrialOptions) -> tuple[str, ...]:
+    goal = ""
+    if race.goal is not None:
+        goal = f" to a {'loss' if asked.keep is None else 'metric'} of {race.goal:.3g}"
+    budget = "" if asked.budget is None else f" of a budget of {asked.budget:g} s, which --budget changes"
+    said = [f"trials{goal} took {race.spent:.0f} s of CPU time{budget}"]
+    if race.out_of_budget:
+        again = "" if asked.keep is None else f"; to continue, repeat the command with --keep {asked.keep}"
+        said.append(f"the budget was used up before the trials were finished{again}")
+    if asked.keep is not None:
+        said.append(f"trials are saved in {asked.keep}")
     return tuple(said)
 
 
@@ -123,8 +117,8 @@ def listing(tried: Tried) -> Listing:
 
 
 def _title(tried: Tried) -> str:
-    goal = "" if tried.target is None else f" of {tried.target:g}"
-    return f"virtual time until the target{goal}, in trials with real gradients"
+    goal = "" if tried.target is None else f" of {tried.target:.3g}"
+    return f"virtual time until the goal{goal} at the best learning rate, in trials with real gradients"
 
 
 def _rows(tried: Tried) -> list[tuple[str, ...]]:
@@ -136,20 +130,16 @@ def _cells(one: Found) -> tuple[str, ...]:
     best = one.best
     if best is None:
         return short(one.strategy), formatting.NONE, formatting.NONE, one.refused or "", "", "", "0"
+    low, high = (formatting.seconds(end) if math.isfinite(end) else formatting.NONE for end in one.range)
     return (
         short(one.strategy),
-        outcome(one.trials[0]),
         outcome(best),
-        _with(one, best),
+        f"{low} to {high}" if len(one.at_best_rate) > 1 else formatting.NONE,
+        f"{best.lr:.3g}",
         formatting.number(best.steps),
         formatting.size(best.sent_bytes),
         str(len(one.trials)),
     )
-
-
-def _with(one: Found, best: Trial) -> str:
-    own = "" if best.strategy == one.strategy else f"{short(best.strategy)}, "
-    return f"{own}lr {best.lr:g}"
 
 
 def outcome(trial: Trial) -> str:
@@ -165,7 +155,7 @@ def outcome(trial: Trial) -> str:
 
 def left_out() -> Sequence[str]:
     """Return sentences about the effects that trials do not model."""
-    return (*LEFT_OUT, "the best of several trials that share one seed is better than a typical trial")
+    return (*LEFT_OUT, "trials choose the learning rate with one seed, and no other hyper-parameter of a strategy")
 
 
 def document(tried: Tried) -> dict[str, Any]:
@@ -177,39 +167,3 @@ def document(tried: Tried) -> dict[str, Any]:
         "notes": list(tried.notes),
         "left_out": list(left_out()),
     }
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[SearchProgress], None]]:
-    """A bar over all trials where somebody watches, else a line for each."""
-    if not show.console.is_terminal:
-        yield _line
-        return
-    with show.status() as tell:
-
-        def say(step: SearchProgress) -> None:
-            if step.trial is not None or int(step.steps) == step.steps:
-                tell(_where(step), step.done, step.all_trials)
-
-        yield say
-
-
-def _where(step: SearchProgress) -> str:
-    now = "" if step.trial is not None else f", virtual {formatting.seconds(step.seconds)}"
-    return f"{step.strategy}: trial {step.number} of {step.trials}{now}; {_best(step)}"
-
-
-def _best(step: SearchProgress) -> str:
-    if step.best is None:
-        return "no trial has reached the target so far"
-    return f"best trial so far: {outcome(step.best[1])} with {step.best[0]}"
-
-
-def _line(step: SearchProgress) -> None:
-    if step.trial is None:
-        return
-    what = f"{step.trial.strategy}, lr {step.trial.lr:g}: {outcome(step.trial)}"
-    before = " (kept from before)" if step.again else ""
-    where = f"{step.done} of {step.all_trials}: {step.strategy}, trial {step.number} of {step.trials}"
-    line = f"{where}: {what}{before}; {_best(step)}"
-    show.note(line)

@@ -12,11 +12,12 @@ from flockstep.errors import ConfigurationError
 from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
-from flockstep.planning.advice import Advice, advise, require_known
+from flockstep.planning.advice import Advice, advise, asked, require_known, unfit
 from flockstep.planning.hybrid import HybridAdvice, HybridOptions, advise_hybrid
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
+from flockstep.planning.search import BUDGET, Race, can_be_tried, measured, promising
 from flockstep.report.progress import ProgressCallback, silent
 
 
@@ -71,9 +72,9 @@ def plan(
     hybrid: bool = False,
     partitions: Sequence[str] = (),
     memory: str | None = None,
+    budget: float = BUDGET,
 ) -> PlanResult:
-    """Predict the cost of every strategy on a cluster before anything is run, and recommend a strategy, as `flockstep
-    plan` does.
+    """Predict the cost of every strategy on a cluster, and recommend a strategy, as `flockstep plan` does.
 
     The call sets the thread limits of the numerical libraries to 1.
 
@@ -90,6 +91,8 @@ def plan(
         hybrid: also predict models that are split over workers, and choose partition and strategy together.
         partitions: the partitions to consider, such as "pipeline(2, 1f1b, 8)"; empty for a search. Implies `hybrid`.
         memory: memory of a worker, such as "16GB"; None for the memory that the cluster states. Implies `hybrid`.
+        budget: CPU seconds for trials, which measure in virtual time how many samples each strategy needs on the job; 0
+            for no trials, so that a formula assumes the number. Split models are compared without trials.
 
     Returns:
         The predictions and the advice.
@@ -104,11 +107,19 @@ def plan(
     files = listed("imports", imports)
     import_components(files)
     length = None if hours is None else 3600 * hours
-    asked = HybridOptions.of(hybrid, listed("partitions", partitions), memory, chosen, files)
+    splits = HybridOptions.of(hybrid, listed("partitions", partitions), memory, chosen, files)
     where = usual_cluster() if cluster is None else cluster
-    outlook = predicted(what, where, workers, batch, chosen, length, memory=asked.memory)
+    outlook = predicted(what, where, workers, batch, chosen, length, memory=splits.memory)
+    if budget > 0 and can_be_tried(outlook) and not splits.wanted:
+        whole = asked(outlook, requirements)
+        out = () if chosen else [one.name for one in outlook.predictions if unfit(one, outlook, whole)]
+        split = "by-label" if "unbalanced" in requirements else "iid"
+        race = Race(outlook, promising(outlook, leave=out), budget=budget, split=split)
+        race.run()
+        outlook = measured(outlook, race.found)
+        return PlanResult(outlook, advise(outlook, requirements, race.found, race.asked))
     advice = advise(outlook, requirements)
-    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, asked) if asked.wanted else None)
+    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, splits) if splits.wanted else None)
 
 
 def predicted(

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flockstep.errors import UnknownName
 from flockstep.planning import advice_text as say
-from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous, preference, repeated
+from flockstep.planning.criteria import count, drops, is_central, is_repeatable, is_synchronous, preference, repeated
 from flockstep.planning.plan import BEST_SHOWN, Outlook, combines
 from flockstep.planning.plan_text import short
 from flockstep.planning.scaling import Crossover, crossovers, waiting
+from flockstep.planning.search import Found, measured
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.worker_losses import unfit_to_lose_workers
 from flockstep.report import formatting
-
-if TYPE_CHECKING:
-    from flockstep.planning.search import Found
 
 REQUIREMENTS = {
     "unbalanced": "the data of the workers differ in kind or size, as if sorted by label",
@@ -85,15 +83,19 @@ class Advice:
 def advise(
     outlook: Outlook, requirements: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements. One
-    worker is recommended if it meets them and no speed-up reaches `criteria.MARGIN`.
+    """Recommend a strategy that meets the requirements.
 
-    Trials in `found` take precedence over predictions. `candidates` are the strategies that were to be tried; if some
-    of them were not tried, the advice says so.
+    With trials in `found`, the choice is the simplest of the strategies whose median time lies within the range of the
+    fastest one's seeds: the one with the fewest hyper-parameters, and one worker before all. `candidates` are the
+    strategies that were to be tried; if some of them were not tried, the advice says so.
+
+    Without trials, the choice is the strategy with the highest predicted speed-up, or one worker if it meets the
+    requirements and no speed-up reaches `criteria.MARGIN`.
 
     Raises:
         UnknownName: a requirement does not exist.
     """
+    outlook = measured(outlook, found)
     requirements = asked(outlook, requirements)
     refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
     left, excluded = list[StepPrediction](), list[tuple[str, str]]()
@@ -107,23 +109,24 @@ def advise(
         else:
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
-    speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
+    speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions} | _measured(tried)
     if not left:
         sentences = say.nothing(outlook, excluded)
         return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups)
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -preference(one, speedups[one.name])))
-    choice = left[0]
-    first = choice.name in tried and tried[choice.name].seconds is not None
-    case = say.Case(
-        outlook, left, speedups, [REQUIREMENTS[one] for one in requirements], dict(excluded).get(ALONE), first
-    )
+    level = _level(left, tried)
+    choice = min(level, key=lambda one: _complexity(one, outlook))
+    left.remove(choice)
+    left.insert(0, choice)
+    meanings = [REQUIREMENTS[one] for one in requirements]
+    case = say.Case(outlook, left, speedups, meanings, dict(excluded).get(ALONE), tried, level)
     passed = _passed(case, requirements) if not tried else ()
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
     return Advice(
         choice,
         case.second,
         (*say.recommendation(case, choice), *_partial(case, tried, untried)),
-        (*_tried(choice, case.second, tried), *say.reasons(case, choice)),
+        say.reasons(case, choice),
         say.changes(case, choice, passed, bool(tried)),
         tuple(excluded),
         requirements,
@@ -200,18 +203,24 @@ def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) 
     return tuple(said)
 
 
-def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[str, Found]) -> tuple[str, ...]:
-    """Sentences about the trials of the choice and of the runner-up."""
-    said = []
-    for one in (choice, second):
-        best = tried[one.name].best if one is not None and one.name in tried else None
-        if one is not None and best is not None and best.seconds_to_target is not None:
-            how = f"{short(best.strategy)}, learning rate {best.lr:g}"
-            said.append(
-                f"In trials {short(one.name)} reached the target of {best.target:g} after "
-                f"{formatting.seconds(best.seconds_to_target)} ({how})."
-            )
-    return tuple(said)
+def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[StepPrediction]:
+    """The strategies that trials do not tell from the fastest, fastest first; without trials, the first alone."""
+    fastest = tried.get(left[0].name)
+    if fastest is None or fastest.seconds is None:
+        return left[:1]
+    times = [tried[one.name].seconds if one.name in tried else None for one in left]
+    return [one for one, seconds in zip(left, times, strict=True) if seconds and seconds <= fastest.range[1]]
+
+
+def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:
+    """Sort key: one worker, then the fewest hyper-parameters, then the fewest differences from one worker."""
+    return 0 if found.strategy is None else 1 + count(found.strategy), len(outlook.departures(found))
+
+
+def _measured(tried: dict[str, Found]) -> dict[str, float]:
+    """Speed relative to one worker of the strategies that reached the goal in trials."""
+    alone = tried[ALONE].seconds if ALONE in tried else None
+    return {} if alone is None else {name: alone / one.seconds for name, one in tried.items() if one.seconds}
 
 
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:

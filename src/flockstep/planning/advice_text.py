@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.planning import worker_losses
 from flockstep.planning.criteria import MARGIN, approximates, drops, preference
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, ranged, short
 from flockstep.planning.scaling import Crossover
-from flockstep.planning.step_prediction import StepPrediction
+from flockstep.planning.search import Found
+from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.report import formatting
+from flockstep.report.formatting import number
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
 FEW = 0.001
 """Share of steps below which the advice says that workers are "sometimes slow", instead of naming the share."""
+SHOWN = 3
+"""Number of strategies that a sentence lists by name."""
 CLOSE = 2.0
 """Ratio of the speeds of two strategies below which the difference is given in percent."""
 
@@ -36,8 +40,15 @@ class Case:
     """Meanings of the user's requirements, one phrase for each requirement."""
     alone: str | None = None
     """Reason why training on one worker does not meet the requirements; None if it meets them."""
-    tried: bool = False
-    """Whether the best strategy that meets the requirements was chosen by trials."""
+    found: Mapping[str, Found] = field(default_factory=dict)
+    """Name of a strategy → its trials."""
+    level: Sequence[StepPrediction] = ()
+    """The strategies that trials do not tell from the fastest."""
+
+    @property
+    def tried(self) -> bool:
+        """Whether trials decided the choice, which is the first of `left`."""
+        return self.left[0].name in self.found and self.found[self.left[0].name].seconds is not None
 
     def speedup(self, found: StepPrediction) -> float:
         """Return the predicted speed of a strategy relative to one worker."""
@@ -68,9 +79,42 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 
 def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Return the sentences that tell the user which strategy to use, and with which settings."""
+    if case.tried:
+        return (_measured_first(case, choice), *_indistinct(case, choice))
     if choice.strategy is None:
         return (f"Use one worker ({_rate(choice)}).", *_rather(case, choice))
     return (_take(case, choice), *_uncompressed(case, choice))
+
+
+def _measured_first(case: Case, choice: StepPrediction) -> str:
+    """Sentence that recommends a strategy by trials."""
+    own, alone = case.found[choice.name], case.found.get(ALONE)
+    assert own.best is not None
+    use = f"Use {short(choice.name)} with learning rate {own.best.lr:.3g}"
+    if choice.strategy is None:
+        others = [case.found[one.name] for one in case.left[1:] if one.name in case.found]
+        times = [one.seconds for one in others if one.seconds is not None]
+        best = f"; the best trained {as_much(own.seconds / min(times), 'fast')}" if own.seconds and times else ""
+        return f"{use}: in trials on the job, none of {many(len(others), 'strategy', 'strategies')} was faster{best}."
+    use = f"{use} on {many(choice.workers, 'worker')}: in trials on the job"
+    if alone is None or alone.seconds is None or own.seconds is None:
+        return f"{use}, it reached the goal first; one worker did not reach the goal."
+    low, high = alone.range[0] / own.range[1], alone.range[1] / own.range[0]
+    between = f"{number(low, 2)} to {number(high, 2)}" if math.isfinite(high) else f"at least {number(low, 2)}"
+    return (
+        f"{use}, it trained {as_much(alone.seconds / own.seconds, 'fast')} as one worker at the best learning rate of "
+        f"each ({between} times over {many(len(own.at_best_rate), 'seed')})."
+    )
+
+
+def _indistinct(case: Case, choice: StepPrediction) -> tuple[str, ...]:
+    """Sentence about the strategies that trials do not tell from the fastest."""
+    others = [short(one.name) for one in case.level if one is not choice]
+    if not others:
+        return ()
+    more = [many(len(others) - SHOWN, "other")] if len(others) > SHOWN else []
+    told = formatting.listed([*others[:SHOWN], *more])
+    return (f"Within the ranges of the trials, {told} trained as fast; {short(choice.name)} is the simplest of them.",)
 
 
 def _rate(found: StepPrediction) -> str:
@@ -84,23 +128,22 @@ def _take(case: Case, choice: StepPrediction) -> str:
     name, workers = short(choice.name), many(choice.workers, "worker")
     more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
     pace = f"it processes {more} samples per second as one worker ({formatting.number(choice.samples_per_second)})"
-    if case.tried:
-        return f"Use {name} on {workers}: in trials it reached the target first."
     if case.alone is None or case.speedup(choice) >= 1:
         return (
             f"Use {name} on {workers}. It is predicted to train {as_much(case.speedup(choice), 'fast')} as one worker: "
-            f"{pace} and needs {_needs(case.outlook, choice)}."
+            f"{pace} and {_needs(case.outlook, choice)}."
         )
     return (
         f"One worker is predicted to need only {formatting.share(case.speedup(choice))} of the time, but is ruled out: "
-        f"{case.alone}. With this requirement, use {name} on {workers}: {pace}, but needs "
+        f"{case.alone}. With this requirement, use {name} on {workers}: {pace}, but "
         f"{_needs(case.outlook, choice)}."
     )
 
 
 def _needs(outlook: Outlook, found: StepPrediction) -> str:
-    """Text of the number of samples that a strategy needs, relative to one worker."""
-    return f"{as_much(outlook.relative_samples(found))} samples for the same accuracy"
+    """Text of the number of samples that a strategy needs, relative to one worker; a formula's number is assumed."""
+    verb = "needs" if found.name in outlook.measured else "is assumed to need"
+    return f"{verb} {as_much(outlook.relative_samples(found))} samples for the same accuracy"
 
 
 def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
@@ -113,7 +156,7 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     if case.outlook.workers == 1:
         return ()
     fastest = max(others, key=case.speedup)
-    if not case.tried and case.speedup(fastest) > case.speedup(choice):
+    if case.speedup(fastest) > case.speedup(choice):
         return (_doubtful(case, fastest),)
     best = max(others, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
@@ -145,7 +188,7 @@ def uncertain() -> str:
 
 def _dear(case: Case, found: StepPrediction) -> str:
     return (
-        f"needs {_needs(case.outlook, found)}, so it is predicted to train {as_much(case.speedup(found), 'fast')} as "
+        f"{_needs(case.outlook, found)}, so it is predicted to train {as_much(case.speedup(found), 'fast')} as "
         "one worker"
     )
 
@@ -183,11 +226,11 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     departs = outlook.departures(choice)
     if departs:
         said.append(
-            f"{short(choice.name)} differs from training on one worker: {'; '.join(departs)}. It therefore needs "
+            f"{short(choice.name)} differs from training on one worker: {'; '.join(departs)}. It therefore "
             f"{_needs(outlook, choice)} as one worker."
         )
-    if case.second is not None:
-        needs = f" and needs {_needs(outlook, case.second)} as one worker" if case.second.strategy is not None else ""
+    if case.second is not None and (not case.tried or case.second.name in outlook.measured):
+        needs = f" and {_needs(outlook, case.second)} as one worker" if case.second.strategy is not None else ""
         said.append(f"The second-best choice is {short(case.second.name)}: it processes {_rate(case.second)}{needs}.")
     said += [f"Taken into account: {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
@@ -226,6 +269,8 @@ def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover],
     """Return sentences about the conditions under which another strategy becomes better, about the lead over the
     second-best strategy, and about ways to measure it.
     """
+    if tried:
+        return ()
     said = []
     for one in crossovers:
         other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
@@ -242,7 +287,7 @@ def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover],
         )
     elif 0 < case.preference(second) <= case.preference(choice):
         said.append(_faster(short(second.name), case.preference(choice) / case.preference(second)))
-    return (*said, *(() if tried else _measured(case.outlook, choice, second)))
+    return (*said, *_measured(case.outlook, choice, second))
 
 
 def _faster(name: str, ratio: float) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,9 @@ COMPOSED = (
     "ps(shards=4)",
     "local_sgd(period=4)",
     "local_sgd(period=32)",
+    "local_sgd(period=4, outer_optimizer=nesterov)",
+    "local_sgd(period=10, outer_optimizer=nesterov)",
+    "local_sgd(period=32, outer_optimizer=nesterov)",
     "all_reduce(codec=half)",
     "all_reduce(codec=topk, feedback=residual)",
     "ps(codec=topk, feedback=residual)",
@@ -62,6 +65,8 @@ class Outlook:
     """Duration of the run in seconds, if the user gave a duration; otherwise None."""
     steps: int | None = None
     """Number of steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Name of a strategy → number of samples that the strategy needed in trials, relative to one worker."""
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
@@ -111,8 +116,10 @@ class Outlook:
         return departures(found, self.site)
 
     def relative_samples(self, found: StepPrediction) -> float:
-        """Return the factor by which a strategy needs more samples than one worker for the same accuracy."""
-        return relative_samples(found, self.site)
+        """Return the factor by which a strategy needs more samples than one worker for the same accuracy: measured in
+        trials, otherwise assumed by a formula.
+        """
+        return self.measured.get(found.name) or relative_samples(found, self.site)
 
     def effective_rate(self, found: StepPrediction) -> float:
         """Return the effective samples per second, the figure by which strategies are compared: samples per second
@@ -266,8 +273,8 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
     said.append(
-        "the number of samples that a strategy actually needs for the same accuracy: the figures use an estimate from "
-        "a formula; --simulate measures the number"
+        "the number of samples that a strategy actually needs for the same accuracy: where no trial measured the "
+        "number, a formula assumes it"
     )
     said.append(
         "the time for reading data, evaluating and starting, and the time taken by the operating system and "

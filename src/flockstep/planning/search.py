@@ -1,65 +1,84 @@
-"""Searches the hyper-parameters of the most promising strategies for the shortest time to target, within a budget."""
+"""Measures on a job how fast strategies train: short trials in virtual time, each at its best learning rate."""
 
 from __future__ import annotations
 
 import math
 import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.search_space import Knob, changed, knobs, learning_rate
-from flockstep.planning.step_prediction import StepPrediction
+from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial, TrialContext, trial
-from flockstep.strategies.base import Strategy
-from flockstep.workloads.base import require_module
+from flockstep.report import formatting
+from flockstep.report.progress import ProgressCallback, silent
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-    from optuna.study import Study
-
-TRIALS = 8
-"""Default number of trials of each strategy."""
-TOP = 5
-"""Default number of strategies that a search tries, in addition to one worker."""
-SLACK = 2.0
-"""Limit on the virtual time of a trial, as a multiple of the shortest time to target found so far."""
-RANDOM = 3
-"""Number of a strategy's first trials that use no earlier results: the strategy as written, then the learning rate that
-Table 2 of Langer et al. suggests, then random draws.
-"""
-TRIES = 4
-"""Largest number of draws of hyper-parameters for one trial; several are needed because some combinations are not
-allowed.
-"""
+FIRST = 500
+"""Largest number of steps after which the loss of one worker is the first loss, which trials have to reach."""
+RATES = (1.0, 4.0, 0.25)
+"""Learning rates that are tried first, as multiples of the job's learning rate."""
+SHARE = 0.05
+"""Share of the budget that the steps to the first loss may take, at one learning rate."""
+SPAN = 4.0**4
+"""Largest multiple, and largest divisor, of the job's learning rate that is tried."""
+RUSH = 1.5
+"""Limit on the virtual seconds of a trial, as a multiple of the shortest time to the goal so far."""
+SLACK = 4.0
+"""Limit on the virtual seconds of a trial of one worker with another seed, as a multiple of the first seed's."""
+NEAR = 1.25
+"""Time to the goal, as a multiple of the shortest, up to which a strategy is tried with further rates and seeds."""
+SEEDS = 3
+"""Number of seeds with which the strategies near the best are tried."""
+BUDGET = 120.0
+"""Default budget of all trials, in CPU seconds."""
+MOST = 64
+"""Largest number of workers with which a plan measures a job without being asked to."""
+HELD = 1e9
+"""Largest size in bytes of the models of all workers together with which a plan does so."""
 FAR = 1e9
-"""Value added to the objective of a trial that missed the target, so that such trials rank last."""
+"""Cost of a trial that missed the goal, to which the distance from the goal is added."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The trials that a search has run for one strategy of the plan."""
+    """The trials of one strategy of the plan."""
 
     strategy: str
     """Name of the strategy in the plan."""
     trials: tuple[Trial, ...]
-    """Trials in order; the first trial runs the strategy as written, with the job's learning rate."""
+    """Trials in the order in which they ran."""
     refused: str | None = None
     """Reason why there are no trials, or no further trials, of the strategy."""
 
     @property
+    def at_best_rate(self) -> tuple[Trial, ...]:
+        """The trials with the best learning rate, fastest first: one for each seed."""
+        by_rate: dict[float, list[Trial]] = {}
+        for one in self.trials:
+            by_rate.setdefault(one.lr, []).append(one)
+        # Only the best learning rate was tried with further seeds.
+        best = min(by_rate.values(), key=lambda runs: (-len(runs), _cost(runs[0])), default=[])
+        return tuple(sorted(best, key=_cost))
+
+    @property
     def best(self) -> Trial | None:
-        """The trial that reached the target first; if no trial reached the target, the trial that came closest."""
-        return min(self.trials, key=_cost, default=None)
+        """The median trial of the best learning rate; None without trials."""
+        runs = self.at_best_rate
+        return runs[len(runs) // 2] if runs else None
 
     @property
     def seconds(self) -> float | None:
-        """Virtual seconds to target with the best hyper-parameters found; None if every trial missed the target."""
+        """Median over the seeds of the virtual seconds to the goal; None if the goal was missed."""
         return None if self.best is None else self.best.seconds_to_target
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Shortest and longest time to the goal over the seeds; infinite for a seed that missed the goal."""
+        times = [math.inf if one.seconds_to_target is None else one.seconds_to_target for one in self.at_best_rate]
+        return min(times, default=math.inf), max(times, default=math.inf)
 
     def document(self) -> dict[str, Any]:
         """Return the trials as plain data, for JSON."""
@@ -67,274 +86,274 @@ class Found:
         return {
             "strategy": self.strategy,
             "seconds_to_target": self.seconds,
+            "range": [one if math.isfinite(one) else None for one in self.range],
             "best": None if best is None else best.document(),
             "trials": [one.document() for one in self.trials],
             "refused": self.refused,
         }
 
 
-@dataclass(frozen=True)
-class SearchProgress:
-    """Progress of a search, reported during and after trial `number` of a strategy."""
-
-    strategy: str
-    number: int
-    trials: int
-    """Number of trials of each strategy."""
-    done: int
-    all_trials: int
-    steps: float
-    """Mean number of steps of a worker in the running trial."""
-    seconds: float
-    """Virtual seconds since the beginning of the running trial."""
-    trial: Trial | None
-    """Result of the trial; None while the trial runs."""
-    again: bool
-    """Whether the result of the trial was stored by an earlier search."""
-    best: tuple[str, Trial] | None
-    """The strategy with the shortest time to target so far, and the trial that took this time."""
+def measured(outlook: Outlook, found: Sequence[Found]) -> Outlook:
+    """Return the plan with the number of samples that tried strategies needed in place of the assumed number."""
+    alone = next((one.seconds for one in found if one.strategy == ALONE), None)
+    if alone is None:
+        return outlook
+    single = outlook.alone.samples_per_second
+    needed = {
+        one.strategy: outlook.named(one.strategy).samples_per_second / single * one.seconds / alone
+        for one in found
+        if one.seconds is not None
+    }
+    return replace(outlook, measured=needed)
 
 
-def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
-    """Return one worker, and the `top` strategies with the highest predicted speed-up in the plan, except the
-    strategies in `leave`.
+def can_be_tried(outlook: Outlook) -> bool:
+    """Return whether a plan measures its job without being asked to: there are data and several workers, and the models
+    of all workers together are small.
+    """
+    workers, task = outlook.workers, outlook.task
+    return task.job is not None and 1 < workers <= MOST and workers * task.nbytes <= HELD
+
+
+def promising(outlook: Outlook, top: int | None = None, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
+    """Return one worker, and the strategies with the highest predicted speed-up, except the strategies in `leave`;
+    `top` limits their number.
 
     Raises:
         ConfigurationError: `top` is below 1.
     """
-    if top < 1:
+    if top is not None and top < 1:
         raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
     out = set(leave)
     fit = [one for one in outlook.predictions if one.strategy is not None and combines(one) and one.name not in out]
-    ranked = sorted(fit, key=lambda one: -outlook.effective_rate(one))
-    return (outlook.alone, *ranked[:top])
+    return (outlook.alone, *sorted(fit, key=lambda one: -outlook.effective_rate(one))[:top])
 
 
 @dataclass
-class Search:
-    """Trials of several strategies in turn. Results are available at any time, even after an interruption."""
+class Race:
+    """Trials of several strategies to one goal. Results are available at any time, even after an interruption.
+
+    One worker comes first, at its best learning rate. A strategy follows if it could be faster than the fastest so far
+    without needing more samples than one worker. All strategies share the first seed; the strategies near the best are
+    tried with further learning rates and further seeds. A trial ends when it takes `RUSH` times as long as the fastest
+    so far.
+    """
 
     outlook: Outlook
     candidates: Sequence[StepPrediction]
-    kept: TrialStore
-    trials: int = TRIALS
-    budget: float | None = None
-    """Real seconds after which no further trial begins, except one trial of one worker. Trials that are read from the
-    store take none of the budget.
-    """
+    """One worker, then the strategies in the order of the trials."""
     target: float | None = None
+    """Metric that is the goal; None for the first loss, which one worker reaches within `FIRST` steps."""
+    budget: float | None = BUDGET
+    """CPU seconds after which no trial goes on, except the first of one worker; None for no limit."""
     seed: int = 0
     split: str = "iid"
     context: TrialContext | None = None
-    """The data and the engines that the trials share."""
+    kept: TrialStore | None = None
+    """Trials of an earlier race with the same settings, which take none of the budget."""
     out_of_budget: bool = False
-    _studies: list[_Candidate] = field(default_factory=list)
+    goal: float | None = None
+    """The target, or the first loss; None until it is known."""
+    _found: dict[str, Found] = field(default_factory=dict)
+    _beaten: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.trials < 1 or (self.budget is not None and not self.budget > 0):
-            raise ConfigurationError(
-                f"trials must be >= 1 and a budget > 0 s, got {self.trials} and {self.budget}; 8 trials are usual"
-            )
-        require_module("optuna", "search", "a search for hyper-parameters")
+        if self.budget is not None and not self.budget > 0:
+            raise ConfigurationError(f"a budget must be > 0 s of CPU time, got {self.budget:g}; 120 s are usual")
         self._context = self.context or TrialContext(self.outlook.site)
-        lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
-        if math.isnan(lr):
+        self._lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
+        if math.isnan(self._lr):
             raise ConfigurationError(
-                "a search changes the learning rate, but only optax knows the learning rate of this job's optimizer; "
-                "use for example "
-                "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or plan without trials"
+                "trials change the learning rate, but only optax knows the learning rate of this job's optimizer; use "
+                "for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or plan with --budget 0"
             )
-        self._studies = [
-            _Candidate(one, lr, self.outlook.workers, self.seed, _guess(self.outlook, one)) for one in self.candidates
-        ]
+        if self.kept is None:
+            self.kept = TrialStore({})
+        self._began = time.process_time()
 
+    @property
     def found(self) -> tuple[Found, ...]:
-        """The trials of every strategy that was tried."""
-        known = [Found(one.predicted.name, tuple(one.done), one.refused) for one in self._studies]
-        return tuple(one for one in known if one.trials or one.refused)
+        """The trials of every strategy that was tried, or that refused a trial."""
+        return tuple(self._found.values())
 
     @property
-    def done(self) -> int:
-        """Number of finished trials, including trials that are read from the store."""
-        return sum(len(one.done) for one in self._studies)
+    def spent(self) -> float:
+        """CPU seconds since the race began."""
+        return time.process_time() - self._began
 
     @property
-    def best(self) -> tuple[str, Trial] | None:
-        """The strategy of the plan with the shortest time to target so far, and the trial that took this time."""
-        reached = [(one.strategy, one.best) for one in self.found() if one.best is not None and one.seconds is not None]
-        return min(reached, key=lambda pair: _cost(pair[1]), default=None)
+    def asked(self) -> tuple[str, ...]:
+        """Names of the strategies whose speed a whole race measures: all that could be the fastest."""
+        return tuple(one.name for one in self.candidates if one.name not in self._beaten)
 
-    def run(self, say: Callable[[SearchProgress], None] = lambda step: None) -> tuple[Found, ...]:
-        """Run trials of the strategies in turn until all trials are done or the budget is spent. `say` is called at
-        every gradient and after every trial.
+    def run(self, say: ProgressCallback = silent) -> tuple[Found, ...]:
+        """Run the trials until the race is decided or the budget is spent.
 
         Raises:
             ConfigurationError: there is no data to train with.
         """
-        began = time.monotonic()
+        self._say = say
         try:
-            for number in range(1, self.trials + 1):
-                for one in self._studies:
-                    if one.refused is None:
-                        self._turn(one, number, began, say)
+            self._run()
         except _OutOfBudget:
             self.out_of_budget = True
-        return self.found()
+        return self.found
 
-    def _turn(self, one: _Candidate, number: int, began: float, say: Callable[[SearchProgress], None]) -> None:
-        def heed(steps: float, seconds: float, done: Trial | None = None, again: bool = False) -> None:
-            at = self.done
-            whole = self.trials * len(self._studies)
-            say(
-                SearchProgress(
-                    one.predicted.name, number, self.trials, at, whole, steps, seconds, done, again, self.best
-                )
+    def _run(self) -> None:
+        alone, *others = self.candidates
+        start = 1.0
+        if self.target is not None:
+            self.goal = self.target
+        else:
+            start = self._first_loss()
+        self._tune(alone, [start, start * 4, start / 4])
+        for one in others:
+            # The number of samples can only be as small as that of one worker, so the rate alone decides.
+            optimistic = (self._found[alone.name].seconds or math.inf) * (
+                alone.samples_per_second / one.samples_per_second
             )
-            if self.budget is not None and at and time.monotonic() - began > self.budget:
-                raise _OutOfBudget
+            if optimistic > self._fastest:
+                self._beaten.add(one.name)
+            else:
+                self._tune(one, list(RATES))
+        for one in self._near(alone):
+            self._refine(one)
+        front = self._near(alone)
+        for seed in range(self.seed + 1, self.seed + SEEDS):
+            for one in front:
+                best = self._found[one.name].best
+                assert best is not None
+                self._attempt(one, best.lr, seed)
 
+    def _first_loss(self) -> float:
+        """Set the goal, and return the learning rate at which one worker reaches it first, as a multiple of the job's:
+        the loss at the job's target, or after `FIRST` steps if these come earlier.
+        """
+        job = self._context.job(self.seed)
+        steps = FIRST if self.budget is None else min(FIRST, int(SHARE * self.budget / self._step()))
+        if steps < 1:
+            raise _OutOfBudget
+
+        def reached(factor: float) -> tuple[float, float]:
+            by_loss, goal = job.target is None, job.target or 0.0
+            one = trial(
+                self.outlook.site,
+                None,
+                1,
+                target=goal,
+                by_loss=by_loss,
+                lr=factor * self._lr,
+                seed=self.seed,
+                steps=steps,
+                context=self._context,
+            )
+            return one.seconds_to_target or math.inf, math.inf if one.loss is None else one.loss
+
+        results = _widened([*RATES], reached)
+        best = min(results, key=results.__getitem__)
+        if not math.isfinite(results[best][1]):
+            raise ConfigurationError(
+                f"one worker diverges with every learning rate from {min(results) * self._lr:g} to "
+                f"{max(results) * self._lr:g}; give the job's optimizer another learning rate, or plan with --budget 0"
+            )
+        self.goal = results[best][1]
+        return best
+
+    def _step(self) -> float:
+        """CPU seconds of a step of one worker, without what only the first steps take."""
+        spent = math.inf
+        for _ in range(2):
+            before = self.spent
+            trial(self.outlook.site, None, 1, target=0.0, by_loss=True, seed=self.seed, steps=2, context=self._context)
+            spent = min(spent, (self.spent - before) / 2)
+        return max(spent, 1e-9)
+
+    @property
+    def _fastest(self) -> float:
+        return min((one.seconds for one in self.found if one.seconds is not None), default=math.inf)
+
+    def _near(self, alone: StepPrediction) -> list[StepPrediction]:
+        """One worker, which every speed-up refers to, and the strategies near the fastest, fastest first."""
+        times = {one.strategy: one.seconds or math.inf for one in self.found if one.refused is None}
+        limit = NEAR * self._fastest
+        near = [one for one in self.candidates if times.get(one.name, math.inf) <= limit or one is alone]
+        return sorted(near, key=lambda one: times.get(one.name, math.inf))
+
+    def _tune(self, one: StepPrediction, factors: list[float]) -> None:
+        _widened(factors, lambda factor: self._cost_of(one, factor))
+
+    def _refine(self, one: StepPrediction) -> None:
+        best = self._found[one.name].best
+        if best is not None and best.seconds_to_target is not None:
+            for lr in (best.lr * 2, best.lr / 2):
+                self._attempt(one, lr, self.seed)
+
+    def _cost_of(self, one: StepPrediction, factor: float) -> float:
+        done = self._attempt(one, factor * self._lr, self.seed)
+        return math.inf if done is None else _cost(done)
+
+    def _attempt(self, one: StepPrediction, lr: float, seed: int) -> Trial | None:
+        """Run one trial; None if the strategy refuses it."""
+        assert self.kept is not None
+        before = self._found.get(one.name, Found(one.name, ()))
+        if before.refused is not None:
+            return None
+        own = before.seconds or math.inf
+        alone = one.strategy is None
+        # A rate that is slower than the strategy's best cannot become the best; another seed may well be slower.
+        within = own if seed == self.seed else math.inf
+        within = min(within, SLACK * own if alone else RUSH * self._fastest)
+        limit = within if math.isfinite(within) else None
+        done = self.kept.find(one.name, lr, seed, limit)
+        best = f"; fastest so far: {formatting.seconds(self._fastest)}" if math.isfinite(self._fastest) else ""
+        self._say(f"trial of {one.name}, learning rate {lr:g}, seed {seed}{best}", self.spent, self.budget or 0)
         try:
-            choice = one.next()
-            if choice is None:
-                return
-            strategy, lr = choice
-            name = one.predicted.name if strategy is None else str(strategy)
-            within = self._within(one)
-            known = self.kept.find(name, lr, within)
-            result = known or self._run(strategy, lr, within, heed)
+            if done is None:
+                done = trial(
+                    self.outlook.site,
+                    one.strategy,
+                    self.outlook.workers,
+                    target=self.goal,
+                    by_loss=self.target is None,
+                    lr=lr,
+                    seed=seed,
+                    within=limit,
+                    split="iid" if alone else self.split,
+                    live=True,
+                    context=self._context,
+                    heed=self._heed,
+                )
+                self.kept.add(done, lr, limit)
         except (ConfigurationError, RunError) as error:
-            one.refused = str(error)
-            if one.predicted.strategy is None:
+            if alone:
                 raise
-            return
-        if known is None:
-            self.kept.add(result, lr, within)
-        one.tell(result)
-        heed(result.steps, result.seconds, result, known is not None)
+            self._found[one.name] = Found(one.name, before.trials, str(error))
+            return None
+        self._found[one.name] = Found(one.name, (*before.trials, done))
+        return done
 
-    def _run(
-        self, strategy: Strategy | None, lr: float, within: float | None, heed: Callable[[float, float], None]
-    ) -> Trial:
-        return trial(
-            self.outlook.site,
-            strategy,
-            self.outlook.workers,
-            target=self.target,
-            lr=lr,
-            seed=self.seed,
-            within=within,
-            split=self.split,
-            context=self._context,
-            heed=heed,
-        )
-
-    def _within(self, one: _Candidate) -> float | None:
-        """Virtual seconds after which a trial cannot yield a better result; None without a limit."""
-        limits = [result.seconds_to_target for result in one.done if result.seconds_to_target is not None]
-        if self.best is not None:
-            limits.append(SLACK * _cost(self.best[1]))
-        elif one.predicted.strategy is not None:  # one worker did not get there either
-            limits += [SLACK * result.seconds for result in self._studies[0].done if self._studies[0] is not one]
-        return min(limits, default=None)
+    def _heed(self, steps: float, seconds: float) -> None:
+        if self.budget is not None and self._found and self.spent > self.budget:
+            raise _OutOfBudget
 
 
 class _OutOfBudget(Exception):
-    """Raised when the real time of a search is used up."""
+    """Raised when the CPU time of a race is used up."""
 
 
-class _Candidate:
-    """One strategy: its finished trials, and its next trial."""
-
-    def __init__(self, predicted: StepPrediction, lr: float, workers: int, seed: int, guess: float):
-        """`guess`: factor on the job's learning rate that is tried first; 1 for none."""
-        self.predicted = predicted
-        self.done: list[Trial] = []
-        self.refused: str | None = None
-        self._workers = workers
-        strategy = predicted.strategy
-        own = () if strategy is None else tuple(knobs(strategy, workers))
-        self._knobs = {knob.name: knob for knob in (learning_rate(lr), *own)}
-        self._seed = zlib.crc32(f"{seed} {predicted.name}".encode())
-        self._study: Study | None = None
-        self._asked: Any = None
-        self._guess = guess
-
-    def next(self) -> tuple[Strategy | None, float] | None:
-        """The strategy and the learning rate to try; None if no allowed combination was drawn."""
-        if not self.done:
-            return self.predicted.strategy, self._knobs["lr"].value
-        from optuna.trial import TrialState
-
-        study = self._begun()
-        for _ in range(TRIES):
-            self._asked = study.ask(self._space())
-            try:
-                return self._built(self._asked.params)
-            except ConfigurationError:
-                study.tell(self._asked, state=TrialState.FAIL)
-        return None
-
-    def tell(self, result: Trial) -> None:
-        """Add a finished trial to the results from which the next trials are chosen."""
-        self.done.append(result)
-        if self._asked is not None:
-            self._begun().tell(self._asked, _cost(result))
-            self._asked = None
-
-    def _built(self, params: dict[str, Any]) -> tuple[Strategy | None, float]:
-        strategy = self.predicted.strategy
-        for name, knob in self._knobs.items():
-            if name != "lr" and strategy is not None:
-                strategy = changed(strategy, knob.path, params[name] if knob.whole else _short(params[name]))
-        if strategy is not None:
-            strategy.check(self._workers)
-        return strategy, _short(params["lr"])
-
-    def _begun(self) -> Study:
-        """The Optuna study, with the first trial added."""
-        if self._study is None:
-            import optuna
-
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
-            sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=RANDOM, multivariate=True)
-            self._study = optuna.create_study(sampler=sampler)
-            first = {name: knob.value for name, knob in self._knobs.items()}
-            self._study.add_trial(
-                optuna.trial.create_trial(params=first, distributions=self._space(), value=_cost(self.done[0]))
-            )
-            rate = self._knobs["lr"]
-            guess = max(rate.low, min(rate.value * self._guess, rate.high))
-            if guess != rate.value:
-                self._study.enqueue_trial({**first, "lr": guess})
-        return self._study
-
-    def _space(self) -> dict[str, BaseDistribution]:
-        return {name: _distribution(knob) for name, knob in self._knobs.items()}
-
-
-def _guess(outlook: Outlook, found: StepPrediction) -> float:
-    """Likely factor on the best learning rate, by Table 2: the square root of the workers, or its inverse, or 1."""
-    if found.strategy is None:
-        return 1.0
-    root = math.sqrt(found.workers)
-    return {"higher": root, "lower": 1 / root, "likely": 1.0}[outlook.criteria(found).learning_rate]
-
-
-def _distribution(knob: Knob) -> BaseDistribution:
-    from optuna.distributions import FloatDistribution, IntDistribution
-
-    if knob.whole:
-        return IntDistribution(int(knob.low), int(knob.high), log=knob.log)
-    return FloatDistribution(knob.low, knob.high, log=knob.log)
-
-
-def _short(value: float) -> float:
-    """Round to three significant digits."""
-    return float(f"{value:.3g}")
+def _widened(factors: list[float], cost: Any) -> dict[float, Any]:
+    """Return the cost of every factor, and of further factors of 4 while the best is at an end."""
+    tried = {factor: cost(factor) for factor in factors}
+    while True:
+        best = min(tried, key=tried.__getitem__)
+        beyond = best * 4 if best == max(tried) else best / 4 if best == min(tried) else 0.0
+        if not 1 / SPAN <= beyond <= SPAN:
+            return tried
+        tried[beyond] = cost(beyond)
 
 
 def _cost(result: Trial) -> float:
-    """Objective to minimize: seconds to target, or, behind all of these, the distance from the target at the end."""
+    """Seconds to the goal, or, behind all of these, the distance from the goal at the end."""
     if result.seconds_to_target is not None:
         return result.seconds_to_target
     gap = math.inf if result.best is None else abs(result.target - result.best)

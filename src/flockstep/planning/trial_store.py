@@ -86,7 +86,7 @@ class TrialStore:
 
     settings: dict[str, Any]
     folder: Path | None = None
-    _known: dict[tuple[str, float], tuple[Trial, float]] = field(default_factory=dict)
+    _known: dict[tuple[str, float, int], tuple[Trial, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.folder is None:
@@ -103,17 +103,17 @@ class TrialStore:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, strategy: str, lr: float, within: float | None) -> Trial | None:
+    def find(self, strategy: str, lr: float, seed: int, within: float | None) -> Trial | None:
         """Return the stored result of a trial with equal settings; None if there is no such trial, or if it was limited
         to less than `within` virtual seconds.
         """
-        trial, had = self._known.get((strategy, lr), (None, 0.0))
+        trial, had = self._known.get((strategy, lr, seed), (None, 0.0))
         short = trial is not None and trial.end == "time" and had < _seconds(within)
         return None if short else trial
 
     def add(self, trial: Trial, lr: float, within: float | None) -> None:
         """Add the result of a finished trial to the store."""
-        self._known[trial.strategy, lr] = trial, _seconds(within)
+        self._known[trial.strategy, lr, trial.seed] = trial, _seconds(within)
         if self.folder is not None:
             line = {"trial": trial.document(), "within": within, "lr": lr}
             try:
@@ -140,7 +140,7 @@ class TrialStore:
             before = dict(first["settings"])
             for line in rest:
                 one = msgspec.convert(line, _Line)
-                self._known[one.trial.strategy, one.lr] = one.trial, _seconds(one.within)
+                self._known[one.trial.strategy, one.lr, one.trial.seed] = one.trial, _seconds(one.within)
         except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
             raise ConfigurationError(
                 f"{self._file} must hold saved trials, got something else; give another folder with --keep"

@@ -80,6 +80,8 @@ class Trial:
     """Metric of the evaluation to which `steps` refers; None if the metric is not finite or there was no evaluation."""
     best: float | None
     """Best value of the metric over all evaluations of the trial."""
+    loss: float | None = None
+    """Loss of the evaluation to which `steps` refers."""
 
     def document(self) -> dict[str, Any]:
         """Return the trial as plain data, for JSON."""
@@ -135,6 +137,7 @@ def trial(
     workers: int,
     *,
     target: float | None = None,
+    by_loss: bool = False,
     lr: float | None = None,
     seed: int = 0,
     steps: int | None = None,
@@ -151,7 +154,8 @@ def trial(
         site: the task and the cluster.
         strategy: the strategy; None for one worker alone.
         workers: number of workers.
-        target: metric to reach; None for the job's target. lr: learning rate; None for the job's learning rate.
+        target: metric to reach; None for the job's target. by_loss: whether `target` is a loss. lr: learning rate; None
+            for the job's learning rate.
         seed: seed of data order and random draws.
         steps: largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs.
         within: virtual seconds after which the trial ends.
@@ -168,7 +172,8 @@ def trial(
     """
     context = context or TrialContext(site)
     job = context.job(seed)
-    goal, engine = goal_of(job, target), context.engine(job, seed)
+    goal = target if by_loss and target is not None else goal_of(job, target)
+    engine = context.engine(job, seed)
     optimizer = engine.optimizer if lr is None else engine.optimizer.with_lr(lr)
     count = 1 if strategy is None else workers
     chosen = AllReduce() if strategy is None else strategy
@@ -187,7 +192,8 @@ def trial(
     )
     law, network = law_of(site, strategy, count), Link(math.inf) if count == 1 else site.cluster.network(count)
     average = averaging(site, count) if plan.result == "mean" else (0.0, 0.0)
-    watch = _Watch(goal, job.higher_is_better, math.inf if within is None else within, *average)
+    higher = job.higher_is_better and not by_loss
+    watch = _Watch(goal, higher, by_loss, math.inf if within is None else within, *average)
     end = _run(LiveSimulation if live else Simulation, engine, plan, law, network, watch, heed)
     return watch.trial(ALONE if strategy is None else str(strategy), plan, end)
 
@@ -253,6 +259,8 @@ class _Watch:
 
     goal: float
     higher: bool
+    by_loss: bool
+    """Whether the goal is a loss in place of a metric."""
     within: float
     averaging: float
     """Seconds of averaging the replicas, if the result is their mean and they differ."""
@@ -271,7 +279,8 @@ class _Watch:
             return
         self.step(event.seconds)
         self.seen.append(event)
-        if not (event.metric >= self.goal if self.higher else event.metric <= self.goal):
+        value = self._value(event)
+        if not (value >= self.goal if self.higher else value <= self.goal):
             return
         apart = event.divergence != 0
         reached = event.seconds + (self.averaging if apart else 0.0)
@@ -287,9 +296,12 @@ class _Watch:
         if now > self.within:
             raise _Over
 
+    def _value(self, event: EvaluationEvent) -> float:
+        return event.loss if self.by_loss else event.metric
+
     def trial(self, name: str, plan: Plan, end: End) -> Trial:
         """The result of the trial."""
-        known = [one.metric for one in self.seen if math.isfinite(one.metric)]
+        known = [one for one in map(self._value, self.seen) if math.isfinite(one)]
         reached, last, sent = None, None, 0.0
         if self.hit is not None:
             reached, last, sent = self.hit
@@ -307,8 +319,9 @@ class _Watch:
             min(self.now, self.within) if reached is None else reached,
             0.0 if last is None else last.step,
             sent,
-            last.metric if last is not None and math.isfinite(last.metric) else None,
+            self._value(last) if last is not None and math.isfinite(self._value(last)) else None,
             (max if self.higher else min)(known, default=None),
+            last.loss if last is not None and math.isfinite(last.loss) else None,
         )
 
 
