@@ -317,7 +317,7 @@ def _print(
     if tried is not None and tried.found:
         from flockstep.cli.search import table
 
-        page.print(table(tried))
+        page.print(table(tried, everything))
     _say(page, outlook, advice, tried, everything)
 
 

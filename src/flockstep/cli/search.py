@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,13 @@ def _notes(race: Race, asked: TrialOptions) -> tuple[str, ...]:
     return tuple(said)
 
 
-def table(tried: Tried) -> TextTable:
-    """Return the terminal table of the simulated strategies, shortest time to target first."""
+def table(tried: Tried, everything: bool) -> TextTable:
+    """Return the terminal table of the tried strategies, fastest first; unless `everything` is set, without those that
+    missed the goal.
+    """
     columns = [TableColumn(one, one in ("strategy", "with"), rank) for one, rank in zip(HEADINGS, RANKS, strict=True)]
-    return TextTable(columns, _rows(tried), _title(tried))
+    reached = [one for one in tried.found if everything or one.seconds is not None]
+    return TextTable(columns, _rows(replace(tried, found=tuple(reached or tried.found))), _title(tried))
 
 
 def listing(tried: Tried) -> Listing:
