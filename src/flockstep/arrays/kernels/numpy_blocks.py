@@ -98,18 +98,19 @@ def _codes(x: Any, begin: int, scale: Any, levels: Any, seed: Any, magic: Any, r
 def _plain_quantize(
     x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
 ) -> None:
-    scale, zero = _of_elements(scales, block, len(x)), np.int32(levels)
-    some = scale > 0
-    ratio = x / np.where(some, scale, 1) * levels
-    if random:
-        m = np.minimum(abs(ratio), levels)
-        q = m.astype(np.int32)
-        q += m - q.astype(x.dtype) > fraction(np.arange(len(x), dtype=np.uint32), seed)
-        q = np.where(x >= 0, q, -q)
-    else:
-        q = ((ratio + magic) - magic).astype(np.int32)
-    codes = np.zeros((len(x) + 7) // 8 * 8, np.uint8)
-    codes[: len(x)] = np.where(some, q, 0) + zero
+    codes, each = np.zeros((len(x) + 7) // 8 * 8, np.uint8), _of_elements(scales, block, len(x))
+    for begin in range(0, len(x), 16 * CHUNK):  # what is computed on the way stays in the second-level cache
+        part, scale = x[begin : begin + 16 * CHUNK], each[begin : begin + 16 * CHUNK]
+        some = scale > 0
+        ratio = part / np.where(some, scale, 1) * levels
+        if random:
+            m = np.minimum(abs(ratio), levels)
+            q = m.astype(np.int32)
+            q += m - q.astype(x.dtype) > fraction(np.arange(begin, begin + len(part), dtype=np.uint32), seed)
+            q = np.where(part >= 0, q, -q)
+        else:
+            q = ((ratio + magic) - magic).astype(np.int32)
+        codes[begin : begin + len(part)] = np.where(some, q, 0) + np.int32(levels)
     fold(codes.view(np.uint64), bits, out)
 
 

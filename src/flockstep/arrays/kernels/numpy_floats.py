@@ -26,14 +26,11 @@ _ONE_HALF = np.uint32(0x3F000000)
 
 
 def _plain_to_half(x: Any, words: Any, top: Any, out: Any) -> None:
-    m = words & _MAGNITUDE
-    last = m >> np.uint32(13)
-    normal = (m + np.uint32(0xC8000FFF) + (last & np.uint32(1))) >> np.uint32(13)
-    tiny = (abs(x) + np.float32(0.5)).view(np.uint32) - _ONE_HALF
-    code = np.where(m < _LEAST_NORMAL, tiny, np.minimum(normal, top))
-    payload = last & np.uint32(0x3FF)
-    special = np.uint32(0x7C00) | np.where(payload > 0, payload, m > _INFINITY)
-    out[:] = np.where(m < _INFINITY, code, special) | ((words >> np.uint32(16)) & np.uint32(0x8000))
+    out[:] = np.minimum(x.astype(np.float16).view(np.uint16) & np.uint16(0x7FFF), np.uint16(top))
+    special = np.flatnonzero(~np.isfinite(x))
+    payload = (words[special] >> np.uint32(13)) & np.uint32(0x3FF)
+    out[special] = np.uint32(0x7C00) | np.where(payload > 0, payload, np.isnan(x[special]))
+    out |= (words >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000)
 
 
 @beside(_plain_to_half)
