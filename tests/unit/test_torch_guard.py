@@ -82,10 +82,9 @@ def test_a_second_call_for_a_module_before_the_first_has_ended_is_named_as_the_c
     model, early = start()
     step(model, early)
     _, late = start(model=model)
-    step(model, late, 1)
-    with pytest.raises(
-        ConfigurationError, match=r"0.weight was changed .* call finish\(\) and then flockstep.distribute again"
-    ):
+    for number in (1, 2, 3):  # the early optimizer does not claim these steps
+        step(model, late, number)
+    with pytest.raises(ConfigurationError, match=r"0.weight was changed .* call finish\(\) before that call"):
         step(model, early)
     late.finish()
     other, phase = start()
@@ -438,6 +437,6 @@ def test_sync_between_backward_and_step_of_bucketed_is_refused():
 )  # fmt: skip
 def test_an_exchange_of_all_ranks_is_refused_only_where_a_step_waits_for_some(rule, holds_up):
     """With four workers: where a step takes one gradient, or all of them, nobody is left waiting."""
-    loop = SimpleNamespace(strategy=Strategy.parse(f"ps({rule})"), workers=4, _worker=SimpleNamespace(step=7))
+    loop = SimpleNamespace(strategy=Strategy.parse(f"ps({rule})"), workers=4, _worker=SimpleNamespace(step=7), _taken=3)
     with pytest.raises(CompositionError, match="would delay the step") if holds_up else contextlib.nullcontext():
         Loop._require_rest(loop, "sync")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,8 +27,11 @@ class Guard:
     What happens to scripts (loading a model, clamping, averaging, another optimizer) changes whole parameters. Values
     count, and not torch's count of writes: weights that are swapped for an evaluation and put back are accepted, and
     writes through `.data` are found. The guard also notices that another optimizer steps, from a change of the model
-    between two backward passes.
+    between two backward passes, unless a later call of `distribute` has taken over a parameter.
     """
+
+    live: ClassVar[weakref.WeakSet[Guard]] = weakref.WeakSet()
+    """Guards of this process that watch backward passes."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
         """`server_side`: servers or other ranks step in place of the optimizer."""
@@ -49,11 +52,17 @@ class Guard:
         self.unsent = False
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
         watched = partial(_completed, weakref.ref(self))  # a module's hooks must not keep this object alive
+        for earlier in list(self.live):
+            if not {*map(id, flat.parameters)}.isdisjoint(map(id, earlier._flat.parameters)):
+                earlier.end()
+        self.live.add(self)
         self._hook = flat.parameters[-1].register_post_accumulate_grad_hook(watched)  # type: ignore[no-untyped-call]
         self.note()
 
     def end(self) -> None:
-        """Stop watching backward passes, because the run has ended."""
+        """Stop watching backward passes, because the run has ended or another call trains a parameter."""
+        self.live.discard(self)
+        self._backward = None
         self._hook.remove()
 
     def completed(self, parameter: torch.Tensor) -> None:
