@@ -65,7 +65,7 @@ def test_the_sdist_has_what_it_takes_to_build_and_to_test(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in FILES} <= names
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "Makefile"} <= names
-    assert {"tests/unit/test_layers.py", "docs/generate.py", "examples/own_loop.py"} <= names
+    assert {"tests/unit/test_layers.py", "docs/generate.py", "examples/own_loop.py", "lab/pyproject.toml"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(("runs/", ".venv/"))]
 
 
@@ -80,7 +80,7 @@ def test_the_metadata_is_whole(wheel: Path) -> None:
     assert said["Summary"] == PROJECT["description"]
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in said.get_all("Classifier", [])
-    assert {"torch", "workloads", "search"} <= set(said.get_all("Provides-Extra", []))
+    assert {"fast", "torch", "workloads"} <= set(said.get_all("Provides-Extra", []))
 
 
 @pytest.mark.full  # at every push: the wheel has every file
