@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flockstep import transports
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
 from flockstep.transports.shared_group import SharedGroup, needed, warm_up
@@ -41,12 +43,22 @@ def alone(room):
     return SharedGroup(SharedMemory.create(needed(1, room)), 0, 1, room)
 
 
-def run(n, body, *arguments, room=ROOM):
+def forget_numba():
+    """Let this process import the modules of sums again, as if numba were missing."""
+    sys.modules["numba"] = None
+    for name in ("shared_sums", "shared_signals"):
+        sys.modules.pop(f"flockstep.transports.{name}")
+        delattr(transports, name)
+    del sys.modules["flockstep.arrays.kernels.jit"]
+
+
+def run(n, body, *arguments, room=ROOM, prepare=lambda: None):
     """What `body(group, *arguments)` returns in each of n processes; an exception as its text."""
     memory = SharedMemory.create(needed(n, room))
     queue = FORK.SimpleQueue()
 
     def member(rank):
+        prepare()
         group = SharedGroup(SharedMemory.attach(memory.address), rank, n, room)
         try:
             queue.put((rank, body(group, *arguments)))
@@ -93,6 +105,17 @@ def test_the_sum_has_the_bits_of_a_ring_on_every_process(n, where, dtype):
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_mean_is_the_sum_divided(n, where):
     assert run(n, sums, where, "float32", n) == [True] * n
+
+
+@pytest.mark.parametrize("where", ["region", "anywhere"])
+def test_sums_without_numba_have_the_same_bits(where):
+    def plain(group, *arguments):
+        from flockstep.transports import shared_signals
+
+        assert not hasattr(shared_signals.wait_for_all, "py_func")
+        return sums(group, *arguments)
+
+    assert run(3, plain, where, "float32", 3, prepare=forget_numba) == [True] * 3
 
 
 def in_shares(group, shares):
