@@ -182,7 +182,7 @@ def test_what_ends_as_it_was_is_no_change():
 
 
 class Large(nn.Module):
-    """Parameters of which every twentieth element is compared, and a scale."""
+    """Parameters of which every 320th element is compared, and a scale."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()

@@ -14,7 +14,7 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
-COMPARED = 1 << 16
+COMPARED = 1 << 12
 """Number of elements, at equal distances in the flat array, that are compared before every step, beside the first
 element of each parameter.
 """
@@ -36,11 +36,13 @@ class Guard:
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
         """`server_side`: servers or other ranks step in place of the optimizer."""
         self._flat = flat
+        self._names = {id(p): entry.name for entry, p in zip(flat.schema.entries, flat.parameters, strict=True)}
         self._optimizer = optimizer
         self._server_side = server_side
         entries, size = flat.schema.entries, flat.schema.size
-        firsts = torch.tensor([entry.offset for entry in entries if entry.size], dtype=torch.int64)
-        places = torch.cat([torch.arange(0, size, max(1, size // COMPARED)), firsts])
+        places = torch.arange(0, size, max(1, size // COMPARED))
+        if len(places) < size:
+            places = torch.cat([places, torch.tensor([entry.offset for entry in entries if entry.size])])
         places = places.to(flat.parameters[0].device)
         self._compared = [(as_tensor(flat.params), places, 0)]
         """Memory of parameters, the positions in it of the compared elements, and its begin in the flat array."""
@@ -53,7 +55,7 @@ class Guard:
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
         watched = partial(_completed, weakref.ref(self))  # a module's hooks must not keep this object alive
         for earlier in list(self.live):
-            if not {*map(id, flat.parameters)}.isdisjoint(map(id, earlier._flat.parameters)):
+            if not self._names.keys().isdisjoint(earlier._names):
                 earlier.end()
         self.live.add(self)
         self._hook = flat.parameters[-1].register_post_accumulate_grad_hook(watched)  # type: ignore[no-untyped-call]
@@ -134,9 +136,10 @@ class Guard:
                     return entry.name
                 parameter.data = place
         values = [as_bytes(each) for each in self._elements()]
-        if torch.equal(torch.cat(values), torch.cat(self._kept)):  # one truth value leaves the device
+        if torch.equal(torch.cat(values), self._kept):  # one truth value leaves the device
             return None
-        for now, kept, (_, places, start) in zip(values, self._kept, self._compared, strict=True):
+        before = self._kept.split([len(each) for each in values])
+        for now, kept, (_, places, start) in zip(values, before, self._compared, strict=True):
             differs = (now != kept).view(len(places), -1).any(1).nonzero()
             if len(differs):
                 first = start + int(places[differs[0]])
@@ -149,7 +152,7 @@ class Guard:
         Raises:
             ConfigurationError: something differs from the state at `distribute`.
         """
-        before = {id(p): entry.name for entry, p in zip(self._flat.schema.entries, self._flat.parameters, strict=True)}
+        before = self._names
         if _trained(self._flat.module) != before.keys():
             here = {id(p): name for name, p in self._flat.module.named_parameters() if p.requires_grad}
             new, old = (
@@ -171,7 +174,7 @@ class Guard:
         self._flat.write_parameters()
         self._backward = None
         elements = self._elements()
-        self._kept = [as_bytes(each) for each in elements]
+        self._kept = torch.cat([as_bytes(each) for each in elements])
         self._finite = torch.stack([torch.isfinite(each).all() for each in elements]).all()
 
     def not_finite(self) -> str | None:
@@ -185,7 +188,7 @@ class Guard:
 
     def _elements(self) -> list[torch.Tensor]:
         """Copies of the compared elements."""
-        return [memory[places] for memory, places, _ in self._compared]
+        return [memory.index_select(0, places) for memory, places, _ in self._compared]
 
     def _tell_changed(self, name: str) -> NoReturn:
         """Raise the error about the changed parameter `name`."""
