@@ -138,7 +138,7 @@ class Guard:
         values = [as_bytes(each) for each in self._elements()]
         if torch.equal(torch.cat(values), self._kept):  # one truth value leaves the device
             return None
-        before = self._kept.split([len(each) for each in values])
+        before = torch.split(self._kept, [len(each) for each in values])
         for now, kept, (_, places, start) in zip(values, before, self._compared, strict=True):
             differs = (now != kept).view(len(places), -1).any(1).nonzero()
             if len(differs):
