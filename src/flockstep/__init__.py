@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import TracebackType
 
     from torch import Tensor, nn, optim
 
@@ -359,19 +357,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
-
-
-def _watch_for_process_group() -> None:
-    """Let a launched script that opens a process group of its own, before `distribute`, end with a sentence."""
-    before = sys.excepthook
-
-    def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from flockstep.drivers.process_group import end_if_opened
-
-        end_if_opened(error)
-        before(kind, error, trace)
-
-    sys.excepthook = on_crash
-
-
-_watch_for_process_group()

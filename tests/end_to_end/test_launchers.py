@@ -490,11 +490,6 @@ def test_a_job_that_waits_is_canceled_and_slurm_does_not_know_the_secret(
     [
         (("--slurm-options", "--partition=none"), 2, "Slurm did not accept the job: .*[Ii]nvalid partition name"),
         (("--slurm-options", "'"), 2, "--slurm-options must be words as in a shell, got "),
-        (
-            ("--slurm-options", "--requ"),
-            2,
-            "--slurm-options cannot have --requeue, got '--requ': a job that Slurm starts",
-        ),
         (("--nodes", "3"), 2, "--nodes must be >= 1 and <= 2, the number of workers"),
         (("--cpus-per-worker", "0.5"), 2, "--cpus-per-worker must be a whole number >= 1 on Slurm, got 0.5"),
         (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 cannot be combined with --on slurm"),

@@ -304,4 +304,4 @@ def test_a_module_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigurationError, match=r"there is no module package\.train; give its name as with python -m"):
         script_of_module("package.train")
     (tmp_path / "package" / "train.py").touch()
-    assert script_of_module("package.train").name == "module_entry.py"
+    assert script_of_module("package.train").name == "runpy.py"

@@ -135,10 +135,6 @@ def test_a_model_that_needs_values_to_be_built_is_built_by_every_process(tmp_pat
             {"checkpoint_every": 2, "partition": "pipeline(2, pipedream)"},
             "in which no micro-batch is in flight at the end of a step, got checkpoint_every=2 .* such as 1f1b",
         ),
-        (
-            {"checkpoint_every": 2, "park": 60.0},
-            "workers cannot wait for another coordinator in a run of a split model on .*, got park=60.0 with part",
-        ),
         ({"min_workers": 2}, "workers cannot leave a run of a split model on real processes yet, got min_workers=2"),
         ({"max_workers": 8}, "workers cannot join a run of a split model on real processes yet, got max_workers=8"),
         ({"faults": ("flips_sign(1)",)}, r"faults cannot be injected into .* got flips_sign\(1\)"),

@@ -95,7 +95,7 @@ class CommandForker:
         Args:
             environment: the variables with which commands are forked; a command with others is not.
             folder: text as long as the path of each command's `scratch`, which takes its place in `/proc/PID/environ`.
-            modules: what the process imports for the scripts of its commands, which are then forked, too.
+            modules: what the process imports for the scripts of its commands.
         """
         self._scripts = bool(modules)
         self.codes: dict[int, int] = {}
@@ -141,7 +141,7 @@ class CommandForker:
         if _lasting(os.environ) != self._usual:
             return None
         request = {"program": program, "arguments": arguments, "environment": environment, "host": host}
-        forks = 3 if self._scripts else 2 * (arguments[0] in ("train", "resume", "compare"))
+        forks = self._scripts or arguments[0] in ("train", "resume", "compare")
         request |= {"first": first and str(first), "forks": forks}
         files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(folder or Path.cwd())}
         self._control.send(json.dumps({**request, **files}).encode())

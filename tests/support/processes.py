@@ -258,7 +258,9 @@ class RealRun:
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
         if self.main.returncode == -signal.SIGKILL:
             sweep(self.scratch)  # a script's launcher that is killed leaves its folder, which the next run removes
-        left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
+        left = list(self.scratch.glob("flockstep-*"))
+        if self.main.returncode != -signal.SIGKILL:  # a process that is killed leaves multiprocessing's folder
+            left += self.scratch.glob("pymp-*")
         assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None

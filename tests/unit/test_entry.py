@@ -102,14 +102,6 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
     assert done == ["load", "join"]
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_the_fork_server_loads_kernels_where_they_may_be_used(kernels: bool) -> None:
-    children.forkserver(kernels)
-    preload = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    assert preload[: 1 + kernels] == [children.PRELOAD, children.KERNELS][: 1 + kernels]
-    assert (children.KERNELS in preload) == kernels
-
-
 def test_the_fork_server_s_own_module_loads_no_compiler() -> None:
     program = f"import sys, {children.PRELOAD}; print([name for name in ('torch', 'numba') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -79,7 +79,8 @@ def test_what_a_script_started_does_not_hold_up_the_news_of_its_end(
     monkeypatch.setattr(children, "DRAIN", 3600.0)
     os.mkfifo(tmp_path / "end")
     command = ["sh", "-c", f"(read line < {tmp_path / 'end'}; echo late) & exit 3"]
-    script = Script(begun(command, dict(os.environ)), SHOWN.show)
+    process = begun(command, dict(os.environ))
+    script = Script(process, (process.stdout, process.stderr), SHOWN.show)
     codes: list[int | None] = []
 
     def wait() -> None:
@@ -134,7 +135,8 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
     words += f"print('x' * {LAST_WORDS} + 'err', end='', file=sys.stderr, flush=True); "
     words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
     sink = Output(ranks, prefix=True, folder=tmp_path).sinks(range(2, 3), 3)[2]
-    script = Script(begun([sys.executable, "-c", words], dict(os.environ)), sink)
+    process = begun([sys.executable, "-c", words], dict(os.environ))
+    script = Script(process, (process.stdout, process.stderr), sink)
     while script.exit_code() is None:
         pass
     script.drain(time.monotonic() + PATIENCE)

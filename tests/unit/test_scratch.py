@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import flockstep.launchers.fork_server as fork_server_module
 import flockstep.records.scratch as scratch_module
 from flockstep.records.owner import OWNER
 from flockstep.records.scratch import MARK, scratch
@@ -84,44 +77,6 @@ def test_what_a_user_keeps_under_our_prefix_is_not_removed(place: Path) -> None:
     with scratch():
         assert {record, both, link} <= set(place.iterdir())
         assert (link / "pymp-1").exists()
-
-
-def test_only_a_folder_that_scratch_made_goes_with_the_fork_server(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A temporary folder of the user's may be called as ours are; a process that uses a fork server leaves it alone."""
-    theirs, ours = place / "flockstep-tmp", left_behind(place / "flockstep-ours", "1234\n")
-    (theirs / "pymp-1").mkdir(parents=True)
-    for folder, pipe, stays in [(theirs, None, True), (ours, 7, True), (ours, None, False)]:
-        server = SimpleNamespace(_forkserver_address=str(folder / "pymp-1" / "socket"), _forkserver_alive_fd=pipe)
-        monkeypatch.setattr(forkserver, "_forkserver", server)
-        fork_server_module._leave_no_socket()
-        assert folder.exists() == stays
-
-
-FORKS_TWICE = """
-import multiprocessing, os
-from flockstep.launchers.fork_server import end_fork_server, house_fork_server
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["flockstep.launchers.fork_server"])
-for _ in range(2):
-    house_fork_server()
-    child = context.Process(target=os.getpid)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    end_fork_server()
-"""
-
-
-def test_a_process_ends_its_fork_server_and_forks_again() -> None:
-    """The server, which removes the folder of a killed process, leaves that of a living one to the process."""
-    with tempfile.TemporaryDirectory(prefix="fs-") as short:  # a longer path would not fit a socket
-        words, own = [sys.executable, "-c", FORKS_TWICE], {**os.environ, "TMPDIR": short}
-        done = subprocess.run(words, env=own, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert list(Path(short).iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -229,7 +229,6 @@ def train(
     keep: o.Keep = None,
     min_workers: o.MinWorkers = None,
     max_workers: o.MaxWorkers = None,
-    park: o.Park = None,
     out: o.Out = None,
     resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
@@ -489,7 +488,6 @@ def launch(
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli.runs import launch_one
-    from flockstep.cli.script_arguments import refuse_misplaced
     from flockstep.launchers.output import Output
     from flockstep.launchers.script import require_script, script_of_module, with_strategy
 
@@ -499,7 +497,6 @@ def launch(
     config = o.configured("launch", {**locals(), **named, **called})
     if strategy is not None:
         config = with_strategy(config, strategy)
-    refuse_misplaced(context, script.name, arguments or ())
     shown = Output(output, prefix, rank_output)
     name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:

@@ -354,12 +354,6 @@ MaxWorkers = Annotated[
         min=1, help="Largest number of workers with which the run continues when flockstep join adds workers."
     ),
 ]
-Park = Annotated[
-    float | None,
-    process_option(
-        help="Seconds for which workers wait for flockstep resume if the process that coordinates them is killed."
-    ),
-]
 Resumes = Annotated[
     bool,
     output_option(
@@ -390,10 +384,10 @@ _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
         *("transport", "heartbeat", "link_timeout", "step_timeout"),
-        *("checkpoint_every", "keep", "min_workers", "max_workers", "park"),
+        *("checkpoint_every", "keep", "min_workers", "max_workers"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("park", "output", "prefix", "rank_output", "network", "compute", "cluster", "until_target", *_OF_JOBS),
+    "launch": ("output", "prefix", "rank_output", "network", "compute", "cluster", "until_target", *_OF_JOBS),
 }
 
 

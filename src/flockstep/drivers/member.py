@@ -186,8 +186,6 @@ class NodeSpec:
     """Policy for gradients that are not finite or too large."""
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
-    descriptor: int = -1
-    """File descriptor of the pipe from which a script's process reads the secret, once; -1 if there is none."""
     link_timeout: float = LINK_TIMEOUT
     """Seconds for which the connection to another host may be interrupted before a node counts as lost."""
     facts: SplitFacts | None = None

@@ -31,22 +31,13 @@ def spec_from_environment() -> NodeSpec | None:
     node_spec = _spec_of_script()
     if node_spec is None or node_spec.process != os.getpid():
         return None
-    if node_spec.run not in _secrets:
-        _secrets[node_spec.run] = _read_secret(node_spec.descriptor)
     return replace(node_spec, secret=_secrets[node_spec.run])
 
 
-def _read_secret(descriptor: int) -> str:
-    if descriptor < 0:
-        return ""
-    try:
-        with os.fdopen(descriptor, "rb") as pipe:
-            return pipe.read().decode()
-    except OSError as error:
-        raise ConfigurationError(
-            f"this process cannot read the secret of its run from file descriptor {descriptor}: {error.strerror}; let "
-            "the script call flockstep.distribute or flockstep.join before it closes files that it has not opened"
-        ) from None
+def take_spec(node_spec: NodeSpec) -> None:
+    """Let this process be the process of the script that `node_spec` describes."""
+    _secrets[node_spec.run] = node_spec.secret
+    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, process=os.getpid()))
 
 
 def _spec_of_script() -> NodeSpec | None:
@@ -89,9 +80,8 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
     place = None if NODE_SPEC in os.environ else place_from(os.environ)
     if place is not None:
         node_spec = adopt(place, sys.argv[0], timeout)
-        _secrets[node_spec.run] = node_spec.secret
         os.environ.pop(SECRET, None)  # the agent has it, and what the script starts needs none
-        os.environ[NODE_SPEC] = spec_to_text(node_spec)
+        take_spec(node_spec)
     return spec_from_environment()
 
 
@@ -102,7 +92,7 @@ def claim_spec() -> NodeSpec | None:
     node_spec = enter_run()
     if node_spec is None:
         return None
-    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=node_spec.claimed + 1, descriptor=-1))
+    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=node_spec.claimed + 1))
     return node_spec.of_call(node_spec.claimed + 1)
 
 
@@ -131,20 +121,6 @@ def strategy_of_run(strategy: str | Strategy | None) -> Strategy:
 def spec_to_text(node_spec: NodeSpec) -> str:
     """Return the node specification as text for the environment variable, which never holds the secret."""
     return msgspec.json.encode(asdict(replace(node_spec, secret=""))).decode()
-
-
-@contextmanager
-def secret_pipe(node_spec: NodeSpec) -> Iterator[NodeSpec]:
-    """Context manager with the node specification for a process that is started in the context, inherits its
-    descriptor, and reads the secret from it.
-    """
-    source, sink = os.pipe()
-    try:
-        with os.fdopen(sink, "wb") as pipe:
-            pipe.write(node_spec.secret.encode())
-        yield replace(node_spec, descriptor=source)
-    finally:
-        os.close(source)
 
 
 def place_of_script() -> tuple[int, int]:

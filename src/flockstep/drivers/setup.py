@@ -110,7 +110,6 @@ def _require_plain_run(config: RunConfig, partition: Partition) -> None:
     forbidden = {
         "faults": "faults cannot be injected into",
         "min_workers": "workers cannot leave",
-        "park": "workers cannot wait for another coordinator in",
         "max_workers": "workers cannot join",
     }
     for name, what in forbidden.items():

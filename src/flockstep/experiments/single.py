@@ -107,7 +107,6 @@ def run(
     keep: int | None = None,
     min_workers: int | None = None,
     max_workers: int | None = None,
-    park: float | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
     shared: bool = False,
@@ -148,8 +147,7 @@ def run(
             signal stops the run.
         keep: number of checkpoints that are kept; None for 2.
         min_workers: smallest number of workers with which the run continues; None if no worker may leave. max_workers:
-            largest number of workers with which the run continues; None if no worker may join. park: seconds for which
-            workers wait for `flockstep resume` if this process is killed; None if they end at once.
+            largest number of workers with which the run continues; None if no worker may join.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
         shared: let all users of this host read the record; False lets only its owner.
@@ -171,7 +169,7 @@ def run(
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
         min_workers=min_workers,
         max_workers=max_workers,
-        park=park, shared=shared or None,
+        shared=shared or None,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 

@@ -475,11 +475,6 @@ def require_one_machine(config: RunConfig) -> None:
             f"checkpoints of a split model need all processes on one machine, got {config.partition} and several "
             "hosts; leave out --checkpoint-every"
         )
-    if config.park is not None:
-        raise ConfigurationError(
-            "workers wait for another coordinator only if all processes are on one machine, got several hosts; leave "
-            "out --park"
-        )
 
 
 def require_resumable(checkpoint: Checkpoint, strategy: Strategy | None, workers: int, config: str) -> None:

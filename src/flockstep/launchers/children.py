@@ -9,9 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import _forkserver, ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -20,9 +23,7 @@ from flockstep.drivers.member import SILENT
 from flockstep.drivers.place import SECRET
 from flockstep.drivers.process_group import OPENED, REASON
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.fork_server import house_fork_server
 from flockstep.launchers.output import ERR, OUT, Sink
-from flockstep.launchers.script_forker import ForkedScript
 from flockstep.system import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
@@ -84,24 +85,15 @@ class Forked:
         self._process.kill()
 
 
-ScriptProcess = subprocess.Popen[bytes] | ForkedScript
-"""A process whose output goes to pipes."""
-
-
 def begun(
-    command: Sequence[str],
-    environment: dict[str, str],
-    stdin: IO[bytes] | None = None,
-    descriptors: Sequence[int] = (),
-) -> ScriptProcess:
-    """Start a command as a process that inherits `descriptors`, and whose output goes to pipes; return the process.
+    command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command as a process whose output goes to pipes; return the process.
 
     If a file is given as its standard input, the process runs in a new session, which Ctrl-C does not reach.
     """
     own, pipe = stdin is not None, subprocess.PIPE
-    return subprocess.Popen(
-        command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own, pass_fds=descriptors
-    )
+    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own)
 
 
 def unbuffered(environment: dict[str, str]) -> dict[str, str]:
@@ -113,26 +105,27 @@ def unbuffered(environment: dict[str, str]) -> dict[str, str]:
 
 
 class Script:
-    """A child process that runs a user's script."""
+    """A process whose output this process passes on, such as that of a user's script."""
 
     reason: str | None = None
 
-    def __init__(self, process: ScriptProcess, sink: Sink):
-        """Pass the output of the process on; `sink` takes it in whole lines."""
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, outputs: Sequence[IO[bytes] | None], sink: Sink):
+        """Pass the output of the process on; `sink` takes it in whole lines.
+
+        `outputs` are the ends for reading of the pipes of standard output and standard error.
+        """
         self._process = process
         self.pid = process.pid
-        assert process.stdout is not None
-        assert process.stderr is not None
         self._relays = [
             threading.Thread(target=relay, args=(source, stream, sink), daemon=True)
-            for source, stream in ((process.stdout, OUT), (process.stderr, ERR))
+            for source, stream in zip(outputs, (OUT, ERR), strict=True)
         ]
         for thread in self._relays:
             thread.start()
 
     def exit_code(self) -> int | None:
         """Exit code of the process: None while the process runs; -n if signal n ended the process."""
-        return self._process.poll()
+        return self._process.exit_code() if isinstance(self._process, Forked) else self._process.poll()
 
     def kill(self) -> None:
         """Send SIGKILL to the process."""
@@ -169,39 +162,74 @@ def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
             sink(stream, bytes(left))
 
 
-def forkserver(kernels: bool = False) -> ForkServerContext:
-    """Return the multiprocessing context of the fork server, which imports the heavy modules once.
+@contextmanager
+def _fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Iterator[ForkServerContext]:
+    """Context manager with the multiprocessing context of the fork server, in which a first process, or another one
+    after the server has ended, starts the server.
 
-    The fork server imports PyTorch only if this process has imported PyTorch, and compiled sums only if the first
-    process that is forked asks for `kernels`.
+    The server imports `preload` and runs with the variables `environment`. Signals that stop a run are blocked in the
+    context, and hence in the tracker, the server and its processes.
     """
-    house_fork_server()
     context = multiprocessing.get_context("forkserver")
     torch = ["flockstep.frameworks.torch"] if "torch" in sys.modules else []
-    context.set_forkserver_preload([PRELOAD, *([KERNELS] if kernels else []), *torch])
-    return context
-
-
-def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
-    """Run `target(*arguments)`, whose arguments are plain values, in a forked process. Signals that stop a run are
-    blocked there until the process ignores them.
-
-    `kernels` says whether the process may compute sums in shared memory (see `forkserver`).
-    """
-    process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
-    secret = os.environ.pop(SECRET, None)  # the fork server, and all that it forks, would have it in their environment
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, STOPS
-    )  # inherited by the tracker, the fork server and the process
+    context.set_forkserver_preload([PRELOAD, *preload, *torch])
+    usual = {name: os.environ.get(name) for name in (SECRET, *environment)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    os.environ.update(environment)
+    os.environ.pop(SECRET, None)  # the fork server, and all that it forks, would have it in their environment
     try:
         resource_tracker.ensure_running()  # starting the tracker unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        process.start()
+        yield context
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if secret is not None:
-            os.environ[SECRET] = secret
+        for name, value in usual.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Start the fork server, which imports `preload` while this process goes on; do nothing if the server runs.
+
+    `environment` holds variables that libraries read when they are imported.
+    """
+    with _fork_server(preload, environment):
+        ensure_running()
+
+
+def end_fork_server() -> None:
+    """End this process's fork server; the next fork starts another one."""
+    server: Any = _forkserver  # multiprocessing has no public way
+    server._stop()
+
+
+def fork(target: Callable[..., Any], arguments: Sequence[object], preload: Sequence[str] = ()) -> Forked:
+    """Run `target(*arguments)`, whose arguments are plain values, in a forked process. Signals that stop a run are
+    blocked there until the process ignores them.
+
+    If the fork server does not run yet, the server imports `preload`, and PyTorch if this process has imported PyTorch.
+    """
+    with _fork_server(preload, {}) as context:
+        process = context.Process(target=target, args=tuple(arguments), name=NODE)
+        process.start()
     return Forked(process)
+
+
+def fork_script(target: Callable[..., Any], arguments: Sequence[object], sink: Sink) -> Script:
+    """Run `target(*arguments, out, err)` in a forked process; `sink` receives what it writes to the pipes."""
+    sources, there = [], []
+    for _ in range(2):
+        source, end = os.pipe()
+        sources.append(os.fdopen(source, "rb", 0))
+        there.append(Connection(end, readable=False))
+    try:
+        process = fork(target, (*arguments, *there))
+    finally:
+        for one in there:
+            one.close()
+    return Script(process, sources, sink)
 
 
 def end_if_unguarded() -> None:

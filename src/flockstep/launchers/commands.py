@@ -46,7 +46,8 @@ class CommandGathering(TaskGathering):
             with tempfile.TemporaryFile() as file:
                 file.write(task_entry.written(spec))
                 file.seek(0)
-                scripts.append(Script(begun(self.command(name), unbuffered(environment), file), sink))
+                process = begun(self.command(name), unbuffered(environment), file)
+                scripts.append(Script(process, (process.stdout, process.stderr), sink))
         return lambda: self._failed(scripts, sinks)
 
     def _failed(self, scripts: Sequence[Script], sinks: Sequence[_LastLine]) -> str | None:

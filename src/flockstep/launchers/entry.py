@@ -23,11 +23,17 @@ from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
-from flockstep.launchers.parking import Orphaned, Parking, Part
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
+
+
+class Part(msgspec.Struct):
+    """A worker's part in a run: its node specification, and the run's configuration as TOML."""
+
+    node_spec: NodeSpec
+    config: str
 
 
 def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | None = None) -> None:
@@ -83,27 +89,15 @@ def _obey(threads: int) -> Event:
 
 
 def _work(part: Part, make: _Maker, leaving: Event, *folders: str) -> NoReturn:
-    """Take part in a run as a worker, and again whenever the run continues with other workers or another coordinator.
+    """Take part in a run as a worker, and again whenever the run continues with other workers.
 
     `folders` are removed when the coordinator ends, as is the folder of its sockets.
     """
-    parking = None
     while True:
         node_spec, found = part.node_spec, RunConfig.from_toml(part.config, "the run's configuration")
-        if found.park is None:
-            die_with(node_spec.supervisor, node_spec.directory, *folders)
-        else:
-            parking = parking or Parking(found.park)
-            parking.follow(node_spec, *folders)
+        die_with(node_spec.supervisor, node_spec.directory, *folders)
         asked = leaving if found.min_workers is not None else Event()
-        try:
-            ended = run_worker(node_spec, partial(make, found, node_spec.facts), asked.is_set)
-        except Orphaned:
-            assert parking is not None
-            if (again := parking.wait(Path(node_spec.record), node_spec.address, leaving)) is None:
-                sys.exit(1)
-            part = again
-            continue
+        ended = run_worker(node_spec, partial(make, found, node_spec.facts), asked.is_set)
         if isinstance(ended, int):
             sys.exit(ended)
         assert ended.node_spec is not None

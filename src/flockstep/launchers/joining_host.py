@@ -10,7 +10,7 @@ from functools import partial
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, require
-from flockstep.launchers.children import Child, fork, refuse_program
+from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.gathering import HEARTBEAT, settings_of
 from flockstep.launchers.host_agent import HostAgent
@@ -73,7 +73,7 @@ class _JoiningHost:
         config = self._named_here(accepted)
         if (newcomer := self._newcomers.next()) is not None:
             return newcomer.begin(node_spec, config)
-        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=True)
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), [KERNELS])
 
     def _named_here(self, accepted: Accepted) -> RunConfig:
         """The run's configuration with the files as they are called on this host."""

@@ -11,9 +11,8 @@ import msgspec
 
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import RunError
-from flockstep.launchers.children import Child, fork, how_it_ended, kill_all, reap
-from flockstep.launchers.entry import READY, newcomer_main
-from flockstep.launchers.parking import Part
+from flockstep.launchers.children import KERNELS, Child, fork, how_it_ended, kill_all, reap
+from flockstep.launchers.entry import READY, Part, newcomer_main
 from flockstep.records.config import RunConfig
 
 
@@ -30,7 +29,7 @@ class Newcomer:
         with theirs:
             try:
                 arguments = os.getpid(), config.threads or 1, config.to_toml(), theirs
-                self.child: Child = fork(newcomer_main, arguments, kernels=kernels)
+                self.child: Child = fork(newcomer_main, arguments, [KERNELS] if kernels else ())
             except BaseException:
                 self._feed.close()
                 raise

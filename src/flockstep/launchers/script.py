@@ -16,14 +16,21 @@ from pathlib import Path
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import require_for_scripts
 from flockstep.drivers.member import NodeSpec, folder_of_call
-from flockstep.drivers.node_spec import NODE_SPEC, secret_pipe, spec_to_text
 from flockstep.drivers.place import SECRET
 from flockstep.drivers.setup import JOB_FILE, canonical, check, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components, train_instead
-from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_resumable
-from flockstep.launchers.children import Child, Script, ScriptProcess, begun, drain_all, refuse_program, unbuffered
+from flockstep.launchers.children import (
+    KERNELS,
+    Child,
+    Script,
+    drain_all,
+    fork_script,
+    refuse_program,
+    start_fork_server,
+    unbuffered,
+)
 from flockstep.launchers.completion import finished, first_error, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
@@ -34,11 +41,10 @@ from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
 from flockstep.launchers.run_state import Outcome
-from flockstep.launchers.script_forker import ScriptForker
-from flockstep.launchers.segment import NodesChanged, back_to, continued_from, pause_notes
+from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script_main
+from flockstep.launchers.segment import NodesChanged, back_to, continue_record, pause_notes
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.launchers.threads import JAX_THREADS
-from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint, newest
@@ -49,15 +55,14 @@ from flockstep.transports.base import Transport
 
 AS_THE_SCRIPT_SAYS = "as the script says"
 """Placeholder for the strategy in the configuration of a launched run, until the script has named its strategy."""
-MODULE_ENTRY = Path(module_entry.__file__)
-"""Path of the script that runs a module in place of `python -m`."""
-
 NO_SCRIPT = {".ipynb", ".json", ".sh", ".toml", ".yaml", ".yml"}
 """Suffixes of files that Python might read as a program although they are none."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every
 core. JAX reads `JAX_THREADS` instead.
 """
+EARLY = (*THREADS, JAX_THREADS, "PYTHONUNBUFFERED")
+"""Environment variables that Python and numerical libraries read when they start, which is in the fork server."""
 
 
 def launch(
@@ -185,17 +190,8 @@ def _continued(
     if workers != config.workers or checkpoint.manifest.lost:
         change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
         require_open_files(workers)
-    manifest = checkpoint.manifest
-    with record.resumed(manifest.seconds, manifest.steps, held=True) as (dropped, lost):
-        said = [continued_from(checkpoint, dropped, left), *lost]
-        for text in said if left is not None else lost:
-            on_stderr(text)
-        if change is not None:
-            config, checkpoint = change.config, change.write(record, checkpoint)
-            said += change.notes
-            record.write_config(config)
-        record.note(manifest.seconds, said, () if left is None else left.lost)
-    return config, checkpoint
+        config = change.config
+    return config, continue_record(record, config, checkpoint, change, left)
 
 
 def resume_script(
@@ -398,35 +394,40 @@ class ScriptStarter:
         Raises:
             ConfigurationError: a file for the output cannot be created.
         """
-        self._command = [
-            *(sys.executable, "-I", "-S", script_entry.__file__),
-            *(str(os.getpid()), str(script), *arguments),
-        ]
         self._ranks = _ranks_here(config, gathering)
-        self._environment = common_environment(config.threads, config.workers, len(self._ranks))
         self._sinks = output.sinks(self._ranks, config.workers)
         self._scripts: dict[int, Script] = {}
-        self._forker = ScriptForker(script, self._command, unbuffered(self._environment), len(self._ranks))
+        threads = config.threads or (None if _threads_chosen() else 1)
+        environment = common_environment(config.threads, config.workers, len(self._ranks))
+        self._program = ScriptProgram(script, tuple(arguments), unbuffered(environment), threads)
+        early = {name: text for name, text in self._program.environment.items() if name in EARLY}
+        start_fork_server(_preload(script, arguments, config.transport), early)
 
     def __call__(self, node_spec: NodeSpec) -> Child:
         """Start the script as the worker that `node_spec` describes, and return its process."""
         rank = node_spec.address
         place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
-        environment = unbuffered({**self._environment, **place, NODE_SPEC: spec_to_text(node_spec)})
-        process = self._forker.fork(environment, node_spec.secret) or self._begun(environment, node_spec)
-        script = self._scripts[rank] = Script(process, self._sinks[rank])
+        program = dataclasses.replace(self._program, environment={**self._program.environment, **place})
+        script = self._scripts[rank] = fork_script(script_main, (node_spec, program), self._sinks[rank])
         return script
-
-    def _begun(self, environment: dict[str, str], node_spec: NodeSpec) -> ScriptProcess:
-        with secret_pipe(node_spec) as own:
-            return begun(self._command, {**environment, NODE_SPEC: spec_to_text(own)}, descriptors=[own.descriptor])
 
     def close(self) -> None:
         """Pass on the rest of the output of scripts that have ended."""
         drain_all(list(self._scripts.values()))
         for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
             sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
-        self._forker.close()
+
+
+def _preload(script: Path, arguments: Sequence[str], transport: str | None) -> list[str]:
+    """Modules that the fork server imports once for all workers of a script.
+
+    PyTorch takes seconds to import; a text that does not contain its name hardly needs it, and JAX or NumPy alone
+    should not wait for it.
+    """
+    file = Path(_file_of_module(arguments[0])) if script == MODULE_ENTRY else script
+    torch = ["flockstep.drivers.torch_loop"] if b"torch" in file.read_bytes() else []
+    kernels = [KERNELS] if Transport.parse(transport or "shared_memory").zero_copy else []
+    return [script_main.__module__, *kernels, *torch]
 
 
 def supervise(
@@ -589,13 +590,17 @@ def common_environment(threads: int | None, workers: int, here: int) -> dict[str
         workers: number of workers.
         here: number of workers on this host.
     """
-    chosen = threads is None and any(name in os.environ for name in THREADS)
-    limits = {} if chosen else dict.fromkeys((*THREADS, JAX_THREADS), str(threads or 1))
+    limits = {} if threads is None and _threads_chosen() else dict.fromkeys((*THREADS, JAX_THREADS), str(threads or 1))
     jax_threads = {JAX_THREADS: os.environ.get("OMP_NUM_THREADS", "1")}
     sizes = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(here)}  # as torchrun names them
     environment = {**jax_threads, **os.environ, **limits, **sizes}
     environment.pop(SECRET, None)  # what a script logs of its environment is no way into the run
     return environment
+
+
+def _threads_chosen() -> bool:
+    """Whether the user's environment sets the number of threads of numerical libraries."""
+    return any(name in os.environ for name in THREADS)
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import Interrupted
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.children import Child, fork
+from flockstep.launchers.children import KERNELS, Child, fork
 from flockstep.launchers.completion import finished, settle
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
@@ -20,11 +20,11 @@ from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.node_progress import NodeProgress
-from flockstep.launchers.parking import ParkedWorkers, Part
+from flockstep.launchers.resizing import ResizedRun
 from flockstep.launchers.run_state import Change
 from flockstep.launchers.supervisor import Supervisor
+from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
-from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import KEEP, RunConfig
 from flockstep.records.events import EvaluationEvent
@@ -83,8 +83,6 @@ class RunSegment:
     """The checkpoint from which the run continues; None if the run starts from the beginning."""
     said: Sequence[str] = ()
     """Sentences to be added to the record."""
-    parked: ParkedWorkers = field(default_factory=ParkedWorkers)
-    """Workers that wait because their coordinator was killed."""
     left: NodesChanged | None = None
     """The change of nodes after which this segment begins, with the processes that continue; None if all processes are
     to be started.
@@ -199,9 +197,8 @@ class RunSegment:
             return self.hosts.start(node_spec, config="" if left is None else config.to_toml())
         if left is not None and (newcomer := left.supervisor.newcomers.next()) is not None:
             return newcomer.begin(node_spec, config)
-        if (parked := self.parked.take(node_spec.address)) is not None:
-            return parked.begin(Part(node_spec, config.to_toml(), owner.leader(self.record.path)))
-        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=self._transport.zero_copy)
+        kernels = [KERNELS] if self._transport.zero_copy else ()
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels)
 
     def _notes(self, supervisor: Supervisor, evaluation: Evaluator, checkpoints: Checkpointer | None) -> list[str]:
         """Sentences for the record about what has happened."""
@@ -229,15 +226,26 @@ def back_to(config: RunConfig, resumed: Checkpoint | None, left: NodesChanged | 
     return min(resumed.manifest.steps.values()) + 1
 
 
-def continued_from(checkpoint: Checkpoint, dropped: int, left: NodesChanged | None) -> str:
-    """Return the sentence that says from which step a run continues, and that `dropped` recorded steps were repeated.
-
-    `left` is the change of nodes after which the run continues; None if the run had stopped.
+def continue_record(
+    record: RunFolder, config: RunConfig, checkpoint: Checkpoint, change: ResizedRun | None, left: NodesChanged | None
+) -> Checkpoint:
+    """Let a record go on from a checkpoint with `config`; return the checkpoint, for the new number of workers if there
+    is a `change`. `left` is the change of nodes after which the run continues; None if the run had stopped.
     """
-    before = checkpoint.manifest.workers
-    counted = f", counted with {before} workers" if left is not None and left.workers != before else ""
-    where = f"from step {min(checkpoint.manifest.steps.values())}{counted}; {dropped} recorded steps were repeated"
-    return f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}"
+    manifest = checkpoint.manifest
+    with record.resumed(manifest.seconds, manifest.steps, held=True) as (dropped, lost):
+        counted = f", counted with {manifest.workers} workers" if left and left.workers != manifest.workers else ""
+        where = f"from step {min(manifest.steps.values())}{counted}; {dropped} recorded steps were repeated"
+        said = [f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}", *lost]
+        for text in said if left is not None else lost:
+            on_stderr(text)
+        if change is not None:
+            checkpoint = change.write(record, checkpoint)
+            said += change.notes
+        record.note(manifest.seconds, said, () if left is None else left.lost)
+        if config != record.read_config():
+            record.write_config(config)
+    return checkpoint
 
 
 def pause_notes(left: NodesChanged | None, supervisor: Supervisor) -> list[str]:

@@ -27,7 +27,6 @@ from flockstep.launchers.commands import CommandGathering
 from flockstep.launchers.meeting import TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
 from flockstep.launchers.signals import undisturbed
-from flockstep.launchers.slurm_options import options_of_job
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records.scratch import private_folder
 
@@ -159,7 +158,14 @@ def submitted(
     """
     for tool in ("sbatch", "scontrol", "scancel"):
         _require(tool)
-    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *options_of_job(options, os.environ)]
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--slurm-options must be words as in a shell, got {options!r}: {error}; write it like "
+            '"--partition=gpu --time=1:00:00"'
+        ) from None
+    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *words]
     parent = place.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     folder = private_folder(parent, ".flockstep-slurm-")

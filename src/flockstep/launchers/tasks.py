@@ -13,9 +13,8 @@ from pathlib import Path
 
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import RunError
-from flockstep.launchers.children import Child, fork
+from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.fork_server import end_fork_server
 from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import RemoteHosts
@@ -79,7 +78,7 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         RunError: the run failed.
     """
     with ExitStack() as stack:
-        stack.callback(end_fork_server)
+        stack.callback(end_fork_server)  # a cluster manager may keep this process for the next task
         folder = stack.enter_context(scratch())
         here = {file.path: file.found(folder) for file in spec.files}
         config = RunConfig.from_toml(spec.config, "the run's configuration")
@@ -104,7 +103,7 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
 
 def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: OwnData | None) -> Child:
     ours = RunConfig.from_toml(accepted.config, "the coordinator's configuration").with_files_of(config)
-    return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), kernels=True)
+    return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), [KERNELS])
 
 
 class TaskHosts(RemoteHosts):

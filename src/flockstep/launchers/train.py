@@ -14,16 +14,15 @@ from flockstep.drivers.setup import JOB_FILE, BuiltJob, prepare, require_unchang
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import without_whole
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine, require_resumable
-from flockstep.launchers.children import Child, fork, refuse_program
+from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.open_files import require_cores, require_open_files
-from flockstep.launchers.parking import ParkedWorkers
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_run
-from flockstep.launchers.segment import NodesChanged, RunSegment, Show, continued_from, evaluated_in
+from flockstep.launchers.segment import NodesChanged, RunSegment, Show, continue_record, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records import owner
 from flockstep.records.checkpoints import newest
@@ -89,8 +88,6 @@ def train(
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        if config.park is not None:
-            owner.lead(record.path)
         segment = RunSegment(config, record, *facts, show, hosts, test, said=said, parts=parts)
         _with_changes(record, show, jobs, segment.run, hosts)
     return record.read_summary()
@@ -149,10 +146,6 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
         ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
         CompositionError: the strategy has no checkpoints, or no rule for another number of workers.
     """
-    if config.park is not None and config.checkpoint_every is None:
-        raise ConfigurationError(
-            "park needs checkpoints, from which flockstep resume continues; add for example --checkpoint-every 100"
-        )
     if config.min_workers is None and config.max_workers is None:
         return
     require_limits(config)
@@ -266,21 +259,8 @@ def _continued(
     del plan, built
     if not jobs.keeps:
         release()
-    manifest = checkpoint.manifest
-    with record.resumed(manifest.seconds, manifest.steps, held=True) as (dropped, lost):
-        said = [continued_from(checkpoint, dropped, left), *lost]
-        for text in said if left is not None else lost:
-            on_stderr(text)
-        if change is not None:
-            checkpoint = change.write(record, checkpoint)
-            said += change.notes
-        record.note(manifest.seconds, said, () if left is None else left.lost)
-        if config != record.read_config():
-            record.write_config(config)
-    if config.park is not None and left is None:
-        owner.lead(record.path)
-    parked = ParkedWorkers(record.path if left is None else None)
-    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, (), parked, left, parts)
+    checkpoint = continue_record(record, config, checkpoint, change, left)
+    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, (), left, parts)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:
@@ -294,6 +274,6 @@ def train_for(gathering: Gathering, config: RunConfig) -> None:
 
     def start_worker(node_spec: NodeSpec, accepted: Accepted) -> Child:
         ours = RunConfig.from_toml(accepted.config, "the coordinator's configuration").with_files_of(config)
-        return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), kernels=True)
+        return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), [KERNELS])
 
     gathering.serve(config, settings_of(config), start_worker)

@@ -45,7 +45,6 @@ _OPTIONS = (
     "keep",
     "min_workers",
     "max_workers",
-    "park",
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
@@ -215,8 +214,6 @@ class RunConfig:
     """
     max_workers: int | None = None
     """Maximum number of workers to which the run may grow as workers join; None if workers may not join."""
-    park: float | None = None
-    """Seconds that workers wait for `flockstep resume` after their coordinator was killed; None if they end at once."""
     keep: int | None = None
     """Number of complete checkpoints that are kept; None stands for `KEEP`."""
     arguments: tuple[str, ...] = ()
@@ -262,8 +259,6 @@ class RunConfig:
                 f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out for no limit"
             )
 
-        if self.park is not None and not 0 < self.park < math.inf:
-            raise ConfigurationError(f"park must be > 0 s and finite, got {self.park:g}; leave it out for no waiting")
         require(self.keep is None or self.keep >= 1, "keep", ">= 1", self.keep, "2 is usual")
         if self.checkpoint_every is not None:
             CheckpointInterval.parse(self.checkpoint_every)
@@ -351,6 +346,7 @@ class RunConfig:
             raise ConfigurationError(
                 f"{where} is not a TOML document: {error}; repeat the run to write a new file"
             ) from None
+        data.pop("park", None)  # records of earlier versions have it
         known = [f.name for f in dataclasses.fields(cls)]
         for key in data:
             if key not in known:

@@ -45,7 +45,7 @@ from flockstep.records.events import (
     StepEvent,
 )
 from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
-from flockstep.records.owner import LEADERS, OWNER, owned
+from flockstep.records.owner import OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import LACKS, Summary, summarize, time_of
 
@@ -186,7 +186,7 @@ class RunFolder:
         the evaluation of the first model, such as events of communicators, or if the folder holds other files, such as
         the output of scripts.
         """
-        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER, LEADERS}
+        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER}
         if not self.config_file.exists():
             return True
         events = self.read_events()
@@ -390,7 +390,7 @@ class RunFolder:
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             if file != but:
                 file.unlink(missing_ok=True)
-        kept = [] if but is not None else [self.path / CHECKPOINTS, self.path / LEADERS]
+        kept = [] if but is not None else [self.path / CHECKPOINTS]
         for folder in (
             self.path / SNAPSHOTS,
             self.path / FLIGHT,

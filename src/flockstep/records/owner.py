@@ -10,16 +10,11 @@ from typing import IO
 
 from flockstep import system
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.records.access import PRIVATE, make_folder, open_file
+from flockstep.records.access import PRIVATE, open_file
 
 OWNER = ".owner"
 """Name of the file that the owner of a folder holds locked; the file contains the owner's process id."""
-LEADERS = "leaders"
-"""Name of the folder with one file for each process that has coordinated the run; the process with the highest number
-leads.
-"""
 _held: dict[Path, IO[str]] = {}
-_leading: dict[Path, int] = {}
 
 
 @contextlib.contextmanager
@@ -38,7 +33,6 @@ def owned(folder: Path) -> Iterator[None]:
         yield
     finally:
         del _held[folder]
-        _leading.pop(folder, None)
         if os.getpid() == pid and _is_at(folder, file):
             (folder / OWNER).unlink()
         file.close()
@@ -48,10 +42,8 @@ def check(folder: Path) -> None:
     """Check that a folder owned by this process is still in place.
 
     Raises:
-        RunError: the folder was removed, another folder is in its place, or another process coordinates the run.
+        RunError: the folder was removed, or another folder is in its place.
     """
-    if _superseded(folder):
-        raise RunError(f"another process now coordinates the run in {folder}, so this process stops")
     if not is_ours(folder):
         raise RunError(
             f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "
@@ -60,11 +52,11 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return False if this process owned the folder, but the folder was removed or replaced, or another process now
-    coordinates the run. In all other cases, return True.
+    """Return False if this process owned the folder, but the folder was removed or replaced. In all other cases, return
+    True.
     """
     file = _held.get(_place(folder))
-    return not _superseded(folder) and (file is None or _is_at(folder, file))
+    return file is None or _is_at(folder, file)
 
 
 def in_use(folder: Path) -> bool:
@@ -82,43 +74,6 @@ def is_locked(file: Path) -> bool:
     except (BlockingIOError, PermissionError):
         return True
     return False
-
-
-def lead(folder: Path) -> None:
-    """Become the only coordinator of the run in a folder by taking the next number: create a file that must not exist.
-
-    Where locks do not work, as on some network file systems, a former coordinator finds the higher number at its next
-    `check`, and stops.
-
-    Raises:
-        ConfigurationError: another process has taken the same number at the same time.
-    """
-    place, number = folder / LEADERS, newest_leader(folder) + 1
-    make_folder(place)
-    try:
-        os.close(os.open(place / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        raise ConfigurationError(
-            f"another process has just begun to coordinate the run in {folder}; wait until that process ends"
-        ) from None
-    _leading[_place(folder)] = number
-
-
-def newest_leader(folder: Path) -> int:
-    """Return the number that the newest coordinator of the run in a folder has taken; 0 if no process has taken a
-    number.
-    """
-    return max((int(file.name) for file in (folder / LEADERS).glob("[0-9]*")), default=0)
-
-
-def leader(folder: Path) -> int:
-    """Return the number that this process has taken to coordinate the run in a folder; 0 if it has taken none."""
-    return _leading.get(_place(folder), 0)
-
-
-def _superseded(folder: Path) -> bool:
-    """Whether another process coordinates the run that this process has coordinated."""
-    return 0 < leader(folder) < newest_leader(folder)
 
 
 def _place(folder: Path) -> Path:

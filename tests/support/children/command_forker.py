@@ -5,8 +5,7 @@ from a socket and reports how its children end; it ends with the socket. In a ch
 command, which Python then runs to the end of the interpreter, as with `python -c`. The modules are further imports.
 
 A command that will start the fork server of multiprocessing and its resource tracker gets a second and a third process
-forked in the same way, which take the places of the interpreters that multiprocessing would start. A fourth one takes
-the place of the interpreter that forks the scripts of the command's workers.
+forked in the same way, which take the places of the interpreters that multiprocessing would start.
 """
 
 import ctypes
@@ -26,8 +25,6 @@ from collections.abc import Sequence
 from multiprocessing import util
 from types import CodeType
 from typing import Any
-
-import forked_scripts
 
 import flockstep.cli.runs
 import flockstep.launchers.entry
@@ -96,7 +93,7 @@ def _become(request: dict[str, Any]) -> CodeType:
         sys.path.insert(1, request["first"])
     ours: list[socket.socket] = []
     tracker, server = (functools.partial(_expect, name) for name in ("resource_tracker", "forkserver"))
-    for expect in [tracker, server, forked_scripts.expect][: request["forks"]]:
+    for expect in (tracker, server) if request["forks"] else ():
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.append(here)
         pid = os.fork()
@@ -178,9 +175,6 @@ def _waiting(control: socket.socket) -> CodeType:
         os.dup2(file, number)
         os.close(file)
     os.chdir(work["folder"])
-    if "command" in work:
-        threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # what Python forgets
-        return forked_scripts.worker(work)
     return _begun(work["environment"], work["program"], [])
 
 

@@ -89,7 +89,7 @@ def facts():
 
 def tell(place):
     """Write the facts of this process, its variables and its modules to a file."""
-    modules = sorted({*sys.modules} - {"command_forker", "forked_scripts"})
+    modules = sorted({*sys.modules} - {"command_forker"})
     known = Path("/proc/self/environ").read_text().split("\0").count(f"TMPDIR={os.environ['TMPDIR']}")
     found = {**facts(), "variables": dict(os.environ), "modules": modules, "known to others": known}
     found["arguments"].pop()  # the command line that others see
