@@ -46,6 +46,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "sentence"),
     [
         (["train", "softmax", "-s", "gosip"], "no strategy is called 'gosip'; did you mean 'gossip'?"),
+        (["train", "..", "-s", "gossip"], "Python file, and .. is a folder; give the path of a .py file, or see"),
         (["train", "sofmax", "-s", "gossip"], "no workload is called 'sofmax'; did you mean 'softmax'?"),
         (["train", "softmax", "-s", "easgd(perod=3)"], "argument of easgd is called 'perod'; did you mean 'period'?"),
         (["train", "softmax", "-s", "easgd(alpha=0.7)"], "alpha must be in [0, 0.5], got 0.7; 0.9 / workers is usual"),

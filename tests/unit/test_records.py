@@ -163,6 +163,9 @@ def test_the_command_repeats_the_run_and_is_quoted() -> None:
     evil = RunConfig(kind="simulate", job="my job.py; rm -rf .", strategy="s", workers=1, epochs=2.0)
     assert "'my job.py; rm -rf .'" in evil.command
     assert "--epochs 2 " in evil.command
+    both = replace(evil, steps=5).command
+    assert "--steps 5" in both
+    assert "--epochs" not in both, "steps take precedence"
 
 
 def test_a_launched_script_is_repeated_with_the_launcher_s_options_only() -> None:

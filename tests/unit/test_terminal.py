@@ -78,14 +78,16 @@ def test_markup_in_a_cell_stays_text() -> None:
     assert printed(made, 80)[-1].strip() == "[red]x[/red]"
 
 
-def test_runs_whose_times_overlap_share_a_place() -> None:
+def test_the_place_of_a_run_counts_the_runs_that_were_certainly_faster() -> None:
     base = invent(RUNS[0]).summary
     between = [(0.0, 1.0), (0.9, 1.5), (1.0, 1.6), (1.5, 1.7), None]
     made = [
         msgspec.structs.replace(base, strategy=f"s{i}", seconds_to_target=one and one[1], seconds_to_target_range=one)
         for i, one in enumerate(between)
     ]
-    assert places(rank(made)) == ["1=", "1=", "3=", "3=", "5"]
+    assert places(rank(made)) == ["1=", "1=", "2=", "3=", "5"]
+    wide = msgspec.structs.replace(made[3], seconds_to_target_range=(0.5, 3.0))
+    assert places(rank([made[0], made[2], wide])) == ["1=", "2=", "1="], "a wide range may reach over the next place"
     failed = msgspec.structs.replace(made[1], status="failed")
     assert places(rank([made[0], failed])) == ["1", "2"]
     said = " ".join(printed(table(made[:2]), 100))

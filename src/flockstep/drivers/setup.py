@@ -50,6 +50,12 @@ def load_job(text: str, seed: int) -> Job:
     """
     if text.endswith(".py"):
         return load_job_file(Path(text))
+    if text not in (*registry.names("workload"), *registry.aliases("workload")) and Path(text).exists():
+        raise ConfigurationError(
+            f"a job must be the name of a workload or a Python file, and {text} is a "
+            f"{'folder' if Path(text).is_dir() else 'file of another kind'}; give the path of a .py file, or see "
+            "recorded runs with flockstep report"
+        )
     return Workload.parse(text).job(seed)
 
 

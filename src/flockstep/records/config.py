@@ -292,7 +292,7 @@ class RunConfig:
         """The shell command that repeats this run."""
         options = ["--strategy", self.title] if self.strategy_given else []
         for name in _LAUNCH_OPTIONS if self.kind == "launch" else _OPTIONS:
-            value = getattr(self, name)
+            value = None if name == "epochs" and self.steps is not None else getattr(self, name)
             if name == "target" and value is not None and self.kind == "launch":
                 value = str(MetricTarget(value, self.metric))
             if value is not None:

@@ -47,16 +47,17 @@ def order(summaries: Sequence[Summary]) -> list[int]:
 def places(ranked: Sequence[Summary]) -> list[str]:
     """Return the place of each run of a ranking, such as "1" or, if runs tie, "2="; a dash if nothing ranks the runs.
 
-    A run ties with the best run of a place if the intervals of time in which the two runs reached the target
-    overlap.
+    The place of a run is one more than the number of runs that were certainly faster. A run ties with another if the
+    intervals of time in which the two runs reached the target overlap.
     """
     if unranked(ranked) is not None:
         return [NONE] * len(ranked)
-    found, best = list[int](), 0
+    found = []
     for index, summary in enumerate(ranked):
-        best = best if index and tied(ranked[best], summary) else index
-        found.append(best + 1)
-    return [f"{place}=" if found.count(place) > 1 else str(place) for place in found]
+        before = [tied(one, summary) for one in ranked[:index]]
+        after = [tied(summary, one) for one in ranked[index + 1 :]]
+        found.append(f"{1 + before.count(False)}{'=' * any(before + after)}")
+    return found
 
 
 def unranked(summaries: Sequence[Summary]) -> str | None:
