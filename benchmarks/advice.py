@@ -106,7 +106,7 @@ class Case:
     @property
     def outlook(self) -> Outlook:
         """The plan of the case."""
-        return plan(self.task, read_cluster(self.cluster, name=self.name), further=False)
+        return plan(self.task, read_cluster(self.cluster, name=self.name))
 
     @property
     def task(self) -> JobProfile:

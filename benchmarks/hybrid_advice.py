@@ -196,7 +196,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     site = pair.site(folder)
     workers, strategies = site.cluster.workers, [Strategy.parse(text) for text in STRATEGIES]
     begun = time.perf_counter()
-    outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
+    outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
     advice = advise(outlook)
     found = advise_hybrid(outlook, advice, HybridOptions(strategies=tuple(strategies)))
     took = time.perf_counter() - begun

@@ -100,8 +100,6 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
     (found,) = (one for one in said["strategies"] if one["name"] == "relay")
     assert found["sent_bytes"] == pytest.approx(4 * said["parameters"] / 3, rel=0.02)
     assert found["criteria"]["hyper_parameters"] == 2
-    assert {one["name"] for one in said["scaling"]} == {"all_reduce", "relay"}
-    assert all(len(one["workers"]) == 11 for one in said["scaling"])
 
 
 def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +131,9 @@ def test_it_is_among_all_and_its_step_is_its_messages(file: Path) -> None:
     assert "relay" not in {name for name, _ in candidates((), site)}
     runpy.run_path(str(file), run_name="relay_from_outside")
     assert "relay" in {name for name, _ in candidates((), site)}
-    seldom, often = plan(site.task, site.cluster, WORKERS, strategies=("relay(period=4)", "relay(period=1)"),
-                         further=False).predictions[:2]  # fmt: skip
+    seldom, often = plan(
+        site.task, site.cluster, WORKERS, strategies=("relay(period=4)", "relay(period=1)")
+    ).predictions[:2]
     if seldom.name != "relay(period=4)":
         seldom, often = often, seldom
     latency, bandwidth = site.link

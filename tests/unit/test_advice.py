@@ -60,7 +60,7 @@ def cluster(bandwidth: str, compute: str = "constant(0.02)", count: int = 8, mor
 
 @lru_cache
 def outlook(bandwidth: str, compute: str = "constant(0.02)", count: int = 8, more: str = "") -> Outlook:
-    return plan(TASK, cluster(bandwidth, compute, count, more), strategies=SOME, further=False)
+    return plan(TASK, cluster(bandwidth, compute, count, more), strategies=SOME)
 
 
 def lossless(advice: Advice) -> bool:
@@ -76,7 +76,7 @@ def test_one_worker_where_links_are_hopeless(bandwidth: str) -> None:
 
 def test_delays_count_in_steps_of_the_workers_that_compute_most() -> None:
     """Half of the workers wait for a model for minutes; the others compute 1,000 gradients meanwhile."""
-    predicted = plan(replace(TASK, known_noise=35.0), cluster("10kbit"), strategies=("adpsgd",), further=False)
+    predicted = plan(replace(TASK, known_noise=35.0), cluster("10kbit"), strategies=("adpsgd",))
     pairs = next(found for found in predicted.predictions if found.name == "adpsgd")
     assert pairs.samples_per_second > 2 * predicted.alone.samples_per_second
     assert advise(predicted).speedups[pairs.name] < 0.1
@@ -136,8 +136,8 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
     said = advice.sentences[0]
     assert said.startswith("No strategy meets the requirements: one worker needs 8.00 MB and has 1.00 MB; ")
     assert len(advice.excluded) == len(advice.speedups)
-    only = plan(TASK, cluster("1gbit"), strategies=("all_reduce", "gossip"), further=False)
-    advice = advise(plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False), ("private", "elastic"))
+    only = plan(TASK, cluster("1gbit"), strategies=("all_reduce", "gossip"))
+    advice = advise(plan(TASK, cluster("1gbit"), strategies=("all_reduce",)), ("private", "elastic"))
     assert advice.choice is None
     assert "one worker: the data are on other machines" in advice.sentences[0]
     assert "1 strategy: a run stops when a worker is lost" in advice.sentences[0]
@@ -146,13 +146,13 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
 
 
 def test_one_worker_that_does_not_fit_is_not_advised() -> None:
-    only = plan(TASK, cluster("10kbit", more='memory = "7MB"'), strategies=("all_reduce",), further=False)
+    only = plan(TASK, cluster("10kbit", more='memory = "7MB"'), strategies=("all_reduce",))
     assert advise(only).choice is not only.alone
 
 
 def with_gain(gain: float) -> Outlook:
     """A plan whose only strategy is predicted to train `gain` times as fast as one worker."""
-    found = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
+    found = plan(TASK, cluster("100gbit"), strategies=("all_reduce",))
     plain = found.named("all_reduce")
     rate = gain * found.relative_samples(plain) * found.alone.samples_per_second
     return dataclasses.replace(found, predictions=(replace(plain, samples_per_second=rate), found.alone))
@@ -209,7 +209,7 @@ def test_the_rival_of_one_worker_meets_the_needs() -> None:
 
 
 def test_how_to_measure_is_the_same_command_with_options() -> None:
-    predicted = plan(task_of("softmax"), cluster("1gbit"), strategies=("all_reduce", "ps"), further=False)
+    predicted = plan(task_of("softmax"), cluster("1gbit"), strategies=("all_reduce", "ps"))
     advice = advise(predicted)
     two = [one for one in (advice.choice, advice.runner_up) if one is not None and one.strategy is not None]
     said = advice.changes[-1]
@@ -217,7 +217,7 @@ def test_how_to_measure_is_the_same_command_with_options() -> None:
     assert len(two) == 2
     both = " and ".join(one.name for one in two)
     assert said.startswith(f"to measure the time to target of {both}, repeat the command with --simulate -s ")
-    only = advise(plan(task_of("softmax"), cluster("1gbit"), strategies=("ps",), further=False)).changes[-1]
+    only = advise(plan(task_of("softmax"), cluster("1gbit"), strategies=("ps",))).changes[-1]
     assert "--simulate -s 'ps(consistency=bsp)'" in only
 
 
@@ -233,9 +233,7 @@ def test_advice_says_why_and_what_would_change_it() -> None:
     assert advice.runner_up is not advice.choice
     assert any("slowest link" in said for said in advice.reasons)
     assert any("Table 2" in said for said in advice.reasons) or advice.choice.name == ALONE
-    assert advice.crossovers
-    assert all(advice.choice.name in (one.below, one.above) for one in advice.crossovers)
-    assert len(advice.changes) == len(advice.crossovers) + 1  # and the runner-up; there is no job to measure
+    assert len(advice.changes) == 1  # about the runner-up; there is no job to measure
     assert advice.document()["choice"] == advice.choice.name
 
 
@@ -358,7 +356,7 @@ def advised(
         text = re.sub(r"compute = .*", f'compute = "{compute}"', text)
     if bandwidth is not None:
         text = re.sub(r"bandwidth = .*", f'bandwidth = "{bandwidth}"', text)
-    found = plan(case.task, read_cluster(text, name=name), strategies=strategies, further=False)
+    found = plan(case.task, read_cluster(text, name=name), strategies=strategies)
     return advise(found, case.requirements if requirements else ())
 
 

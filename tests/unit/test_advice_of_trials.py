@@ -31,7 +31,6 @@ def outlook() -> Outlook:
         JobProfile("surrogate", 210, known_noise=10.0),
         read_cluster(CLUSTER, name="test"),
         strategies=strategies,
-        further=False,
     )
 
 

@@ -33,7 +33,7 @@ def test_private_data_rule_out_what_computes_on_samples_of_others_and_nothing_el
     et al. 2012), a first layer's factors are its inputs (Xie et al. 2016); local steps are made for private data
     (McMahan et al. 2017)."""
     named = (*KEEPING, "gradient_coding", "gradient_coding(s=0)", "sandblaster")
-    predicted = plan(task_of("softmax"), cluster("1gbit", count=4), strategies=named, further=False)
+    predicted = plan(task_of("softmax"), cluster("1gbit", count=4), strategies=named)
     out = dict(advise(predicted, ("private",)).excluded)
     assert set(out) == {ALONE, "gradient_coding", "sandblaster"}
     assert out["gradient_coding"] == "workers compute on samples of other workers"
@@ -46,7 +46,7 @@ def test_private_data_rule_out_what_computes_on_samples_of_others_and_nothing_el
 
 def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     """Ten times the samples of one worker are no reason where they are worth less than its own."""
-    predicted = plan(task_of("digits"), load_cluster("edge"), strategies=("gossip",), further=False)
+    predicted = plan(task_of("digits"), load_cluster("edge"), strategies=("gossip",))
     advice = advise(predicted, ("private",))
     assert advice.choice is not None
     assert advice.choice.samples_per_second > 8 * predicted.alone.samples_per_second
@@ -58,7 +58,7 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     )
     assert advice.sentences[0].startswith(told)
     assert advice.sentences[0].endswith("but needs 14 times as many samples for the same accuracy.")
-    quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
+    quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",))
     for requirements in ((), ("private",)):
         fast = advise(quick, requirements)
         assert fast.speedups["all_reduce"] > 2
@@ -68,13 +68,13 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
 
 
 def test_factors_of_the_first_layer_are_samples() -> None:
-    predicted = plan(task_of("digits", 2), cluster("1gbit", count=4), strategies=("factor_server",), further=False)
+    predicted = plan(task_of("digits", 2), cluster("1gbit", count=4), strategies=("factor_server",))
     out = dict(advise(predicted, ("private",)).excluded)
     assert "training samples" in out["factor_server(consistency=asynchronous)"]
 
 
 def test_unbalanced_data_rule_out_what_drops_slow_workers() -> None:
-    predicted = plan(TASK, cluster("1gbit"), strategies=("ps(consistency=backup(1))", "ps"), further=False)
+    predicted = plan(TASK, cluster("1gbit"), strategies=("ps(consistency=backup(1))", "ps"))
     out = dict(advise(predicted, ("unbalanced",)).excluded)
     assert "slow workers" in out["ps(consistency=backup(b=1))"]
     assert "ps(consistency=bsp)" not in out
@@ -87,7 +87,7 @@ def test_unbalanced_data_allow_one_model_without_waiting_whose_fast_workers_coun
     more = "speed = 1.0\n[nodes.slow]\ncount = 4\nspeed = 0.25"
     text = f'compute = "constant(0.02)"\n[nodes.fast]\ncount = 4\n{more}\n[[links]]\ninside = ["fast", "slow"]\n'
     uneven = read_cluster(text + 'bandwidth = "100gbit"\nlatency = "1us"\n', name="uneven")
-    predicted = plan(JobProfile("small", 100), uneven, strategies=names, further=False)
+    predicted = plan(JobProfile("small", 100), uneven, strategies=names)
     out = dict(advise(predicted, ("unbalanced",)).excluded)
     assert set(out) == {"local_sgd"}
     for one in predicted.predictions:
@@ -103,7 +103,7 @@ def failing(rate: str, hours: float | None) -> Outlook:
     """A cluster of sixteen machines with the given failure rate."""
     shape = cluster("1gbit", count=16, more=f'failures = "{rate}"\ncomes_and_goes = true')
     length = None if hours is None else 3600 * hours
-    return plan(TASK, shape, strategies=FAILING, further=False, length=length)
+    return plan(TASK, shape, strategies=FAILING, length=length)
 
 
 def test_a_second_death_ends_what_survives_one() -> None:
@@ -122,7 +122,7 @@ def test_a_second_death_ends_what_survives_one() -> None:
 
 
 def test_how_long_the_run_takes_is_reckoned_with() -> None:
-    lasting = plan(task_of("softmax"), cluster("1gbit", more='failures = "1/day"'), strategies=("ps",), further=False)
+    lasting = plan(task_of("softmax"), cluster("1gbit", more='failures = "1/day"'), strategies=("ps",))
     found = lasting.named("ps(consistency=bsp)")
     assert lasting.steps == lasting.task.steps(8) > 1
     assert length(found, lasting) == lasting.steps * found.seconds
@@ -153,14 +153,14 @@ def test_machines_take_their_workers_along() -> None:
         'compute = "constant(0.02)"\n[nodes.m]\ncount = 2\nworkers = 2\nfailures = "1/day"\n'
         '[[links]]\ninside = "m"\nbandwidth = "1gbit"\n[[links]]\nnode = "m"\nbandwidth = "10gbit"\n'
     )
-    both = plan(TASK, read_cluster(text, name="test"), strategies=("ps",), further=False, length=86400.0)
+    both = plan(TASK, read_cluster(text, name="test"), strategies=("ps",), length=86400.0)
     p = -math.expm1(-1.0)
     predicted = deaths(both.named("ps(consistency=bsp)"), both)
     assert predicted == pytest.approx([(1 - p) ** 2, 0, 2 * p * (1 - p), 0, p**2])
 
 
 def test_where_nobody_says_how_often_machines_fail_any_number_has_to_be_survived() -> None:
-    silent = plan(TASK, cluster("1gbit"), strategies=("easgd", "gradient_coding"), further=False)
+    silent = plan(TASK, cluster("1gbit"), strategies=("easgd", "gradient_coding"))
     out = dict(advise(silent, ("elastic",)).excluded)
     assert "does not say how often machines fail" in out["gradient_coding"]
     assert "easgd" not in out
@@ -171,7 +171,7 @@ def test_where_machines_state_how_often_they_fail_the_risk_alone_rules_out() -> 
     for hours, out in ((0.1, set()), (2.0, {"ps(consistency=bsp)"})):
         shape = cluster("1gbit", more='failures = "0.2/day"\ncomes_and_goes = true')
         named = ("ps", "ps(consistency=backup(1))", "ps(consistency=asynchronous)")
-        predicted = plan(TASK, shape, strategies=named, further=False, length=3600 * hours)
+        predicted = plan(TASK, shape, strategies=named, length=3600 * hours)
         p = -math.expm1(-0.2 * hours / 24)
         none, one = 1 - (1 - p) ** 8, 1 - (1 - p) ** 8 - 8 * p * (1 - p) ** 7
         likely = {"ps(consistency=bsp)": none, "ps(consistency=backup(b=1))": one}
@@ -189,7 +189,7 @@ def test_where_machines_state_how_often_they_fail_the_risk_alone_rules_out() -> 
 def test_what_arrival_decides_is_not_reproducible(rule: str) -> None:
     """Whose gradient is given up differs from run to run with the order in which they arrive (Chen et al. 2016)."""
     name = f"ps(consistency={rule})"
-    predicted = plan(TASK, cluster("1gbit"), strategies=(name, "ps", "local_sgd", "dpsgd", "sgp"), further=False)
+    predicted = plan(TASK, cluster("1gbit"), strategies=(name, "ps", "local_sgd", "dpsgd", "sgp"))
     out = dict(advise(predicted, ("reproducible",)).excluded)
     assert out[name] == "the order of arrival decides whose gradients are dropped"
     assert not {"ps(consistency=bsp)", "dpsgd", "sgp"} & set(out)

@@ -299,7 +299,7 @@ def test_memory_by_hand(partition: str, held: int, copies: int) -> None:
 def test_memory_of_a_whole_replica_counts_activations() -> None:
     job = wide_job()
     site = site_of(job)
-    found = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
+    found = plan(site.task, site.cluster, strategies=("all_reduce",))
     assert found.alone.memory == site.task.nbytes * (2 + site.task.slots) + BATCH * 4 * (6 * 256 + 10)
 
 
@@ -308,7 +308,7 @@ def advised(
     bandwidth: str, more: str = "", asked: tuple[str, ...] = (), compute: str = "constant(0.01)"
 ) -> HybridAdvice:
     site = site_of(wide_job(), bandwidth, more=more, compute=compute)
-    outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
+    outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
     return advise_hybrid(outlook, advise(outlook), HybridOptions(partitions=tuple(map(Partition.parse, asked))))
 
 
@@ -364,7 +364,7 @@ def test_gpipe_is_preferred_where_messages_take_long(bandwidth: str, compute: st
 def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
     """A model whose only pair of layers is around a residual connection has stages and shards, but no ways."""
     site = site_of(dataclasses.replace(wide_job(), model=Wrapped), "100gbit")
-    outlook = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
+    outlook = plan(site.task, site.cluster, strategies=("all_reduce",))
     found = advise_hybrid(outlook, advise(outlook))
     refused = [(name, why) for name, why in found.refused if "tensor" in name]
     assert [name for name, _ in refused] == [str(TensorParallel(2)), str(TensorParallel(4))], "once for each reason"
@@ -380,7 +380,7 @@ def test_a_number_of_micro_batches_that_is_refused_leaves_the_others(monkeypatch
 
     monkeypatch.setattr(hybrid, "predict_split", predict)
     site = site_of(wide_job(), "100gbit")
-    outlook = plan(site.task, site.cluster, strategies=("all_reduce",), further=False)
+    outlook = plan(site.task, site.cluster, strategies=("all_reduce",))
     found = advise_hybrid(outlook, advise(outlook))
     assert {getattr(one.partition, "microbatches", None) for one in found.splits} == {1}
     assert any(str(Partition.parse("pipeline(4, 1f1b, 4)")) == name for name, _ in found.refused)

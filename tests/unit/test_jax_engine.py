@@ -226,19 +226,18 @@ def test_a_plan_refuses_only_strategies_whose_servers_would_step_with_optax() ->
         task_of("own", imported=job(optimizer=optax.adam(0.1))),
         load_cluster("edge"),
         strategies=["all_reduce", "gossip", "ps"],
-        further=False,
     )
     assert {one.name for one in found.predictions} >= {"all_reduce", "gossip"}
     [(name, why)] = found.refused
     assert name == "ps(consistency=bsp)"
     assert "updates slices of the parameters, got an optax optimizer" in why
-    own = plan(task_of("own", imported=job()), load_cluster("edge"), strategies=["ps"], further=False)
+    own = plan(task_of("own", imported=job()), load_cluster("edge"), strategies=["ps"])
     assert own.refused == ()
 
 
 def test_a_search_needs_a_learning_rate_to_change() -> None:
     task = task_of("own", imported=job(optimizer=optax.adam(0.1), target=0.9))
-    outlook = plan(task, load_cluster("edge"), strategies=["all_reduce"], further=False)
+    outlook = plan(task, load_cluster("edge"), strategies=["all_reduce"])
     with pytest.raises(ConfigurationError, match=r"a search changes the learning rate, .*inject_hyperparams"):
         Search(outlook, outlook.predictions, TrialStore({}))
 

@@ -17,7 +17,6 @@ from flockstep.planning.calibrate import Calibration
 from flockstep.planning.check import check
 from flockstep.planning.fit import fit_records
 from flockstep.planning.job_profile import task_of
-from flockstep.planning.scaling import faster
 from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 from flockstep_lab.bench import plots, prediction
@@ -198,7 +197,7 @@ def test_one_record_predicts_other_strategies_at_another_bandwidth(fitted: Clust
     (wire,) = fitted.wires
     assert wire.fair
     assert wire.bandwidth == pytest.approx(0.9 * 12.5e6, rel=0.03)
-    slower = faster(fitted, 0.2)
+    slower = replace(fitted, wires=(replace(wire, bandwidth=wire.bandwidth / 5),))
     found = [check(record(tmp_path / str(i), one, "20mbit"), slower) for i, one in enumerate(STRATEGIES)]
     assert {one.source for one in found} == {"rehearsal"}
     assert [one.error for one in found] == pytest.approx([0.0] * 5, abs=0.1)

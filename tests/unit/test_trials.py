@@ -53,7 +53,7 @@ def site(task: JobProfile) -> Site:
 @pytest.fixture(scope="module")
 def outlook(task: JobProfile) -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
-    return plan(task, cluster("exponential(0.02)"), strategies=strategies, further=False)
+    return plan(task, cluster("exponential(0.02)"), strategies=strategies)
 
 
 def closed_form(site: Site, text: str, workers: int) -> float:

@@ -37,8 +37,6 @@ everything is shown.
 """
 MATTERS = 5
 """Largest rank of the columns that the table of a plan shows; with --all, all columns are shown."""
-LACKS = "this plan does not show how the strategies scale, nor which conditions would change the recommendation"
-"""Sentence that a plan prints if the user interrupted the computation of the advice."""
 
 
 def plan(
@@ -230,12 +228,10 @@ def _conclude(
     everything: bool,
     splits: HybridOptions,
 ) -> None:
-    """Advise, print and draw, also where trials were interrupted.
-
-    If the user interrupts the search for scaling and for other circumstances, the plan is printed without them.
+    """Advise and print, also where trials were interrupted.
 
     Raises:
-        Interrupted: the user interrupted the trials or the advice.
+        Interrupted: the user interrupted the trials.
     """
     from flockstep.planning.advice import advise
     from flockstep.planning.search import measured
@@ -243,14 +239,7 @@ def _conclude(
     results = () if tried is None else (tried.found, tried.candidates)
     outlook = outlook if tried is None else measured(outlook, tried.found)
     interrupted = None if tried is None else tried.interrupted
-    try:
-        advice = advise(outlook, requirements, *results)
-        if as_json or everything or out is not None:
-            outlook.curves  # noqa: B018 - computed here, where an interruption leaves the rest
-    except KeyboardInterrupt as stop:
-        outlook = replace(outlook, further=False)
-        advice = advise(outlook, requirements, *results)
-        interrupted = f"{str(stop) or 'interrupted'}; {LACKS}"
+    advice = advise(outlook, requirements, *results)
     split = _split(outlook, advice, splits) if splits.wanted and interrupted is None else None
     _print(outlook, advice, tried, as_json, everything, split)
     if out is not None:
@@ -414,13 +403,13 @@ def _left_out(strategies: int, columns: int) -> str:
 
     rest = f"{many(strategies, 'more strategy', 'more strategies')}, " if strategies else ""
     return (
-        f"Left out: {rest}{many(columns, 'more column')}, further reasons, strategies that are ruled out, scaling, "
+        f"Left out: {rest}{many(columns, 'more column')}, further reasons, strategies that are ruled out, "
         "and effects that the figures do not include; --all shows everything."
     )
 
 
 def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, everything: bool) -> None:
-    from flockstep.planning.plan_text import ruled_out, scaling, unplanned
+    from flockstep.planning.plan_text import ruled_out, unplanned
     from flockstep.report.formatting import lines
 
     unknown, about = outlook.left_out, tuple[str, ...]()
@@ -436,7 +425,6 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, e
     if everything:
         parts += [
             ("ruled out", ruled_out(advice.excluded)),
-            ("scaling", scaling(outlook.curves, advice.excluded)),
             ("what these figures do not include", (*unknown, *unplanned(outlook))),
         ]
     for heading, sentences in parts:

@@ -11,9 +11,8 @@ from typing import Any
 from flockstep.errors import UnknownName
 from flockstep.planning import advice_text as say
 from flockstep.planning.criteria import count, drops, is_central, is_repeatable, is_synchronous, preference, repeated
-from flockstep.planning.plan import BEST_SHOWN, Outlook, combines
+from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.plan_text import short
-from flockstep.planning.scaling import Crossover, crossovers, waiting
 from flockstep.planning.search import Found, measured
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.worker_losses import unfit_to_lose_workers
@@ -57,7 +56,6 @@ class Advice:
     requirements: tuple[str, ...]
     speedups: dict[str, float] = field(default_factory=dict)
     """Name of a strategy → predicted speed relative to one worker, by which strategies are ordered."""
-    crossovers: tuple[Crossover, ...] = ()
     untried: tuple[str, ...] = ()
     """Names of the strategies that were to be tried, but for which no trial finished."""
 
@@ -75,7 +73,6 @@ class Advice:
             "changes": list(self.changes),
             "excluded": [{"name": name, "why": why} for name, why in self.excluded],
             "requirements": list(self.requirements),
-            "crossovers": [one.document() for one in self.crossovers],
             "untried": list(self.untried),
         }
 
@@ -120,18 +117,16 @@ def advise(
     left.insert(0, choice)
     meanings = [REQUIREMENTS[one] for one in requirements]
     case = say.Case(outlook, left, speedups, meanings, dict(excluded).get(ALONE), tried, level)
-    passed = _passed(case, requirements) if not tried else ()
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
     return Advice(
         choice,
         case.second,
         (*say.recommendation(case, choice), *_partial(case, tried, untried)),
         say.reasons(case, choice),
-        say.changes(case, choice, passed, bool(tried)),
+        () if tried else say.changes(case, choice),
         tuple(excluded),
         requirements,
         speedups,
-        passed,
         untried,
     )
 
@@ -164,26 +159,18 @@ def slower(requirements: tuple[str, ...]) -> float:
     return SLOWER if "slow-links" in requirements else 1.0
 
 
+def waiting(share: float, slower: float) -> float:
+    """Return the factor by which a step becomes longer if computing, which is `share` of the step, takes as long as
+    before and the rest takes `slower` times as long.
+    """
+    return share + slower * (1 - share)
+
+
 def _rank(tried: Found | None) -> tuple[int, float]:
     """Sort key: strategies that reached the target first, then untried ones, then those that missed the target."""
     if tried is None:
         return 1, 0.0
     return (2, 0.0) if tried.seconds is None else (0, tried.seconds)
-
-
-def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, ...]:
-    """The circumstances in which another strategy that meets the requirements becomes better than the choice."""
-    outlook, left = case.outlook, {one.name for one in case.left}
-    if not outlook.further:
-        return ()
-    ranked = sorted(
-        (one for one in outlook.scalable if one.name in left),
-        key=lambda one: -case.speedup(one.found),
-    )
-    among = [one for place, one in enumerate(ranked) if place < BEST_SHOWN or one.pace is None]
-    return crossovers(
-        among, outlook.site, outlook.workers, case.left[0].name, slower(requirements), "unbalanced" in requirements
-    )
 
 
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,16 +11,11 @@ from flockstep.planning import worker_losses
 from flockstep.planning.criteria import MARGIN, approximates, drops, preference
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, ranged, short
-from flockstep.planning.scaling import Crossover
 from flockstep.planning.search import Found
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.report import formatting
 from flockstep.report.formatting import number
-from flockstep.report.layers import amount
-from flockstep.report.layouts import speed
 
-FEW = 0.001
-"""Share of steps below which the advice says that workers are "sometimes slow", instead of naming the share."""
 SHOWN = 3
 """Number of strategies that a sentence lists by name."""
 CLOSE = 2.0
@@ -241,11 +236,10 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 
 
 def _step(choice: StepPrediction) -> str:
-    source = "from a rehearsal" if choice.source == "rehearsal" else "extrapolated from rehearsals with fewer workers"
     return (
         f"A step of {short(choice.name)} takes {ranged(choice)}; a worker computes for "
         f"{formatting.share(choice.utilization)} of this time and sends {formatting.size(choice.sent_bytes)} "
-        f"({source})."
+        f"(from a rehearsal)."
     )
 
 
@@ -265,19 +259,14 @@ _NO_MORE = "there are no additional hyper-parameters"
 _RATES = {"higher": "may grow with the number of workers", "likely": f"is {RATES['likely']}", "lower": "must be lower"}
 
 
-def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
+def changes(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Return sentences about the conditions under which another strategy becomes better, about the lead over the
     second-best strategy, and about ways to measure it.
     """
-    if tried:
-        return ()
-    said = []
-    for one in crossovers:
-        other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
-        said.append(f"{quantity(one, side)}, {short(other)} would be recommended")
+    said = list[str]()
     second = case.second
     if second is None:
-        return tuple(said)
+        return ()
     ratio = second.samples_per_second / choice.samples_per_second
     ahead = preference(second, second.samples_per_second) / preference(choice, choice.samples_per_second)
     if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ahead > 1.005:
@@ -305,16 +294,3 @@ def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) 
     options = " ".join(f"-s {shlex.quote(short(one.name))}" for one in tried if one.strategy is not None)
     names = " and ".join(short(one.name) for one in tried)
     return (f"to measure the time to target of {names}, repeat the command with --simulate {options}",)
-
-
-def quantity(one: Crossover, side: str) -> str:
-    """Return the text of the condition that the quantity of a crossover is above or below its value."""
-    less = "more" if side == "above" else "less"
-    if one.quantity == "bandwidth":
-        return f"if the slowest link had {less} than {speed(one.value)} (now {speed(one.here)})"
-    if one.quantity == "parameters":
-        fewer = "more" if side == "above" else "fewer"
-        return f"if the model had {fewer} than {amount(one.value)} parameters (now {amount(one.here)})"
-    if one.value < FEW:
-        return "if workers were sometimes slow, even in fewer than 0.1 % of steps"
-    return f"if a worker became slow in more than {formatting.share(one.value)} of its steps"

@@ -19,7 +19,7 @@ from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.plan_text import short
 from flockstep.planning.record_imports import NotAskedFor, trusted
 from flockstep.planning.rehearsal import STEPS, rehearse
-from flockstep.planning.step_prediction import FEW, StepPrediction, predict_step
+from flockstep.planning.step_prediction import StepPrediction, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
@@ -35,6 +35,8 @@ EVERYONES = 1000
 """Largest number of steps, of all workers together, in the rehearsal of a simulated run. The rehearsal repeats the
 random draws of the run.
 """
+FEW = 16
+"""Largest number of workers of a simulated run that a report rehearses."""
 APART = 1.2
 """Ratio of predicted and measured gradient times above which the error of a prediction is also given for equal gradient
 times.
@@ -163,7 +165,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
             _all_samples(config, task, with_evaluations.seconds),
             _gradient_of(site.compute(config.workers)),
         )
-        source, where, notes = found.source, cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
+        source, where, notes = "rehearsal", cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
         if traffic is not None:
             notes = (*notes, traffic.sentence(found, with_evaluations.seconds - found.seconds))
         ratio = measured.gradient / predicted.gradient if measured.gradient and predicted.gradient else 1.0
@@ -365,7 +367,7 @@ CHECK_COLUMNS = (
         "from",
         text=True,
         rank=4,
-        note="from: a rehearsal, that is a short run in virtual time, or an extrapolation from smaller rehearsals.",
+        note="from: a rehearsal, that is a short run in virtual time.",
     ),
 )
 """Columns of the table of predictions and measurements."""

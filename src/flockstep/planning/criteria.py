@@ -19,10 +19,10 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.job_profile import Site
-from flockstep.planning.step_prediction import Pace, StepPrediction
+from flockstep.planning.step_prediction import StepPrediction, exposure
 from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
-from flockstep.strategies.base import TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
@@ -86,7 +86,7 @@ class Criteria:
         return dataclasses.asdict(self)
 
 
-def criteria(found: StepPrediction, pace: Pace | None) -> Criteria:
+def criteria(found: StepPrediction, site: Site) -> Criteria:
     """Return the row of Table 2 of Langer et al. (2020) for a predicted strategy. For one worker, the row says that
     nothing differs from training on one worker.
     """
@@ -108,15 +108,15 @@ def criteria(found: StepPrediction, pace: Pace | None) -> Criteria:
         rate,
         found.staleness,
         count(found.strategy),
-        None if pace is None else _exposure(pace),
+        _exposure(found.strategy, site, found.workers),
         traits.deaths(found.workers),
         hard,
     )
 
 
-def _exposure(pace: Pace) -> float | None:
+def _exposure(strategy: Strategy, site: Site, workers: int) -> float | None:
     try:
-        return pace.exposure
+        return exposure(strategy, site, workers)
     except Unrehearsed:  # nothing small stands for the model, and with all of it a rehearsal takes too long
         return None
 

@@ -29,13 +29,12 @@ from flockstep.partitions.pipeline_schedules.zb_h1 import ZeroBubbleH1
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.partitions.unsplit import Unsplit
-from flockstep.planning.advice import Advice, slower, unfit
+from flockstep.planning.advice import Advice, slower, unfit, waiting
 from flockstep.planning.advice_text import uncertain
 from flockstep.planning.criteria import DOUBT, preference, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
-from flockstep.planning.scaling import waiting
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, at_most, has_versions, rehearsed_split
@@ -223,9 +222,7 @@ def predict_split(
     rate = at_most(found.used * task.batch * found.steps_per_second / partition.parts, site, workers)
     seconds, late = found.seconds_per_step, found.staleness if has_versions(strategy) else None
     between = max(0.0, found.sent_bytes_per_step - found.bytes_between_parts) * partition.parts
-    whole = StepPrediction(
-        str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, late, None, rate, 0.0, "rehearsal"
-    )
+    whole = StepPrediction(str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, late, None, rate, 0.0)
     return SplitPrediction(
         partition,
         strategy,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from flockstep import registry
@@ -13,8 +11,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
 from flockstep.planning.criteria import Criteria, criteria, departures, effective_rate, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
-from flockstep.planning.scaling import WORKERS, Curve, ScalablePrediction, curve
-from flockstep.planning.step_prediction import ALONE, Pace, StepPrediction, alone, predict_step
+from flockstep.planning.step_prediction import ALONE, MOST, StepPrediction, alone, predict_step
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.strategies.base import Strategy
@@ -35,12 +32,6 @@ COMPOSED = (
     "powersgd(rank=1)",
 )
 """Compositions that a plan considers in addition to the registered strategies."""
-MOST = WORKERS[-1]
-"""Largest number of workers of a plan, because computing some costs for more workers would take minutes."""
-CURVES = 6
-"""Number of strategies whose scaling curves a plan reports."""
-BEST_SHOWN = 6
-"""Number of strategies that the map of best strategies considers: those with the highest predicted speed-up."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +48,12 @@ class Outlook:
     """Strategies that cannot run on the cluster: name and reason."""
     left_out: tuple[str, ...]
     """Sentences about effects that the predictions ignore."""
-    scalable: tuple[ScalablePrediction, ...]
-    """The predictions that can be recomputed for other conditions, beginning with one worker."""
-    further: bool = False
-    """Whether the plan also predicts scaling curves and crossovers."""
     length: float | None = None
     """Duration of the run in seconds, if the user gave a duration; otherwise None."""
     steps: int | None = None
     """Number of steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Name of a strategy → number of samples that the strategy needed in trials, relative to one worker."""
-
-    @cached_property
-    def curves(self) -> tuple[Curve, ...]:
-        """Scaling curves of the strategies with the highest predicted speed-up, best first; empty if scaling was not
-        requested.
-        """
-        if not self.further:
-            return ()
-        ranked = sorted(
-            self.scalable, key=lambda one: -effective_rate(one.found.samples_per_second, one.relative_samples)
-        )
-        many = (one for one in ranked if one.pace is not None and combines(one.found))
-        found = (curve(one, self.site, self.alone.samples_per_second) for one in many)
-        return tuple(itertools.islice((one for one in found if one.workers), CURVES))
 
     @property
     def task(self) -> JobProfile:
@@ -105,12 +78,6 @@ class Outlook:
             f"{name} must be among the strategies of the plan, but is not; choose a strategy that the plan lists"
         )
 
-    def pace(self, name: str) -> Pace | None:
-        """Return the model that predicts a strategy's step time from the number of workers, bandwidth, model size and
-        stragglers; None for one worker.
-        """
-        return next((one.pace for one in self.scalable if one.name == name), None)
-
     def departures(self, found: StepPrediction) -> tuple[str, ...]:
         """Return the ways in which a strategy differs from training on one worker, one phrase each."""
         return departures(found, self.site)
@@ -129,7 +96,7 @@ class Outlook:
 
     def criteria(self, found: StepPrediction) -> Criteria:
         """Return the strategy's row of Table 2 of Langer et al. (2020)."""
-        return criteria(found, self.pace(found.name))
+        return criteria(found, self.site)
 
     def document(self) -> dict[str, Any]:
         """Return the predictions as plain data, for JSON."""
@@ -152,7 +119,6 @@ class Outlook:
                 for found in self.predictions
             ],
             "refused": [{"name": name, "why": why} for name, why in self.refused],
-            "scaling": [one.document() for one in self.curves],
             "left_out": list(self.left_out),
         }
 
@@ -163,7 +129,6 @@ def plan(
     workers: int | None = None,
     *,
     strategies: tuple[str, ...] = (),
-    further: bool = True,
     length: float | None = None,
     say: ProgressCallback = silent,
 ) -> Outlook:
@@ -172,10 +137,9 @@ def plan(
     Args:
         task: the profile of the job, with the sizes of the model and the work of a gradient.
         cluster: the machines and links.
-        workers: number of workers; None for all workers of the cluster.
+        workers: number of workers; None for all workers of the cluster, at most `MOST`.
         strategies: expressions to consider; empty for every registered strategy and some compositions.
-        further: also predict how strategies scale, and under which conditions another strategy would be best. length:
-            seconds that the run lasts; None for the duration of the job's epochs, or a day without a job.
+        length: seconds that the run lasts; None for the duration of the job's epochs, or a day without a job.
         say: function that is called with each strategy before the strategy is predicted.
 
     Returns:
@@ -185,7 +149,7 @@ def plan(
         ConfigurationError: the cluster or a plan cannot have this number of workers, or a strategy does not exist.
     """
     site = Site(task, cluster)
-    count = cluster.workers if workers is None else workers
+    count = min(cluster.workers, MOST) if workers is None else workers
     if count > MOST:
         raise ConfigurationError(
             f"a plan takes at most {MOST:,} workers, got {count:,}; give at most {MOST:,} with --workers"
@@ -203,10 +167,9 @@ def plan(
         except FlockstepError as error:  # a custom strategy may end in a deadlock
             refused.append((name, str(error)))
     found.sort(key=lambda one: -effective_rate(one.samples_per_second, relative_samples(one, site)))
-    others = _scalable(found, site)
     steps = task.steps(count) if length is None and cluster.failures else None
     missing = left_out(site, found, count)
-    return Outlook(site, count, tuple(found), tuple(refused), missing, tuple(others), further, length, steps)
+    return Outlook(site, count, tuple(found), tuple(refused), missing, length, steps)
 
 
 def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strategy]]:
@@ -252,16 +215,6 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
         )
 
 
-def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePrediction]:
-    others = [
-        ScalablePrediction(
-            one, relative_samples(one, site), None if one.strategy is None else Pace(one.strategy, site, one), site
-        )
-        for one in found
-    ]
-    return sorted(others, key=lambda one: one.pace is not None)
-
-
 def combines(found: StepPrediction) -> bool:
     """Return whether the predicted strategy makes all workers train one common model."""
     return found.strategy is None or found.sent_bytes > 0
@@ -272,6 +225,8 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
     said = site.assumptions()
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
+    if workers == MOST < site.cluster.workers:
+        said.insert(0, f"a plan takes at most {MOST} of the {site.cluster.workers:,} workers of {site.cluster.name}")
     said.append(
         "the number of samples that a strategy actually needs for the same accuracy: where no trial measured the "
         "number, a formula assumes it"

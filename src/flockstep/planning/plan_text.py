@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from flockstep.planning.criteria import NEVER, is_synchronous, lateness
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.scaling import PAYS, Curve
 from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report.formatting import NONE, number, seconds, share, size
 from flockstep.report.terminal import TableColumn
@@ -44,13 +43,6 @@ COLUMNS = (
         rank=6,
         note="memory: bytes on a worker for parameters, gradients, optimizer, strategy, and the activations of a batch "
         "if the layers are known.",
-    ),
-    TableColumn(
-        "from",
-        text=True,
-        rank=10,
-        note="from: a rehearsal, that is a short run in virtual time with all workers, or an extrapolation from "
-        "rehearsals with fewer workers.",
     ),
 )
 """Columns of the table of predictions."""
@@ -142,34 +134,7 @@ def cells(outlook: Outlook, found: StepPrediction, speedup: float) -> tuple[str,
         _late(outlook, found),
         NONE if most is None else str(most),
         size(found.memory),
-        found.source,
     )
-
-
-def scaling_sentence(one: Curve) -> str:
-    """Return a sentence about the numbers of workers with which a strategy is faster than one worker."""
-    name = short(one.name)
-    if one.beats_one_from is None:
-        return f"{name} is not faster than one worker with any number of workers"
-    if one.beats_one_to == one.workers[-1]:
-        sizes = f"{one.beats_one_from:,} or more workers"
-    elif one.beats_one_to == one.beats_one_from:
-        sizes = f"{many(one.beats_one_from, 'worker')} only"
-    else:
-        sizes = f"{one.beats_one_from:,} to {one.beats_one_to:,} workers"
-    begins = f"{name} is faster than one worker with {sizes}"
-    gain = share(PAYS - 1)
-    if one.pays_to <= 1:
-        return f"{begins}; doubling the number of workers always gains less than {gain} in speed"
-    return (
-        f"{begins}; up to {many(one.pays_to, 'worker')}, doubling the number of workers gains at least {gain} in speed"
-    )
-
-
-def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return one sentence for each strategy about its scaling. Strategies that the requirements rule out are marked."""
-    out = {name for name, _ in excluded}
-    return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:

@@ -129,13 +129,6 @@ class Rehearsal:
         """Seconds of a step during which a worker computes or waits for a core."""
         return self.utilization * self.seconds_per_step
 
-    @property
-    def unevenness(self) -> float:
-        """Number of gradients of all workers, divided by the number that would follow from the mean step time; at least
-        1.
-        """
-        return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
-
 
 @dataclass
 class _Counts:

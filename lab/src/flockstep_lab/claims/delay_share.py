@@ -18,7 +18,7 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.step_prediction import Pace
+from flockstep.planning.step_prediction import exposure
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.law import late_of, mean_of
@@ -129,10 +129,9 @@ def predicted(strategy: str, workers: int) -> tuple[float, float]:
     site = Site(
         JobProfile("surrogate", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even")
     )
-    plan = Pace(composed, site)
     network = site.cluster.network(workers)
     random, steady = (
         rehearse(composed, workers, site.task.nbytes, compute, network, steps=REHEARSED).seconds_per_step
         for compute in (law, ConstantTime(mean_of(law)))
     )
-    return plan.exposure, (random - steady) / late_of(law, workers)
+    return exposure(composed, site, workers), (random - steady) / late_of(law, workers)
