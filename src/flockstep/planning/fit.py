@@ -135,7 +135,6 @@ class _Run:
             tensors=self.tensors,
             dtype_bytes=self.itemsize,
             steps=self.steps,
-            quick=True,
             seed=self.config.seed,
             work=self.work,
             listen=events.append,

@@ -51,10 +51,6 @@ LARGE = 5e7
 """Product of the parameters of a worker, the steps and the pairs of workers, up to which a rehearsal may use the model
 itself.
 """
-QUICK = 1e6
-"""Product of the parameters of a worker, the steps and the pairs of workers, up to which a quick rehearsal uses the
-model itself.
-"""
 WORK = 4e8
 """Largest product of parameters and steps, over all workers together, in a rehearsal."""
 STEPS = 40
@@ -192,7 +188,6 @@ class _Stage:
     optimizer: Optimizer | None = None
     seed: int = 0
     work: Overheads = Overheads()
-    quick: bool = False
     listen: Callable[[Event], None] = _nothing
     split: SplitShape | None = None
 
@@ -270,7 +265,6 @@ def rehearse(
     dtype_bytes: int = 4,
     optimizer: Optimizer | None = None,
     steps: int | None = None,
-    quick: bool = False,
     seed: int = 0,
     surrogate_batches: SurrogateBatches | None = None,
     work: Overheads = Overheads(),  # noqa: B008
@@ -289,8 +283,7 @@ def rehearse(
             for one tensor.
         dtype_bytes: number of bytes of an element.
         optimizer: optimizer of the job; None for the default.
-        steps: number of steps; None to continue, by whole periods of the strategy, until both halves agree. quick: use
-            a surrogate even for a small model.
+        steps: number of steps; None to continue, by whole periods of the strategy, until the range is narrow.
         seed: seed of the random draws.
         surrogate_batches: the known properties of the job's samples.
         work: costs of nodes in addition to gradients. listen: function that is called with every event; bytes in events
@@ -322,7 +315,6 @@ def rehearse(
         optimizer,
         seed,
         work,
-        quick,
         listen,
         split,
     )
@@ -335,9 +327,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     first = 2 if steps is None else steps
     least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
     short = least if steps is None else steps
-    if whole <= small or (
-        not stage.quick and workers * whole <= SMALL and _begun(stage, small, first) <= stage.longest(whole)
-    ):
+    if whole <= small or (workers * whole <= SMALL and _begun(stage, small, first) <= stage.longest(whole)):
         return _of_size(stage, whole, steps)
     try:
         if _by_shape(stage):
@@ -347,7 +337,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
             raise Shrunk(why)
         return _of_size(stage, small, steps)
     except Shrunk as reason:
-        most = int((QUICK if stage.quick else LARGE) / (workers**2 * whole))
+        most = int(LARGE / (workers**2 * whole))
         if most < min(least, short):
             raise Unrehearsed(
                 f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan "
@@ -396,8 +386,8 @@ def _until_sure(stage: _Stage, elements: int) -> Rehearsal:
         incomplete = silent or early or (not abreast and cycles < 2)
         # A standard error halves with four times the steps, so its square says how many more steps are needed.
         wanted = count * max(2.0 if incomplete else 1.0, unsure**2)
-        few = not stage.quick and cycles < (BLOCKS if unsure > 1 else 2)
-        most = longest if silent or few else min(longest, _patience(stage, cycle, early))
+        few = cycles < (BLOCKS if unsure > 1 else 2)
+        most = longest if silent or few else min(longest, MOST if early else PATIENCE // stage.workers)
         more = min(cycle * math.ceil(min(wanted, 4 * count) / cycle), _shortened(most, cycle))
         if more <= count:
             break
@@ -410,18 +400,6 @@ def _until_sure(stage: _Stage, elements: int) -> Rehearsal:
     return found
 
 
-def _patience(stage: _Stage, cycle: int, early: bool) -> int:
-    """Steps up to which a rehearsal continues because its figures are unsure, or because messages may be in transit.
-
-    A quick rehearsal waits for such messages only as long as the strategy counts steps: a worker that does not wait
-    for them by then never does.
-    """
-    usual = PATIENCE // stage.workers
-    if not early:
-        return usual // 4 if stage.quick else usual
-    return max(usual // 4, _length(2 * cycle)) if stage.quick else MOST
-
-
 def _filling(late: dict[int, float], period: float) -> bool:
     """Whether messages may be in transit for longer than the ignored steps last, without piling up."""
     lengths = sorted(late)[-2:]
@@ -430,10 +408,8 @@ def _filling(late: dict[int, float], period: float) -> bool:
 
 
 def _counted(stage: _Stage, cycle: int, longest: int) -> int:
-    """Number of steps that the first attempt counts: an even number of cycles, or one long cycle."""
-    least = max(FEW if stage.quick else BLOCKS, math.ceil(GRADIENTS / stage.workers))
-    if stage.quick and cycle >= least:
-        return cycle
+    """Number of steps that the first attempt counts: an even number of cycles."""
+    least = max(BLOCKS, math.ceil(GRADIENTS / stage.workers))
     return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
 
 
@@ -447,7 +423,7 @@ def _aligned(stage: _Stage, counted: int, cycle: int) -> int:
     the first that tells of the waiting in a cycle, because it tells of the waiting before its gradient.
     """
     left_out = _length(counted) - counted
-    return counted + left_out + (0 if stage.quick else (1 - left_out) % cycle)
+    return counted + left_out + (1 - left_out) % cycle
 
 
 def _shortened(total: int, cycle: int) -> int:
@@ -658,7 +634,7 @@ def _unlike(
 ) -> str | None:
     """Reason why a surrogate is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
     nbytes = 4 * sum(map(math.prod, shapes))
-    stage = _Stage(strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, surrogate_batches, quick=True)
+    stage = _Stage(strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, surrogate_batches)
     try:
         begun = _begun(stage, ELEMENTS, 2)
         for steps in (FEW, begun) if strategy.traits.fixed_steps else (begun,):  # of those that send seldom, more

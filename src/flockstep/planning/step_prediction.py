@@ -167,7 +167,7 @@ def _share_encoded(strategy: Strategy, site: Site, workers: int) -> float:
     once = site.encoded(strategy)
     if once is None:
         return 1.0
-    sent = rehearsed(strategy, site, workers, quick=True).sent_bytes_per_step
+    sent = rehearsed(strategy, site, workers).sent_bytes_per_step
     return 1.0 if sent > once / 2 else sent / once
 
 
@@ -177,12 +177,11 @@ def rehearsed(
     workers: int,
     law: ComputeModel | None = None,
     *,
-    quick: bool = False,
     steps: int | None = None,
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law` replaces the cluster's compute model; `quick` uses a small surrogate for the model.
+    `law` replaces the cluster's compute model.
     """
     task, coding = site.task, 1.0
     while True:
@@ -199,7 +198,6 @@ def rehearsed(
             steps=steps,
             surrogate_batches=task.surrogate_batches if strategy.traits.needs_job else None,
             work=work,
-            quick=quick,
         )
         once = site.encoded(strategy)
         if coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
@@ -227,7 +225,6 @@ def rehearsed_split(
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
         steps=steps,
-        quick=steps is not None,
         surrogate_batches=SurrogateBatches(task.batch),
         work=site.work(strategy, replicas, _share_encoded(strategy, site, replicas)),
         split=shape,
@@ -280,10 +277,10 @@ def exposure(strategy: Strategy, site: Site, workers: int) -> float:
         return 0.0
     # The law has no stragglers, or the rehearsal does not tell their share: one worker in turn is made slow.
     steady = as_steady(site.compute(few))
-    bare = rehearsed(strategy, site, few, steady, quick=True).seconds_per_step
+    bare = rehearsed(strategy, site, few, steady).seconds_per_step
     each = (FACTOR - 1) * mean / EVERY  # by which a step is longer if all workers wait for the slow one
     steps = 4 + 2 * EVERY * min(few, 4)
-    slow = rehearsed(strategy, site, few, Hiccups(steady, FACTOR, EVERY, few), quick=True, steps=steps).seconds_per_step
+    slow = rehearsed(strategy, site, few, Hiccups(steady, FACTOR, EVERY, few), steps=steps).seconds_per_step
     return max(0.0, (slow - bare - each / few) / (each - each / few))
 
 
