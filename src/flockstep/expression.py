@@ -55,30 +55,6 @@ model.
 """
 ELEMENTS = {"counts": "elements"}
 """Metadata of a dataclass field that counts elements, rather than steps."""
-WORKERS = math.inf
-"""Upper end of a search range whose largest value is the number of workers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Range of a hyper-parameter in a search; the range includes both ends."""
-
-    low: float
-    high: float
-    whole: bool = True
-    log: bool = True
-
-
-def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -> dict[str, Any]:
-    """Return the metadata of a dataclass field that a search may vary: its range, whether its values are whole numbers,
-    and whether its scale is logarithmic.
-    """
-    return {"searched": Range(low, high, whole, log)}
-
-
-def ranges(kind: type[Component]) -> dict[str, Range]:
-    """Return the ranges of the hyper-parameters of the class `kind` that a search may vary: name → range."""
-    return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 
 class Component(ABC):

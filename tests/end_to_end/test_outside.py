@@ -1,4 +1,4 @@
-"""A strategy from outside: planned, compared and searched with nothing edited but one registration."""
+"""A strategy from outside: planned and compared with nothing edited but one registration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ UNTRIED = ["--budget", "0"]
 SOURCE = '''
 """Each worker sends its parameters to the next in a ring every few steps, and takes a share of what it receives."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep import registry
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import TaxonomyEntry, Strategy, Traits
 
@@ -32,8 +31,8 @@ from flockstep.strategies.base import TaxonomyEntry, Strategy, Traits
 class Relay(Strategy):
     """Not published."""
 
-    period: int = field(default=3, metadata=searched(1, 24))
-    share: float = field(default=0.5, metadata=searched(0.1, 0.9, whole=False, log=False))
+    period: int = 3
+    share: float = 0.5
 
     @property
     def traits(self) -> Traits:

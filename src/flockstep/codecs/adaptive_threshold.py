@@ -4,7 +4,7 @@ exceed it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import fsum, isfinite
 from statistics import NormalDist
 from typing import Literal
@@ -18,7 +18,6 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.streamed import Indices
 from flockstep.codecs.threshold import Counted
 from flockstep.codecs.top import check_ratio
-from flockstep.expression import searched
 
 SAMPLES = 128
 """Number of elements of the sample that should exceed the threshold."""
@@ -36,7 +35,7 @@ class AdaptiveThreshold(Counted):
     threshold, the largest element is sent.
     """
 
-    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
+    ratio: float = 0.01
     by: Literal["sample", "gaussian"] = "sample"
     values: Codec = Identity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype, not_finite
 from flockstep.codecs.tiling import Tiling, restored, tilings, transformed
 from flockstep.errors import ProtocolError, require
-from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Dct(Codec):
     float64 arrays). A tensor whose encoding takes no fewer bytes than its elements is sent unchanged.
     """
 
-    k: int = field(default=32, metadata=searched(1, 64))
+    k: int = 32
     chunk: int = 64
 
     def __post_init__(self) -> None:

@@ -4,13 +4,12 @@ warm-up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.codecs.top import Largest, check_ratio
 from flockstep.errors import ConfigurationError
-from flockstep.expression import searched
 
 STAGES = 4
 """Number of warm-up ratios before the final ratio: 25 %, 6.25 %, 1.5625 % and 0.4 %, as published."""
@@ -25,7 +24,7 @@ class Dgc(Largest):
     masking use the feedback `momentum`; to send tensors of one dimension uncompressed use `by_size(dgc)`.
     """
 
-    ratio: float = field(default=0.001, metadata=searched(0.001, 0.25, whole=False))
+    ratio: float = 0.001
     warmup: int = 0
     values: Codec = Identity()
     sampled = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -15,7 +15,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
 from flockstep.errors import ProtocolError, require
-from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class PowerSgdCodec(Codec):
     so is an array whose tensors are unknown. The strategy `power_sgd` starts from the Q of the previous step instead.
     """
 
-    rank: int = field(default=2, metadata=searched(1, 8))
+    rank: int = 2
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "rank", ">= 1", self.rank, "the paper uses 1 to 4")

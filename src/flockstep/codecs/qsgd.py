@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.levels import Levels
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Qsgd(Levels):
     s is `levels`. E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
     """
 
-    levels: int = field(default=4, metadata=searched(1, 64))
+    levels: int = 4
     bucket: int = 512
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.codecs.top import check_ratio, wanted
 from flockstep.errors import ProtocolError
-from flockstep.expression import searched
 
 SEED_BYTES = 8
 
@@ -29,7 +28,7 @@ class RandomK(Sparsifier):
     unbiased, with variance d/k - 1, and not a contraction. A NaN is detected only if its element is chosen.
     """
 
-    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
+    ratio: float = 0.01
     scaled: bool = False
     values: Codec = Identity()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.errors import ConfigurationError, ProtocolError
-from flockstep.expression import searched
 
 COUNT_BYTES = 4
 
@@ -66,7 +65,7 @@ class Threshold(Counted):
     of at least 1/d.
     """
 
-    t: float = field(default=0.001, metadata=searched(1e-05, 0.1, whole=False))
+    t: float = 0.001
     values: Codec = Identity()
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.errors import ConfigurationError, ProtocolError
-from flockstep.expression import searched
 
 SAMPLES = 128
 """Number of elements of the sample that should exceed the threshold, for a standard error of about 9 %."""
@@ -105,7 +104,7 @@ class TopK(Largest):
     bucket in the fewest whole bits (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
     """
 
-    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
+    ratio: float = 0.01
     sampled: bool = False
     bucket: int = 0
     values: Codec = Identity()

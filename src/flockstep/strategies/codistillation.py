@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
@@ -29,8 +28,8 @@ class Codistillation(Strategy):
     additional forward pass. With weight 0, or with a period longer than the run, the strategy trains an ensemble.
     """
 
-    period: int = field(default=50, metadata=searched(1, 128))
-    weight: float = field(default=1.0, metadata=searched(0.1, 4.0, whole=False))
+    period: int = 50
+    weight: float = 1.0
     burn_in: int = 0
 
     def __post_init__(self) -> None:

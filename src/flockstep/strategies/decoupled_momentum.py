@@ -14,7 +14,7 @@ from flockstep.codecs.dct import Dct
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import require
-from flockstep.expression import ELEMENTS, searched
+from flockstep.expression import ELEMENTS
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -41,7 +41,7 @@ class DecoupledMomentum(Strategy):
     """
 
     beta: float = 0.999
-    k: int = field(default=32, metadata=ELEMENTS | searched(1, 64))
+    k: int = field(default=32, metadata=ELEMENTS)
     chunk: int = field(default=64, metadata=ELEMENTS)
     collective: Collective = field(default_factory=ByHost)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Traits
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
@@ -36,7 +35,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     with order `paper` alpha also stays stable for the learning rate. With factor = 1 the strategy equals easgd.
     """
 
-    alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))
+    alpha: float = 0.1
     factor: float = 1.2
     improvement: float = 0.05
     smallest: float = 0.02

@@ -10,7 +10,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.errors import CompositionError, require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
@@ -112,8 +112,8 @@ class Downpour(Strategy):
         "parameters": ParameterVersion,
     }
 
-    n_push: int = field(default=1, metadata=SHOWN | searched(1, 32))
-    n_fetch: int = field(default=1, metadata=SHOWN | searched(1, 32))
+    n_push: int = field(default=1, metadata=SHOWN)
+    n_fetch: int = field(default=1, metadata=SHOWN)
     shards: int = 1
     server_update: ServerUpdate = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()

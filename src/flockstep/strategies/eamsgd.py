@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Traits
@@ -32,8 +31,8 @@ class ElasticMomentum(ElasticAveraging):
     smaller than those of EASGD. Replicas with momentum drift apart faster, hence the shorter default `period`.
     """
 
-    period: int = field(default=4, metadata=searched(1, 128))
-    momentum: float = field(default=0.9, metadata=searched(0.0, 0.95, whole=False, log=False))
+    period: int = 4
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()

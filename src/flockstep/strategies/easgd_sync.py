@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
@@ -34,8 +33,8 @@ class SynchronousElasticAveraging(Strategy):
     backups of the server.
     """
 
-    period: int = field(default=1, metadata=searched(1, 128))
-    alpha: float | None = field(default=None, metadata=searched(0.005, 0.5, whole=False))
+    period: int = 1
+    alpha: float | None = None
     replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:

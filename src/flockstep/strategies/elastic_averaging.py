@@ -9,7 +9,6 @@ from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
@@ -32,8 +31,8 @@ class ElasticAveraging(Strategy):
     the server, one of which takes its place if it dies.
     """
 
-    period: int = field(default=10, metadata=searched(1, 128))
-    alpha: float = field(default=0.1, metadata=searched(0.005, 0.5, whole=False))
+    period: int = 10
+    alpha: float = 0.1
     order: Literal["survey", "paper"] = "survey"
     beta: float | None = field(default=None, kw_only=True)
     replicas: int = field(default=0, kw_only=True)

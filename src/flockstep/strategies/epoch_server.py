@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
@@ -71,8 +71,8 @@ class EpochServer(Strategy):
 
     notes: ClassVar[Notes] = {"push": EpochBatch, "reply to push": Current}
 
-    share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
-    length: int = field(default=10, metadata=SHOWN | searched(2, 64))
+    share: float = field(default=0.75, metadata=SHOWN)
+    length: int = field(default=10, metadata=SHOWN)
     server_update: ServerUpdate = field(default_factory=Plain)
     replicas: int = field(default=0, kw_only=True)
 

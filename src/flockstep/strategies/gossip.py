@@ -9,7 +9,6 @@ from typing import ClassVar
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -96,7 +95,7 @@ class Gossip(Strategy):
 
     notes: ClassVar[Notes] = {"model": GossipedModel, "have": Have, "receivers": Peers, "senders": Peers}
 
-    p: float = field(default=0.1, metadata=searched(0.01, 1.0, whole=False))
+    p: float = 0.1
     acknowledged: bool = False
 
     def __post_init__(self) -> None:

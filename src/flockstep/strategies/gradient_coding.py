@@ -15,7 +15,6 @@ import numpy.typing as npt
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, require
-from flockstep.expression import WORKERS, searched
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits, check_replicas
@@ -52,7 +51,7 @@ class GradientCoding(Strategy):
 
     notes: ClassVar[Notes] = {"coded": Coded}
 
-    s: int = field(default=1, metadata=searched(1, WORKERS, log=False))
+    s: int = 1
     scheme: Literal["fractional", "cyclic"] = "fractional"
     replicas: int = field(default=0, kw_only=True)
 

@@ -11,7 +11,6 @@ import numpy as np
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, require
-from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -69,7 +68,7 @@ class GradientPush(Strategy):
     notes: ClassVar[Notes] = {"push": Mass}
 
     topology: Topology = field(default_factory=OnePeerExponentialGraph)
-    tau: int = field(default=0, metadata=searched(0, 4, log=False))
+    tau: int = 0
 
     def __post_init__(self) -> None:
         require(self.tau >= 0, "tau", ">= 0 steps", self.tau, "use 1 to overlap the messages with one gradient")

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import CompositionError, ProtocolError, require
-from flockstep.expression import SHOWN, WORKERS, searched
+from flockstep.expression import SHOWN
 from flockstep.messages import LEAVE, MASTER, Address, Message, Note, Notes, node_name, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
@@ -238,7 +238,7 @@ class Hierarchical(Strategy):
 
     notes: ClassVar[Notes] = NOTES
 
-    group: int = field(default=4, metadata=SHOWN | searched(2, WORKERS))
+    group: int = field(default=4, metadata=SHOWN)
     leaf: Level = "synchronous"
     root: Level = "synchronous"
     replicas: int = field(default=0, kw_only=True)

@@ -11,7 +11,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.outer_optimizers.average import Average
@@ -50,7 +49,7 @@ class LocalSGD(Strategy):
     even if the workers' parts differ in size, as with `dirichlet`.
     """
 
-    period: int | SynchronizationSchedule = field(default=10, metadata=searched(1, 128))
+    period: int | SynchronizationSchedule = 10
     collective: Collective = field(default_factory=ByHost)
     outer_optimizer: OuterOptimizer = field(default_factory=Average)
     weighting: Literal["equal", "samples"] = "equal"

@@ -4,7 +4,7 @@ at one bit per element in each direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import name_of
@@ -12,7 +12,6 @@ from flockstep.arrays.namespace import cast, first_not_finite, namespace
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
 from flockstep.errors import Diverged, ProtocolError, require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import Resizing
@@ -36,7 +35,7 @@ class MajorityVote(Strategy):
     is g.
     """
 
-    momentum: float = field(default=0.0, metadata=searched(0.0, 0.95, whole=False, log=False))
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         require(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -60,7 +59,7 @@ class PenalizedAveraging(Strategy):
 
     notes: ClassVar[Notes] = {"snapshot/round": StillTraining, "mean/round": StillTraining}
 
-    rho: float = field(default=0.5, metadata=searched(0.05, 5.0, whole=False))
+    rho: float = 0.5
     gamma: float = 0.5
 
     def __post_init__(self) -> None:

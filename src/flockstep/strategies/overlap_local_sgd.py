@@ -11,7 +11,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import Resizing
@@ -39,8 +38,8 @@ class OverlapLocalSGD(Strategy):
     ← z + v. With alpha = 1 a replica jumps to an anchor one period old; with alpha = 0 the replicas are independent.
     """
 
-    period: int = field(default=10, metadata=searched(1, 128))
-    alpha: float = field(default=0.6, metadata=searched(0.1, 1.0, whole=False, log=False))
+    period: int = 10
+    alpha: float = 0.6
     beta: float = 0.0
     collective: Collective = field(default_factory=ByHost)
 

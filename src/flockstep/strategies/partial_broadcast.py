@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flockstep.arrays.exact_sum import ExactSum, on_grid
@@ -10,7 +10,6 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import cast, copied, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.messages import Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -44,7 +43,7 @@ class PartialBroadcast(Strategy):
 
     notes: ClassVar[Notes] = Broadcast.notes
 
-    share: float = field(default=0.25, metadata=searched(0.05, 1.0, whole=False))
+    share: float = 0.25
     rest: Literal["drop", "average", "defer"] = "defer"
     scale: float = 1.0
 

@@ -13,7 +13,6 @@ from flockstep.codecs.power import PowerSgdCodec
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import CompositionError, require
-from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
@@ -48,7 +47,7 @@ class PowerSgd(Strategy):
     workers. `feedback=none` discards the error.
     """
 
-    rank: int = field(default=2, metadata=searched(1, 8))
+    rank: int = 2
     warm_start: bool = True
     feedback: Feedback = field(default_factory=Residual)
     collective: Collective = field(default_factory=ByHost)

@@ -9,7 +9,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.local_sgd import LocalSGD, LocalSgdState
@@ -29,7 +28,7 @@ class Sparta(Strategy):
     the whole model is also averaged from time to time: SPARTA inside DiLoCo, which then tolerates longer periods.
     """
 
-    p: float = field(default=0.005, metadata=searched(0.001, 0.3, whole=False))
+    p: float = 0.005
     selector: Selector = field(default_factory=RandomSelector)
     full: LocalSGD | None = None
     collective: Collective = field(default_factory=ByHost)

@@ -14,7 +14,6 @@ from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import CompositionError, ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
@@ -57,10 +56,10 @@ class StreamingDiloco(Strategy):
     merged. A lossy `codec` encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
     """
 
-    period: int = field(default=100, metadata=searched(8, 256))
+    period: int = 100
     fragments: int = 4
     overlap: int = 5
-    alpha: float = field(default=0.5, metadata=searched(0.1, 1.0, whole=False, log=False))
+    alpha: float = 0.5
     outer_optimizer: OuterOptimizer = field(default_factory=Nesterov)
     collective: Collective = field(default_factory=ByHost)
     codec: Codec = field(default_factory=Identity)

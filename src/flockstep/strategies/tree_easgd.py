@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -26,8 +25,8 @@ class TreeElasticAveraging(Strategy):
     """
 
     branching: int = 4
-    up: int = field(default=10, metadata=searched(1, 64))
-    down: int = field(default=10, metadata=searched(1, 64))
+    up: int = 10
+    down: int = 10
     upper: int = 100
     alpha: float | None = None
 

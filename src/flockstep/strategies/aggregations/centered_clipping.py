@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.arrays.namespace import zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.aggregations.base import Combined
 from flockstep.strategies.aggregations.combination import (
     Combination,
@@ -34,7 +34,7 @@ class CenteredClipping(Combination):
     2022).
     """
 
-    tau: float = field(default=10.0, metadata=SHOWN | searched(0.01, 100.0, whole=False))
+    tau: float = field(default=10.0, metadata=SHOWN)
     iterations: int = 1
     remembers = True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.errors import require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push
 
 
@@ -23,7 +23,7 @@ class BoundedDelay(ClockRule):
     that a bound that never binds is asynchronous.
     """
 
-    tau: int = field(default=4, metadata=SHOWN | searched(0, 16, log=False))
+    tau: int = field(default=4, metadata=SHOWN)
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError, PeerLost, require
-from flockstep.expression import SHOWN, WORKERS, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.access import CancelStale
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
@@ -77,7 +77,7 @@ class BackupWorkers(FirstOf):
     may die.
     """
 
-    b: int = field(default=1, metadata=SHOWN | searched(0, WORKERS, log=False))
+    b: int = field(default=1, metadata=SHOWN)
 
     def __post_init__(self) -> None:
         require(self.b >= 0, "b", ">= 0 backup workers", self.b, "use 0 to wait for all workers")
@@ -111,7 +111,7 @@ class KSync(FirstOf):
     gradients are canceled.
     """
 
-    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
+    k: int = field(default=1, metadata=SHOWN)
 
     @property
     def gathers(self) -> int:
@@ -138,7 +138,7 @@ class KBatchSync(FirstOf):
     """
 
     one_each = False
-    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
+    k: int = field(default=1, metadata=SHOWN)
 
     def check(self, workers: int) -> None:
         require(self.k >= 1, "k", ">= 1 batches", self.k, "use 1 for a step after each batch")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.errors import require
-from flockstep.expression import SHOWN, WORKERS, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
@@ -19,7 +19,7 @@ class KAsync(Consistency):
     computed with an older version. A gradient counts as 1/k of a step, even when fewer than k workers are left.
     """
 
-    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
+    k: int = field(default=1, metadata=SHOWN)
 
     def __post_init__(self) -> None:
         require(self.k >= 1, "k", ">= 1 gradients", self.k, "use 1 for asynchronous steps")

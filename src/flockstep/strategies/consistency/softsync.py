@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.errors import require
-from flockstep.expression import SHOWN, WORKERS, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
@@ -21,7 +21,7 @@ class SoftSync(Consistency):
     a shorter step: each gradient counts as 1/c of a step.
     """
 
-    n: int = field(default=1, metadata=SHOWN | searched(1, WORKERS))
+    n: int = field(default=1, metadata=SHOWN)
 
     def __post_init__(self) -> None:
         require(self.n >= 1, "n", ">= 1", self.n, "use 1 to collect one gradient per worker before each step")

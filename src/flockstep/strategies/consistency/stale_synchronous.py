@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.errors import require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.access import Access, CachedCopies, EagerCopies
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
 
@@ -32,7 +32,7 @@ class StaleSynchronous(ClockRule):
     would lack the dead worker's part, so the run stops.
     """
 
-    s: int = field(default=3, metadata=SHOWN | searched(0, 16, log=False))
+    s: int = field(default=3, metadata=SHOWN)
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:

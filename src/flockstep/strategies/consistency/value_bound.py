@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.errors import require
-from flockstep.expression import SHOWN, searched
+from flockstep.expression import SHOWN
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
@@ -22,7 +22,7 @@ class ValueBound(Consistency):
     sqrt(t) in the t-th version (Dai et al. 2015, theorem 3).
     """
 
-    delta: float = field(default=0.1, metadata=SHOWN | searched(0.01, 1.0, whole=False))
+    delta: float = field(default=0.1, metadata=SHOWN)
     decreasing: bool = False
 
     def __post_init__(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState, require_visible
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
@@ -23,7 +22,7 @@ class OuterAdam(OuterOptimizer):
     element moves by about lr whatever the size of Delta.
     """
 
-    lr: float = field(default=0.3, metadata=searched(0.01, 1.0, whole=False))
+    lr: float = 0.3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 0.1

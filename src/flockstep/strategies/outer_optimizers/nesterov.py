@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
@@ -19,8 +18,8 @@ class Nesterov(OuterOptimizer):
     of Nesterov momentum, as in the authors' code. lr = 1 and momentum = 0 give the mean, up to rounding.
     """
 
-    lr: float = field(default=0.7, metadata=searched(0.1, 1.5, whole=False))
-    momentum: float = field(default=0.9, metadata=searched(0.0, 0.95, whole=False, log=False))
+    lr: float = 0.7
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         self.optimizer()

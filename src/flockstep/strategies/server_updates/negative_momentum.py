@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.server_updates.heavy_ball import HeavyBall
 
@@ -17,7 +16,7 @@ class NegativeMomentum(HeavyBall):
     v ← momentum v + g, w ← w - lr v with momentum in (-1, 0], in place of the momentum of the job's sgd.
     """
 
-    momentum: float = field(default=-0.25, metadata=searched(-0.9, 0.0, whole=False, log=False))
+    momentum: float = -0.25
 
     def __post_init__(self) -> None:
         needs = "in (-1, 0]"

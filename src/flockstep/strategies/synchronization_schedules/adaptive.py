@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from flockstep.arrays.namespace import to_device_of
 from flockstep.collectives.base import Collective
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
@@ -48,7 +47,7 @@ class Adaptive(SynchronizationSchedule):
     """
 
     needs_job: ClassVar[bool] = True
-    first: int = field(default=16, metadata=searched(2, 128))
+    first: int = 16
     block: int = 100
     decay: float = 0.5
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flockstep.errors import require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
@@ -15,7 +14,7 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 class Fixed(SynchronizationSchedule):
     """A fixed period (Stich 2019): the number of steps between two averages never changes."""
 
-    period: int = field(default=10, metadata=searched(1, 128))
+    period: int = 10
 
     def __post_init__(self) -> None:
         require(self.period >= 1, "period", ">= 1 local steps", self.period, "use 1 to average after every step")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError, require
-from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
@@ -29,7 +28,7 @@ class PostLocal(SynchronizationSchedule):
     """
 
     start_at: float | None = None
-    period: int = field(default=16, metadata=searched(1, 128))
+    period: int = 16
 
     def __post_init__(self) -> None:
         if self.start_at is not None and not self.start_at >= 0:
