@@ -93,6 +93,8 @@ def test_the_simplest_is_chosen_within_the_range_of_the_fastest(outlook: Outlook
     clear = advise(outlook, (), [found[0], found[1], runs(every, 5.1, 5.2, 6)])
     assert clear.choice is not None
     assert clear.choice.name == local
+    missed = advise(outlook, (), [found[0], found[1], tried(every, None)])
+    assert missed.speedups[every] <= 9 / 5  # its trial ended after 5 s
     slower = advise(outlook, (), [runs(ALONE, 3, 3.5, 4), runs(local, 8, 9, 10)])
     assert slower.choice is outlook.alone
     assert slower.sentences == (

@@ -106,7 +106,8 @@ def advise(
         else:
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
-    speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions} | _measured(tried)
+    speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
+    speedups |= _measured(tried, speedups)
     if not left:
         sentences = say.nothing(outlook, excluded)
         return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups)
@@ -204,10 +205,19 @@ def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:
     return 0 if found.strategy is None else 1 + count(found.strategy), len(outlook.departures(found))
 
 
-def _measured(tried: dict[str, Found]) -> dict[str, float]:
-    """Speed relative to one worker of the strategies that reached the goal in trials."""
+def _measured(tried: dict[str, Found], predicted: dict[str, float]) -> dict[str, float]:
+    """Speed relative to one worker of the strategies in trials; for those that missed the goal the prediction, but no
+    more than the time that they had allows.
+    """
     alone = tried[ALONE].seconds if ALONE in tried else None
-    return {} if alone is None else {name: alone / one.seconds for name, one in tried.items() if one.seconds}
+    if alone is None:
+        return {}
+    longest = {name: max(trial.seconds for trial in one.trials) for name, one in tried.items()}
+    return {
+        name: alone / one.seconds if one.seconds else min(predicted[name], alone / longest[name])
+        for name, one in tried.items()
+        if one.seconds or longest[name] > 0
+    }
 
 
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:

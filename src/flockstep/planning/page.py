@@ -54,9 +54,9 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
 
 
 PREDICTED = (
-    "Speed-up: predicted speed relative to one worker. It is the ratio of the samples per second, divided by the "
-    "factor by which the strategy needs more samples than one worker for the same accuracy. Strategies are sorted by "
-    "speed-up, including strategies that are ruled out. The other columns: samples per second of all workers "
+    "Speed-up: speed relative to one worker, measured in trials. Without a trial it is the ratio of the samples per "
+    "second, divided by the assumed factor by which the strategy needs more samples than one worker. Strategies are "
+    "sorted by speed-up, including strategies that are ruled out. The other columns: samples per second of all workers "
     "together; time between two gradients of a worker; share of this time spent computing; bytes sent per step by a "
     "worker, and through the busiest server; staleness in versions, mean and maximum; memory on a worker. The "
     "recommended strategy has the green row."
