@@ -15,8 +15,8 @@ COLUMNS = (
     TableColumn("strategy", text=True),
     TableColumn(
         "speed-up",
-        note="speed-up: speed relative to one worker: measured in trials, otherwise predicted from the samples per second "
-        "and the number of samples that a formula assumes.",
+        note="speed-up: speed relative to one worker: measured in trials, otherwise predicted from the samples per "
+        "second and the number of samples that a formula assumes.",
     ),
     TableColumn("samples/s", rank=2, note="samples/s: samples per second of all workers together."),
     TableColumn(
