@@ -44,7 +44,7 @@ COMMANDS = {
     "claim": ["reproduce", "A15"],
     "plan": PLAN,
     "plan that is cut": ["plan", "softmax", "--budget", "0", "--cluster", "lab-1gbit", "-n", "2"],
-    "trials": [*PLAN, "--simulate", "--trials", "1", "--keep", "trials"],
+    "trials": [*PLAN, "--budget", "60", "--simulate", "--keep", "trials"],
     "check": ["plan", "softmax", "--check", "checked"],
     "codecs": ["bench", "codecs", "half", "topk(0.01)", "--elements", "1000", "--rounds", "1"],
     "simulator": ["bench", "simulator", "-n", "2", "--rounds", "1", "--steps", "2"],

@@ -9,7 +9,6 @@ import pytest
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.planning.advice import advise, value
-from flockstep.planning.criteria import criteria
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE
@@ -57,7 +56,7 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
         "other machines. With this requirement, use gossip on 16 workers: it processes 10 times as many samples per "
     )
     assert advice.sentences[0].startswith(told)
-    assert advice.sentences[0].endswith("but needs 14 times as many samples for the same accuracy.")
+    assert advice.sentences[0].endswith("but is assumed to need 14 times as many samples for the same accuracy.")
     quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",))
     for requirements in ((), ("private",)):
         fast = advise(quick, requirements)
@@ -193,5 +192,5 @@ def test_what_arrival_decides_is_not_reproducible(rule: str) -> None:
     out = dict(advise(predicted, ("reproducible",)).excluded)
     assert out[name] == "the order of arrival decides whose gradients are dropped"
     assert not {"ps(consistency=bsp)", "dpsgd", "sgp"} & set(out)
-    assert criteria(predicted.named(name), None).reproducible == "hard"
-    assert criteria(predicted.named("ps(consistency=bsp)"), None).reproducible == "easy"
+    assert predicted.criteria(predicted.named(name)).reproducible == "hard"
+    assert predicted.criteria(predicted.named("ps(consistency=bsp)")).reproducible == "easy"
