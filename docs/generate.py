@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import typer
 
 from flockstep import registry
 from flockstep.cli.app import app
+from flockstep.cli.commands import commands_of
 from flockstep.cli.listing import listing
-from flockstep.cli.plug_ins import LAB, plugged_in
 from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
+from flockstep.options import options_of_kind
 from flockstep.records import config, events, summary
 from flockstep.strategies.base import Optimization, Scheduling, Strategy, Traits
 from flockstep.systems.catalog import System, systems
@@ -201,23 +201,12 @@ def components(noun: str) -> Callable[[], str]:
 
 def commands() -> str:
     """The command line: what each command takes and does."""
-    group: Any = typer.main.get_command(app)
     rows = []
-    for name, command in commands_of(group):
+    for name, command in commands_of(app):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
-        words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
+        words = [f"{p.name}".upper() if p.required else f"[{p.name}]".upper() for p in arguments]
         rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
     return table(("command", "does"), rows)
-
-
-def commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command with its name, those of groups with the group's before it."""
-    for name, built_in in group.commands.items():
-        command = plugged_in(name) if name in LAB and not before else built_in
-        if hasattr(command, "commands"):
-            yield from commands_of(command, f"{before}{name} ")
-        else:
-            yield f"{before}{name}", command
 
 
 def example(name: str) -> Callable[[], str]:
@@ -308,8 +297,13 @@ def worker_fields() -> str:
 
 def config_fields() -> str:
     """Every setting in config.toml."""
-    hints = typing.get_type_hints(config.RunConfig)
-    return _fields_of_class(config.RunConfig, {f.name: hints[f.name] for f in dataclasses.fields(config.RunConfig)})
+    kind = config.RunConfig
+    hints = typing.get_type_hints(kind)
+    said = {name: option.help for name, option in options_of_kind("all")}
+    for one in (config.RunSubject, kind):
+        said |= attribute_docstrings(one)
+    rows = [(_code(f.name), _type(hints[f.name]), said[f.name]) for f in dataclasses.fields(kind)]
+    return table(("field", "type", "meaning"), rows)
 
 
 def _fields_of_class(kind: type, types: dict[str, Any]) -> str:

@@ -17,17 +17,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import typer
-
 import flockstep
 import flockstep.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
-from generate import attribute_docstrings, commands_of, table
+from generate import attribute_docstrings, table
 
 from flockstep import errors
 from flockstep.cli import listing
 from flockstep.cli.app import app
+from flockstep.cli.commands import commands_of
 
 WIDTH = 88
 """Characters of a signature that stay on one line."""
@@ -119,7 +118,7 @@ def command_line() -> str:
             after a command, shows the traceback of an error; `flockstep launch` takes it before the script."""
         ),
     ]
-    for name, command in commands_of(typer.main.get_command(app)):
+    for name, command in commands_of(app):
         parts += [f"## flockstep {name}", escaped(inspect.cleandoc(command.help or "")), _usage(name, command)]
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         if arguments:
@@ -128,7 +127,7 @@ def command_line() -> str:
         panels: dict[str, list[tuple[str, ...]]] = {}
         for option in command.params:
             if option.param_type_name == "option" and not option.hidden:
-                panels.setdefault(option.rich_help_panel or "Options", []).append(_option(option))
+                panels.setdefault(getattr(option, "panel", "Options"), []).append(_option(option))
         parts += [table((panel, "default", "meaning"), rows) for panel, rows in panels.items()]
     return "\n\n".join(parts) + "\n"
 
@@ -144,7 +143,8 @@ def _option(option: Any) -> tuple[str, ...]:
     if option.required:
         default = "required"
     else:
-        default = "" if option.default is None or option.is_flag else f"`{option.default}`"
+        default = getattr(option, "usual", "") or ("" if option.is_flag or option.default is None else option.default)
+        default = f"`{default}`" if default != "" else ""
     return names, default, escaped(option.help or "")
 
 

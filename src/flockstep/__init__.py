@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from flockstep.frameworks.base import Job as Job
     from flockstep.frameworks.torch_local import LocallyConnected2d as LocallyConnected2d
     from flockstep.messages import Message as Message
-    from flockstep.nodes import BadGradientAction
     from flockstep.nodes import Server as Server
     from flockstep.nodes import Worker as Worker
+    from flockstep.options import BadGradientAction
     from flockstep.registry import register as register
     from flockstep.strategies.base import Strategy as Strategy
     from flockstep.strategies.traits import Traits as Traits

@@ -11,7 +11,7 @@ import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from flockstep.messages import (
     server,
 )
 from flockstep.optimizers.base import Optimizer, OptimizerState
+from flockstep.options import BadGradientAction
 from flockstep.programs import (
     GRADIENT,
     Again,
@@ -111,9 +112,6 @@ def everyone(workers: int) -> View:
     objects would take n² memory.
     """
     return View(0, tuple(range(workers)))
-
-
-BadGradientAction = Literal["stop", "skip", "quarantine"]
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,9 @@ def test_a_run_that_ended_without_a_usable_model_is_not_finished(capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--lr-grid", "0.1,x"], "--lr-grid must be different numbers > 0, got 0.1,x; write 0.03,0.1,0.3"),
-        (["--lr-grid", "0.1,0.1"], "--lr-grid must be different numbers > 0"),
-        (["--lr-grid", "0.1", "--lr", "0.2"], "--lr 0.2 and --lr-grid 0.1 contradict each other"),
+        (["--lr-grid", "0.1,x"], "--lr-grid must be a number, got 'x'"),
+        (["--lr-grid", "0.1,0.1"], "lr_grid must be different numbers > 0"),
+        (["--lr-grid", "0.1", "--lr", "0.2"], "lr 0.2 and lr_grid 0.1 contradict each other"),
         (["--seeds", "0"], "seeds must be >= 1, got 0"),
         (["--result", "server"], "result must be one of"),
     ],
@@ -243,7 +243,7 @@ def test_every_workers_own_model_is_evaluated_at_the_end(capsys: pytest.CaptureF
         (["--node-rank", "1"], "but a comparison has several runs; use --hosts a:4,b:4, --on slurm or --on ray"),
         (
             ["--simulate", "--on", "ray"],
-            "--on ray is for real processes only; leave out either this option",
+            "--on ray is for real processes only; leave out either",
         ),
         (["--simulate", "--hosts", "a:2"], "--hosts a:2 is for real processes only"),
         (["--slurm-options", "--hold"], "--slurm-options --hold is for a Slurm job; add --on slurm"),

@@ -75,7 +75,7 @@ def test_a_strategy_of_the_command_replaces_that_of_the_script_and_says_so(tmp_p
     ("words", "sentence"),
     [
         (["--lr", "0.1"], "--lr 0.1 is for jobs, and a script without job() sets this itself; pass it to the script "),
-        (["--network", "1gbit"], "--network 1gbit has an effect in virtual time only; add --simulate, which needs a "),
+        (["--network", "1gbit"], "--network 1gbit has an effect in virtual time only; add --simulate (in Python, "),
         (["-s", "hogwil"], "no strategy is called 'hogwil'; did you mean 'hogwild'?"),
         (["--target", "high"], "target must be a number, or a metric and a number, got 'high'; write it like 0.95 or "),
     ],
@@ -89,9 +89,9 @@ def test_what_a_script_cannot_take_is_refused_before_anything_starts(
 
 
 def test_settings_of_jobs_are_refused_in_python_too() -> None:
-    with pytest.raises(ConfigurationError, match=r"lr=0\.1 is for jobs, and a script without job"):
+    with pytest.raises(ConfigurationError, match=r"--lr 0\.1 is for jobs, and a script without job"):
         flockstep.compare("script.py", ["all_reduce"], lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"arguments=\['2'\] is for scripts; leave it out"):
+    with pytest.raises(ConfigurationError, match="arguments 2 is for scripts; leave it out"):
         flockstep.compare("quadratic", ["all_reduce"], arguments=["2"])
     assert not Path("runs").exists()
 

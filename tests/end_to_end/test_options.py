@@ -58,11 +58,11 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (
             ["--network", "100mbit"],
-            "--network 100mbit has an effect in virtual time only; add --simulate, which needs a job",
+            "--network 100mbit has an effect in virtual time only; add --simulate (in Python, ",
         ),
         (
             ["--compute", "constant(1)"],
-            "--compute constant(1) has an effect in virtual time only; add --simulate, which needs a job",
+            "--compute constant(1) has an effect in virtual time only; add --simulate (in Python, ",
         ),
         (["--fault", "dies(0, 1)"], "dies(node=0, at=1.0) happens in virtual time only; use flockstep simulate, or"),
         (["--simulate", "--transport", "tcp"], "--transport tcp is for real processes only"),
@@ -113,7 +113,7 @@ def test_a_scripts_own_debug_option_is_the_scripts(capfd: pytest.CaptureFixture[
     assert "Traceback" in err
 
 
-@pytest.mark.parametrize("words", ["-- script.py -n 2", "script.py -x -n 2"])
+@pytest.mark.parametrize("words", ["-- script.py -n 2", "script.py -n 2 -x --nine"])
 def test_a_script_gets_its_own_options(words: str, capfd: pytest.CaptureFixture[str]) -> None:
     Path("script.py").write_text("import sys\nprint(sys.argv[1:])\n")
     run(["launch", "-n", "1", *words.split()])

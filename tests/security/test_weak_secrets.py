@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-from typer.testing import CliRunner
 
 from flockstep.cli.app import app
 from flockstep.errors import ProtocolError

@@ -19,6 +19,7 @@ OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_O
 
 def shared() -> dict[str, Any]:
     """What it is now, by what it is called; of torch only if something has imported it."""
+    registry.nouns()  # loads the tables of other installed distributions, once
     found = {
         "the working folder": Path.cwd(),
         "numpy's handling of errors": np.geterr(),

@@ -102,11 +102,14 @@ def test_a_comparison_tells_what_diverged() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"network": "100mbit"}, "network='100mbit' has an effect in virtual time only; add simulated=True"),
-        ({"cluster": "edge"}, "cluster='edge' has an effect in virtual time only"),
-        ({"until_target": True}, "until_target=True has an effect in virtual time only"),
-        ({"simulated": True, "transport": "tcp"}, "transport='tcp' is for real processes only"),
-        ({"simulated": True, "heartbeat": 4.0}, "heartbeat=4.0 is for real processes only"),
+        (
+            {"network": "100mbit"},
+            r"--network 100mbit has an effect in virtual time only; add --simulate \(in Python, simulated=True\)",
+        ),
+        ({"cluster": "edge"}, "--cluster edge has an effect in virtual time only"),
+        ({"until_target": True}, "--until-target True has an effect in virtual time only"),
+        ({"simulated": True, "transport": "tcp"}, "--transport tcp is for real processes only"),
+        ({"simulated": True, "heartbeat": 4.0}, "--heartbeat 4.0 is for real processes only"),
         ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "contradict each other"),
         ({"simulated": True, "lr_grid": (0.1, 0.1)}, "lr_grid must be different numbers > 0"),
         ({"simulated": True, "seeds": 0}, "seeds must be >= 1"),

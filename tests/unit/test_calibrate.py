@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flockstep.cli import calibrate as command
+from flockstep.cli.commands import command_of
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
@@ -326,12 +327,10 @@ def test_rates_are_of_what_was_asked_for(a_second_each: None) -> None:
 
 
 COMMAND = """
-import sys, typer
-from flockstep.cli.calibrate import calibrate
+import sys
+from flockstep.cli.app import run
 if __name__ == "__main__":
-    app = typer.Typer()
-    app.command()(calibrate)
-    app(sys.argv[1:])
+    sys.exit(run(["calibrate", *sys.argv[1:]]))
 """
 
 
@@ -359,11 +358,9 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_command_fits_a_record_and_refuses_options_of_the_other_way(records, tmp_path: Path, capsys) -> None:
-    import typer
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
-    app = typer.Typer()
-    app.command()(command.calibrate)
+    app = command_of(command.calibrate, "calibrate")
     folder = str(records("all_reduce"))
     done = CliRunner().invoke(app, ["--from", folder, "--latency", "3ms"])
     assert done.exit_code == 0, done.output

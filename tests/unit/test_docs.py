@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
-from typer.exceptions import TyperException
+from click.exceptions import ClickException
 
-from flockstep.cli import options
 from flockstep.cli.app import app
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
+from flockstep.experiments.options import SimulateOptions, TrainOptions, configured
+from flockstep.options import options_of
 from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.job_profile import task_of
 from support.matrix import each
@@ -86,27 +86,28 @@ def refusal(words: list[str]) -> str | None:
     """Why the command line does not take these words; None if it does."""
     try:
         _parse(words)
-    except (FlockstepError, TyperException) as error:
+    except (FlockstepError, ClickException) as error:
         return str(error) or error.__class__.__name__
     return None
 
 
 _workload = functools.cache(load_job)
-_command_line = functools.cache(typer.main.get_command)
 
 
 def _parse(words: list[str]) -> None:
-    group: Any = _command_line(app)
-    root = group.make_context("flockstep", list(words), resilient_parsing=False)
-    name, command, rest = group.resolve_command(root, [*root._protected_args, *root.args])
+    root: Any = app.make_context("flockstep", list(words), resilient_parsing=False)
+    name, command, rest = app.resolve_command(root, [*root._protected_args, *root.args])
+    assert command is not None
     given = command.make_context(name, rest, parent=root).params
     if "job" in given and not _is_script(given["job"]):
         (load_job if given["job"].endswith(".py") else _workload)(given["job"], 0)
-    if {"job", "strategy"} <= given.keys() and not _is_script(given["job"]):
-        kind = "simulate" if name == "simulate" or given.get("simulate") else "train"
-        texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
-        for text in texts:
-            check(options.configured(kind, {**given, "strategy": text}))
+    if "job" in given and {"strategy", "strategies"} & given.keys() and not _is_script(given["job"]):
+        kind: Any = "simulate" if name == "simulate" or given.get("simulated") else "train"
+        texts = given["strategies"] if "strategies" in given else given["strategy"]
+        structure: Any = SimulateOptions if kind == "simulate" else TrainOptions
+        chosen = {key: given[key] for key in options_of(structure) if given.get(key) not in (None, ())}
+        for text in [texts] if isinstance(texts, str) else texts:
+            check(configured(kind, structure(**{**chosen, "strategy": text}), given["job"], text))
     if name == "plan":
         task_of(given["what"])
         load_cluster(given["cluster"] or "laptop")
@@ -230,14 +231,14 @@ def test_commands_are_understood() -> None:
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("train digits -s bsp --wrong", "No such option: --wrong"),
+        ("train digits -s bsp --wrong", "No such option '--wrong'"),
         ("train digits -s bsb", "no strategy is called 'bsb'"),
         ("train digit -s bsp", "no workload is called 'digit'"),
         ("trian digits", "No such command 'trian'"),
         ("train -s bsp", "Missing parameter: job"),
         ("compare digits -s bsp -s ps(shards=0)", "shards must be >= 1, got 0"),
         ("simulate softmax -s bsp --network 1mbut", "no network is called '1mbut'"),
-        ("train softmax -s bsp --workers many", "should be a valid integer"),
+        ("train softmax -s bsp --workers many", "must be a whole number, got 'many'"),
         ("launch -n 4", "Missing parameter: script"),
         ("plan digit", "no workload or reference model is called 'digit'"),
         ("plan digits --cluster lab", "no cluster is called 'lab'"),

@@ -7,12 +7,11 @@ import typing
 
 import msgspec
 import pytest
-import typer
 
 from flockstep import errors, registry
 from flockstep.cli.app import app
+from flockstep.cli.commands import commands_of
 from flockstep.cli.listing import plural
-from flockstep.cli.plug_ins import LAB, plugged_in
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
 from flockstep.records.events import Event
@@ -88,14 +87,7 @@ def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
 def test_every_present_name_in_the_table_of_former_names_exists():
     """A present name that is renamed again must be changed in the table too, or an error names what does not exist."""
     components = [registry.load(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
-    commands = typer.main.get_command(app).commands | {name: plugged_in(name) for name in LAB}
-    options = {
-        option
-        for command in commands.values()
-        for one in (command, *getattr(command, "commands", {}).values())
-        for parameter in one.params
-        for option in parameter.opts
-    }
+    options = {option for _, one in commands_of(app) for parameter in one.params for option in parameter.opts}
     kinds = {name for noun in registry.nouns() for name in (noun, plural(noun))}
     known = {name for one in components for name in dir(one)} | kinds | options
     known |= {name for noun in ("strategy", "pipeline_schedule") for name in registry.names(noun)}

@@ -17,8 +17,8 @@ import flockstep
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
-    errors system registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
-    transports collectives partitions
+    errors system options registry expression arrays optimizers schedules topologies codecs feedback messages programs
+    nodes transports collectives partitions
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
     report trackers planning experiments testing
     doctor jax lightning accelerate transformers keras cli
@@ -317,7 +317,6 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
         "flockstep.launchers",
         "flockstep.records.folder",
         "jinja2",
-        "typer.rich_utils",
     )
     assert loaded(statement, (*HEAVY, *late)) == []
 

@@ -157,8 +157,8 @@ def test_same_run_ignores_versions_and_nothing_else() -> None:
 
 def test_the_command_repeats_the_run_and_is_quoted() -> None:
     assert CONFIG.command == (
-        "flockstep train digits --strategy 'ps(consistency=ssp(3))' --workers 4 --seed 1 --lr 0.1 --split iid"
-        " --target 0.95"
+        "flockstep train digits --strategy 'ps(consistency=ssp(3))' --workers 4 --seed 1 --target 0.95 --lr 0.1"
+        " --split iid"
     )
     evil = RunConfig(kind="simulate", job="my job.py; rm -rf .", strategy="s", workers=1, epochs=2.0)
     assert "'my job.py; rm -rf .'" in evil.command
@@ -172,7 +172,7 @@ def test_a_launched_script_is_repeated_with_the_launcher_s_options_only() -> Non
     config = RunConfig(
         kind="launch", job="train.py", strategy="gossip", workers=2, transport="ipc", heartbeat=5.0, lr=0.1
     )
-    assert config.command == "flockstep launch --workers 2 --seed 0 --transport ipc --heartbeat 5 train.py"
+    assert config.command == "flockstep launch --workers 2 --seed 0 --heartbeat 5 --transport ipc train.py"
     assert config.clock == "real"
 
 

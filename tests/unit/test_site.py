@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
 import flockstep
 from flockstep import registry
 from flockstep.cli import listing
 from flockstep.cli.app import app
+from flockstep.cli.commands import commands_of
 from support.site import DOCS, program
 
 SETTINGS = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text("utf-8"))
@@ -60,8 +60,7 @@ def test_the_reference_has_the_arguments_and_the_docstring_of_a_component() -> N
 def test_the_reference_has_every_option_of_every_command() -> None:
     page = program("hooks").added()["reference/command-line.md"]
     sections = {part.partition("\n")[0]: part for part in page.split("\n## flockstep ")[1:]}
-    group: Any = typer.main.get_command(app)
-    commands = dict(program("generate").commands_of(group))
+    commands = dict(commands_of(app))
     assert list(sections) == list(commands)
     missing = [
         f"{name}: {option}"

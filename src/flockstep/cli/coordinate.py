@@ -7,25 +7,22 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
-import typer
+import click
 
 from flockstep.cli import options as o
 from flockstep.errors import ConfigurationError
+from flockstep.options import Arg, Opt
 
 
 def coordinate(
-    context: typer.Context,
+    context: click.Context,
     command: Annotated[
-        list[str],
-        typer.Argument(
-            help="Command of the run, written as for one host: train JOB -s … -n 4, or launch -n 4 train.py."
-        ),
+        tuple[str, ...],
+        Arg(help="Command of the run, written as for one host: train JOB -s … -n 4, or launch -n 4 train.py."),
     ],
-    nodes: Annotated[int, typer.Option(help="Number of hosts that run workers.")],
-    port: Annotated[int, typer.Option(help="Port on which the hosts reach the coordinator.")],
-    host_address: Annotated[
-        str, typer.Option(help="Address to listen on (default: all addresses of this machine).")
-    ] = "",
+    nodes: Annotated[int, Opt(help="Number of hosts that run workers.")],
+    port: Annotated[int, Opt(help="Port on which the hosts reach the coordinator.")],
+    host_address: Annotated[str, Opt(help="Address to listen on (default: all addresses of this machine).")] = "",
     secret_file: o.SecretFile = None,
     timeout: o.MeetTimeout = 600.0,
 ) -> None:
@@ -34,9 +31,9 @@ def coordinate(
     from flockstep.launchers.kubernetes import require_trains
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
-    require_trains(command)
+    require_trains(list(command))
     inner = understood(
-        context, command, "is an option about hosts, and flockstep coordinate needs a command for one host"
+        context, list(command), "is an option about hosts, and flockstep coordinate needs a command for one host"
     )
     host = host_address or EVERY[not socket.has_dualstack_ipv6()]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -46,7 +43,7 @@ def coordinate(
         inner.command.invoke(inner)
 
 
-def understood(context: typer.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
+def understood(context: click.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
     """Parse the options of a command; return the command's context.
 
     Of the options about hosts, only those in `allowed` may be given.
@@ -56,7 +53,7 @@ def understood(context: typer.Context, words: list[str], why: str, allowed: Sequ
     """
     root = context.find_root()
     group = root.command
-    assert isinstance(group, typer.core.TyperGroup)
+    assert isinstance(group, click.Group)
     _, command, rest = group.resolve_command(root, words)
     assert command is not None
     inner: Any = command.make_context(words[0], list(rest), parent=root)

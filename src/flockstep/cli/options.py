@@ -1,198 +1,60 @@
-"""The options that several commands share, and the run configuration that follows from them."""
+"""The options about hosts, and what the commands do with them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+import click
+from click.exceptions import Exit
 
-from flockstep import registry
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.folders import folder as folder
+from flockstep.options import CommonOptions, Opt, options_of
 
 if TYPE_CHECKING:
-    from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.continuing import Continuation
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.output import Output
-    from flockstep.records.config import Kind, RunConfig
+    from flockstep.records.config import RunConfig
 
-training_option, process_option, host_option, virtual_option, output_option = (
-    functools.partial(typer.Option, rich_help_panel=heading)
-    for heading in ("Training", "Processes", "Several hosts", "Virtual time", "Output")
-)
-"""Options of each group in `--help`."""
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
-
-
-def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Return a function for tab completion that offers the names of all components of the given kinds, short names
-    included.
-    """
-
-    def complete(incomplete: str) -> list[str]:
-        known = [
-            name for noun in nouns for name in (*registry.names(noun), *registry.aliases(noun), *registry.catalog(noun))
-        ]
-        return [name for name in known if name.startswith(incomplete)]
-
-    return complete
-
-
-JobArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.",
-        autocompletion=completed("workload"),
-    ),
-]
-ComparedArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB|SCRIPT",
-        help="A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a training "
-        "script, which is launched with each strategy in place of the one that it names.",
-        autocompletion=completed("workload"),
-    ),
-]
-STRATEGY = completed("strategy")
-StrategyText = Annotated[
-    str,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
-        autocompletion=STRATEGY,
-    ),
-]
-ScriptStrategy = Annotated[
-    str | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="How the workers coordinate, in place of the strategy that the script names in every call of distribute "
-        "(default: the script's own).",
-        autocompletion=STRATEGY,
-    ),
-]
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
-Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
-ScriptSeed = Annotated[
-    int,
-    typer.Option(help="Seed of the random choices of strategies and codecs; a script seeds its own model and data."),
-]
-Epochs = Annotated[
-    float | None,
-    training_option(help="Number of passes of all workers together over the training data (default: the job's)."),
-]
-Steps = Annotated[int | None, training_option(help="Number of local steps per worker, instead of --epochs.")]
-Batch = Annotated[int | None, training_option(help="Number of samples per worker and step (default: the job's).")]
-Lr = Annotated[float | None, training_option(help="Learning rate (default: the job's).")]
-LrGrid = Annotated[
-    str | None,
-    training_option(help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate."),
-]
-Seeds = Annotated[
-    int,
-    training_option(
-        help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians."
-    ),
-]
-ScheduleText = Annotated[
-    str | None,
-    training_option(
-        help="How the learning rate or the batch changes: goyal, cosine, batch_increase, ….",
-        autocompletion=completed("schedule"),
-    ),
-]
-SplitText = Annotated[
-    str,
-    training_option(
-        help="How data is split over workers: iid, by-label, dirichlet(alpha).", autocompletion=completed("split")
-    ),
-]
-PartitionText = Annotated[
-    str | None,
-    training_option(
-        help="How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
-        autocompletion=completed("partition"),
-    ),
-]
-Target = Annotated[
-    str | None,
-    training_option(
-        help="Value of the metric to which the time to target refers: 0.95, or accuracy=0.95 (default: the job's)."
-    ),
-]
-UntilTarget = Annotated[
+_host = partial(Opt, panel="Several hosts")
+Imports = Annotated[tuple[str, ...], options_of(CommonOptions)["imports"][0]]
+Json = Annotated[
     bool,
-    virtual_option("--until-target", help="Stop at the first evaluation that reaches the target (virtual time only)."),
+    Opt(help="Print one JSON document on standard output, and progress on standard error.", names=("--json",)),
 ]
-EvaluateEvery = Annotated[
-    int | None,
-    training_option(help="Number of steps per worker between evaluations (default: 40 evaluations per run)."),
-]
-Result = Annotated[str | None, training_option(help="Model that the run returns: server, mean, rank0, best, ensemble.")]
-TransportText = Annotated[
-    str,
-    process_option(
-        help="How processes exchange messages: shared_memory, ipc, tcp or namespaces(…).",
-        autocompletion=completed("transport"),
+Resumes = Annotated[
+    bool,
+    Opt(
+        help="Continue the run of this command in the folder of --out from its newest checkpoint, if the run has "
+        "begun: use this for commands that systemd, Slurm or a shell may restart.",
+        names=("--resume",),
+        panel="Output",
     ),
 ]
-Heartbeat = Annotated[float, process_option(help="Seconds of silence after which a process counts as lost.")]
-LinkTimeout = Annotated[
-    float,
-    process_option(
-        help="Seconds for which the connection between two hosts may be interrupted before a process counts as lost."
-    ),
-]
-StepTimeout = Annotated[
-    float | None,
-    process_option(
-        help="Seconds a step, or joining the run, may take before the run ends with an error (default: no limit)."
-    ),
-]
-OnBadGradient = Annotated[
-    str,
-    training_option(
-        help="What happens to a gradient that is not finite or too large: stop the run, skip the gradient, or "
-        "quarantine the worker."
-    ),
-]
-MaxGradientNorm = Annotated[
-    float | None,
-    training_option(
-        help="Largest norm of a gradient, or of its slice on a shard; a gradient with a larger norm counts as bad "
-        "(default: no limit)."
-    ),
-]
-Strikes = Annotated[int, training_option(help="Number of bad gradients after which a worker is quarantined.")]
 SecretFile = Annotated[
     Path | None,
-    host_option(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET)."),
+    _host(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET)."),
 ]
-MeetTimeout = Annotated[float, host_option(help="Seconds within which all hosts must have joined.")]
+MeetTimeout = Annotated[float, _host(help="Seconds within which all hosts must have joined.")]
 HostAddress = Annotated[
     str,
-    host_option(
+    _host(
         help="Address of this host to which the other hosts connect (default: the address from which this host "
         "reaches the coordinator)."
     ),
 ]
 On = Annotated[
     Literal["local", "slurm", "ray"],
-    host_option(
+    _host(
         help="Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job "
         "or in the allocation of this shell; ray: on a Ray cluster."
     ),
@@ -201,221 +63,57 @@ On = Annotated[
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The options about hosts, of a command whose processes may run on several hosts; `with_hosts` adds them to a
-    command.
-    """
+    """The options about hosts, of a command whose processes may run on several hosts."""
 
     on: On = "local"
     cpus_per_worker: Annotated[
-        float, host_option(help="Number of cores that each worker reserves (only with --on slurm or ray).")
+        float, _host(help="Number of cores that each worker reserves (only with --on slurm or ray).")
     ] = 1.0
     gpus_per_worker: Annotated[
-        float, host_option(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
+        float, _host(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
     ] = 0.0
     hosts: Annotated[
         str | None,
-        host_option(
-            help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."
-        ),
+        _host(help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."),
     ] = None
-    ssh: Annotated[str, host_option(help="The ssh command with its options (only with --hosts).")] = "ssh"
+    ssh: Annotated[str, _host(help="The ssh command with its options (only with --hosts).")] = "ssh"
     remote_python: Annotated[
         str | None,
-        host_option(
-            help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."
-        ),
+        _host(help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."),
     ] = None
     slurm_options: Annotated[
         str,
-        host_option(
-            help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."
-        ),
+        _host(help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."),
     ] = ""
     nodes: Annotated[
         int | None,
-        host_option(
+        _host(
             help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
             "this host)."
         ),
     ] = None
-    node_rank: Annotated[
-        int | None, host_option(help="Rank of this host; the host with rank 0 coordinates the run.")
-    ] = None
+    node_rank: Annotated[int | None, _host(help="Rank of this host; the host with rank 0 coordinates the run.")] = None
     coordinator: Annotated[
-        str | None, host_option(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
+        str | None, _host(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
     ] = None
     separate_coordinator: Annotated[
         bool,
-        host_option(
-            "--separate-coordinator",
-            help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.",
-        ),
+        _host(help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0."),
     ] = False
     secret_file: SecretFile = None
     timeout: MeetTimeout = 600.0
     host_address: HostAddress = ""
 
 
-HERE = HostOptions()
-"""Values of the options about hosts for a command that runs all processes on this host."""
-
-
-def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that replaces the argument `where` of a command with the options of `HostOptions`."""
-    own, kinds = inspect.signature(command, eval_str=True), get_type_hints(HostOptions, include_extras=True)
-    shared = {
-        field.name: inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=kinds[field.name])
-        for field in dataclasses.fields(HostOptions)
-    }
-
-    @functools.wraps(command)
-    def wrapped(**options: Any) -> None:
-        where = HostOptions(**{name: options.pop(name) for name in shared})
-        command(**options, where=where)
-
-    listed = list(own.parameters.values())
-    at = list(own.parameters).index("where")
-    listed[at : at + 1] = shared.values()
-    wrapped.__signature__ = own.replace(parameters=[one.replace(kind=KEYWORD) for one in listed])  # type: ignore[attr-defined]
-    return wrapped
-
-
-Threads = Annotated[int, process_option(help="Number of threads of the numerical libraries in each process.")]
-ScriptThreads = Annotated[
-    int | None,
-    process_option(
-        help="Number of threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1)."
-    ),
-]
-Ranks = Annotated[
-    Literal["all", "rank0", "none"], output_option(help="Ranks whose output is shown: all, rank0 or none.")
-]
-Prefix = Annotated[
-    bool, output_option("--prefix", help="Begin each line of the script's output with the rank of its worker.")
-]
-RankOutputFolder = Annotated[
-    Path | None, output_option(help="Folder for the output of each rank, in files rank-0.out, rank-0.err, ….")
-]
-NetworkText = Annotated[
-    str,
-    virtual_option(
-        help="Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
-        autocompletion=completed("network"),
-    ),
-]
-ComputeText = Annotated[
-    str,
-    virtual_option(
-        help="Distribution of the seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), "
-        "constant(0.01), …; `flockstep calibrate` measures the distribution of a machine.",
-        autocompletion=completed("compute"),
-    ),
-]
-ClusterText = Annotated[
-    str | None,
-    virtual_option(
-        help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
-        "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML "
-        "file."
-    ),
-]
-Faults = Annotated[
-    list[str] | None,
-    training_option(
-        "--fault", help="Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable."
-    ),
-]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", help="Python file that registers components; repeat the option for several."),
-]
-Out = Annotated[Path | None, output_option(help="Folder for the record (default: a new folder in runs/).")]
-CheckpointEvery = Annotated[
-    str | None,
-    output_option(
-        metavar="STEPS|TIME",
-        help="Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
-        "newest checkpoint.",
-    ),
-]
-Keep = Annotated[int | None, output_option(help="Number of checkpoints to keep (default: 2).")]
-MinWorkers = Annotated[
-    int | None,
-    process_option(
-        min=1,
-        help="Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
-        "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
-        "after SIGTERM).",
-    ),
-]
-MaxWorkers = Annotated[
-    int | None,
-    process_option(
-        min=1, help="Largest number of workers with which the run continues when flockstep join adds workers."
-    ),
-]
-Resumes = Annotated[
-    bool,
-    output_option(
-        "--resume",
-        help="Continue the run of this command in the folder of --out from its newest checkpoint, if the run has "
-        "begun: use this for commands that systemd, Slurm or a shell may restart.",
-    ),
-]
-SharedRecord = Annotated[
-    bool | None, output_option("--shared", help="Let all users of this host read the record (default: only its owner).")
-]
-Overwrite = Annotated[bool, output_option("--overwrite", help="Replace the run in the folder of --out.")]
-Json = Annotated[
-    bool, output_option("--json", help="Print one JSON document on standard output, and progress on standard error.")
-]
-
-
 BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
 """Options about hosts for runs in which the user starts the command on every host."""
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 """Options that take effect on the host from which a Slurm job is submitted."""
-_OF_JOBS = (
-    *("faults", "epochs", "steps", "batch", "lr", "lr_grid", "schedule", "split", "partition", "evaluate_every"),
-    "result",
-)
-"""Options of comparisons that a script sets itself."""
-_NOT_OF = {
-    "train": ("network", "compute", "cluster", "until_target"),
-    "simulate": (
-        *("transport", "heartbeat", "link_timeout", "step_timeout"),
-        *("checkpoint_every", "keep", "min_workers", "max_workers"),
-        *(field.name for field in dataclasses.fields(HostOptions)),
-    ),
-    "launch": ("output", "prefix", "rank_output", "network", "compute", "cluster", "until_target", *_OF_JOBS),
-}
-
-
-def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
-    """Return the run configuration that a command's options describe.
-
-    Options that do not apply to the kind of run are left out.
-    """
-    from flockstep.records.config import MetricTarget, RunConfig
-
-    every, steps = given.get("evaluate_every"), given.get("steps")
-    if given.get("target") is not None and every is not None and steps is not None and every >= steps:
-        raise ConfigurationError(
-            f"--target {given['target']} needs an evaluation before the last step, got --evaluate-every {every} and "
-            f"--steps {steps}; lower --evaluate-every, or leave out --target"
-        )
-    names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}
-    chosen = {name: value for name, value in given.items() if name in names}
-    if chosen.get("target") is not None:
-        target = MetricTarget.parse(chosen["target"])
-        chosen |= {"target": target.value, "metric": target.metric}
-    faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
-    return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
 
 
 @contextlib.contextmanager
 def gathered(
-    context: typer.Context,
+    context: click.Context,
     where: HostOptions,
     workers: int,
     arguments: Sequence[str] = (),
@@ -460,7 +158,7 @@ def gathered(
 
 
 def _on_ray(
-    context: typer.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
+    context: click.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
 ) -> contextlib.AbstractContextManager[Gathering]:
     """Context manager: nodes of a Ray cluster."""
     from flockstep.launchers.ray import ray_cluster
@@ -470,7 +168,7 @@ def _on_ray(
 
 
 def _on_slurm(
-    context: typer.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
+    context: click.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
 ) -> contextlib.AbstractContextManager[Gathering]:
     """Context manager: the hosts of the allocation of this process."""
     from flockstep.launchers.slurm import slurm_allocation
@@ -481,7 +179,7 @@ def _on_slurm(
 
 
 def leave_to_slurm(
-    context: typer.Context, where: HostOptions, workers: int, place: Path, script: Sequence[str] = ()
+    context: click.Context, where: HostOptions, workers: int, place: Path, script: Sequence[str] = ()
 ) -> None:
     """Run this command in a Slurm job of its own, and exit with the job's exit code, if --on slurm is given outside an
     allocation.
@@ -508,7 +206,7 @@ def leave_to_slurm(
     nodes = 1 if where.nodes is None else where.nodes
     reserved = where.cpus_per_worker, where.gpus_per_worker, where.slurm_options
     python = where.remote_python or sys.executable
-    raise typer.Exit(submitted([*own, *script], place, workers, nodes, *reserved, python))
+    raise Exit(submitted([*own, *script], place, workers, nodes, *reserved, python))
 
 
 def _without(names: Iterable[str], words: Sequence[str]) -> list[str]:
@@ -526,7 +224,7 @@ def _without(names: Iterable[str], words: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _by_ssh(
-    context: typer.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
+    context: click.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
     refuse(
@@ -550,7 +248,7 @@ def _by_ssh(
         yield found
 
 
-def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
+def refuse_by_hand(context: click.Context, where: HostOptions) -> None:
     """Refuse the options for hosts that the user starts by hand, because the processes of such hosts end after one run.
 
     Raises:
@@ -565,7 +263,7 @@ def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
     )
 
 
-def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
+def _by_hand(context: click.Context, where: HostOptions) -> Gathering | None:
     """This host's part in a run over several; None without --nodes.
 
     Raises:
@@ -591,7 +289,7 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
 
 
 def continued(
-    context: typer.Context, config: RunConfig, place: Path, gathering: Gathering | None, as_json: bool
+    context: click.Context, config: RunConfig, place: Path, gathering: Gathering | None, as_json: bool
 ) -> Continuation:
     """If the folder of a command's run has a checkpoint, continue the run and print the outcome.
 
@@ -617,7 +315,7 @@ def continued(
     return found
 
 
-def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
+def over_hosts(context: click.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
     """Return the configuration of a run over several hosts, whose default transport is one that connects hosts. On a
     host other than the coordinator, this function reports the given options that have no effect on that host.
     """
@@ -631,34 +329,7 @@ def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) 
     return config if list(given_options(context, ("transport",))) else dataclasses.replace(config, transport=None)
 
 
-def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: typer.Context) -> ClusterShape | None:
-    """Return the cluster that --cluster names; None if the option is not given.
-
-    Raises:
-        ConfigurationError: there is no such cluster, or --network or --compute is given too.
-    """
-    from flockstep.experiments import arguments
-
-    if cluster is not None:
-        both = f"and --cluster {cluster} both describe the cluster; give only one of them"
-        refuse(context, ("network", "compute"), both)
-    return arguments.cluster_of(cluster, None, None, tuple(imports or ()))
-
-
-def refuse_idle(kind: Kind, context: typer.Context) -> None:
-    """Refuse options that the user gave although they do not apply to the kind of run."""
-    from flockstep.experiments.comparison import FOR_JOBS
-
-    if kind == "launch":
-        refuse(context, _OF_JOBS, f"{FOR_JOBS}; pass it to the script after --, as in -- --lr 0.1")
-    else:
-        refuse(context, ("arguments",), "is for scripts; leave it out")
-    why = "is for real processes only; leave out either this option or --simulate"
-    idle = "has an effect in virtual time only; add --simulate, which needs a job"
-    refuse(context, _NOT_OF[kind], why if kind == "simulate" else idle)
-
-
-def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+def refuse(context: click.Context, names: Iterable[str], why: str) -> None:
     """Refuse the parameters in `names` that the command line gives.
 
     Raises:
@@ -668,7 +339,7 @@ def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
         raise ConfigurationError(f"{option} {value} {why}")
 
 
-def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def given_options(context: click.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield (option, value), such as ("--node-rank", 1), for every parameter in `names` that the command line gives. If
     the value is a list, its first element is yielded.
     """
@@ -678,22 +349,3 @@ def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tupl
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
             yield options[name], value[0] if isinstance(value, list) else value
-
-
-def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:
-    """Return the learning rates of the grid that the option gives; empty if no grid is given.
-
-    Raises:
-        ConfigurationError: a rate is not a number above 0 or occurs twice, or --lr is given too.
-    """
-    if grid is None:
-        return ()
-    if lr is not None:
-        raise ConfigurationError(f"--lr {lr:g} and --lr-grid {grid} contradict each other; give one of them")
-    try:
-        found = tuple(float(word) for word in grid.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < rate < math.inf for rate in found) or len(set(found)) < len(found):
-        raise ConfigurationError(f"--lr-grid must be different numbers > 0, got {grid}; write 0.03,0.1,0.3")
-    return found

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from flockstep.cli import options as o
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError, Interrupted
+from flockstep.options import Arg, Opt
 
 if TYPE_CHECKING:
     from flockstep.cli.search import Tried
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from flockstep.report.terminal import TextTable
 
 
-split_option = functools.partial(typer.Option, rich_help_panel="Split models")
+split_option = functools.partial(Opt, panel="Split models")
 """An option that applies to models which are split over workers; they are a group in `--help`."""
-trial_option = functools.partial(typer.Option, rich_help_panel="Trials")
+output_option = functools.partial(Opt, panel="Output")
+trial_option = functools.partial(Opt, panel="Trials")
 """An option about trials; they are a group in `--help`."""
 FOREMOST, REASONS = 6, 4
 """FOREMOST: number of strategies in the table of a plan. REASONS: number of reasons for the advice. With --all,
@@ -42,65 +43,64 @@ MATTERS = 5
 def plan(
     what: Annotated[
         str,
-        typer.Argument(
+        Arg(
             help="Name of a workload or model (`flockstep list workload`, `flockstep list model`), or a Python file "
             "with job()."
         ),
     ],
     cluster: Annotated[
         str | None,
-        typer.Option(
-            "--cluster",
-            "-c",
+        Opt(
+            names=("--cluster", "-c"),
             help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` "
             "writes.",
-            show_default="laptop, or here after flockstep calibrate; with --check the cluster of the run",
+            shown="laptop, or here after flockstep calibrate; with --check the cluster of the run",
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Number of workers (default: all workers of the cluster).")
+        int | None, Opt(names=("--workers", "-n"), help="Number of workers (default: all workers of the cluster).")
     ] = None,
     require: Annotated[
-        list[str] | None,
-        typer.Option(
+        tuple[str, ...] | None,
+        Opt(
             help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
             "repeat the option for several."
         ),
     ] = None,
     strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            "-s",
+        tuple[str, ...] | None,
+        Opt(
+            names=("--strategy", "-s"),
             help="Strategy to consider; repeat the option for several (default: all strategies).",
-            autocompletion=o.STRATEGY,
+            nouns=("strategy",),
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", "-b", help="Number of samples per gradient (default: the job's).")
+        int | None, Opt(names=("--batch", "-b"), help="Number of samples per gradient (default: the job's).")
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(
+        Opt(
             help="Length of the run in hours; it determines how many failures are expected.",
-            show_default="the time of the job's epochs; 24 without data",
+            shown="the time of the job's epochs; 24 without data",
         ),
     ] = None,
     record: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
+        tuple[Path, ...] | None,
+        Opt(
+            names=("--check",),
+            help="Record of a run of this job to compare with the prediction; repeat the option for several.",
         ),
     ] = None,
     hybrid: Annotated[
         bool,
         split_option(
-            "--hybrid",
+            names=("--hybrid",),
             help="Also predict models that are split over workers, and choose partition and strategy together.",
         ),
     ] = False,
     partition: Annotated[
-        list[str] | None,
+        tuple[str, ...] | None,
         split_option(
             help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
             "--hybrid: the best partitions that a search finds)."
@@ -110,14 +110,15 @@ def plan(
         str | None,
         split_option(
             help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
-            show_default="memory stated by the cluster",
+            shown="memory stated by the cluster",
         ),
     ] = None,
-    imports: o.Imports = None,
+    imports: o.Imports = (),
     everything: Annotated[
         bool,
-        o.output_option(
-            "--all", help="Show every strategy, every column and all reasons (default: only the most important ones)."
+        output_option(
+            names=("--all",),
+            help="Show every strategy, every column and all reasons (default: only the most important ones).",
         ),
     ] = False,
     budget: Annotated[
@@ -138,7 +139,8 @@ def plan(
     simulate: Annotated[
         bool,
         trial_option(
-            "--simulate", help="Trials go on to the job's target, not only to a loss that one worker reaches early."
+            names=("--simulate",),
+            help="Trials go on to the job's target, not only to a loss that one worker reaches early.",
         ),
     ] = False,
     target: Annotated[
@@ -151,7 +153,7 @@ def plan(
             "a new folder in runs/)."
         ),
     ] = None,
-    out: Annotated[Path | None, o.output_option(help="Also write the plan to this HTML file.")] = None,
+    out: Annotated[Path | None, output_option(help="Also write the plan to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster without running it, and recommend one."""
@@ -170,7 +172,7 @@ def plan(
             "--partition and --memory"
         )
     if record:
-        _check(what, cluster, record, tuple(imports or ()), as_json)
+        _check(what, cluster, list(record), imports, as_json)
         return
     from flockstep.planning.advice import require_known
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
-from flockstep.cli.help_text import PlainGroup
 from flockstep.errors import ConfigurationError
 
 LAB = {
@@ -20,7 +17,7 @@ LAB = {
 
 
 def plugged_in(name: str) -> Any:
-    """Import and return a command of the group `flockstep.commands`, whose entry points are `typer.Typer` objects.
+    """Import and return a command of the group `flockstep.commands`: a function or a `click` command.
 
     Raises:
         ConfigurationError: no installed distribution has the command.
@@ -28,17 +25,8 @@ def plugged_in(name: str) -> Any:
     from importlib.metadata import entry_points  # here, since few commands need it
 
     for found in entry_points(group="flockstep.commands", name=name):
-        return typer.main.get_command(found.load())
+        return found.load()
     raise ConfigurationError(
         f"flockstep {name} belongs to the distribution flockstep-lab, which is not installed; install it with pip "
         "install flockstep-lab, or in a clone with pip install -e lab"
     )
-
-
-class CommandGroup(PlainGroup):
-    """The commands of flockstep; the ones in `LAB` are imported when they are called, and only described in --help."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the name of the command in `args`, the command, and the arguments that follow its name."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, plugged_in(name) if name in LAB else command, rest

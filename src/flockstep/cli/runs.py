@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
+from click.exceptions import Exit
 
 from flockstep.cli import show
 from flockstep.drivers.node_metrics import fingerprint
@@ -139,7 +139,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
     for text in [*said, *gradient_notes([RunFolder(folder).read_config()])]:
         show.note(f"flockstep: {text}")
     if not summary.useful or (must_reach and sentence is not None):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def missed(summary: Summary, name: str | None = None) -> str | None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING
 from flockstep import registry
 from flockstep.drivers.setup import canonical, check, digest, partition_of, prepare, require_unchanged
 from flockstep.errors import CompositionError, ConfigurationError, Interrupted, RunError
-from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder, slug
-from flockstep.experiments.single import RunResult, carry_out, on_cluster
+from flockstep.experiments.options import CompareOptions, configured, listed, rates, refuse_idle, takes
+from flockstep.experiments.single import RunResult, carry_out, cluster_of, on_cluster
 from flockstep.frameworks.job import defines_job
 from flockstep.planning.check import for_report
 from flockstep.records.access import set_readers
-from flockstep.records.config import Kind, MetricTarget, RunConfig
+from flockstep.records.config import Kind, RunConfig
 from flockstep.records.folder import RunFolder, no_run
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
@@ -29,16 +28,12 @@ from flockstep.report import formatting
 from flockstep.report.html import write_report
 from flockstep.report.medians import RepeatedRuns, best, caveats
 from flockstep.report.ranking import ONE_WORKER, measured_alike, names, rank
-from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
-    from flockstep.strategies.base import Strategy
 
 ALONE = "all_reduce"
 """Strategy of one worker alone, which has nobody to exchange with: the job's optimizer, and nothing is sent."""
-FOR_JOBS = "is for jobs, and a script without job() sets this itself"
-"""Reason for which options about training are refused if a script is compared."""
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
 that the folder holds.
@@ -216,65 +211,12 @@ class Comparison:
         return [*self.failures, *self.caveats, f"report: {self.report}"]
 
 
-def compare(
-    job: str | Path,
-    strategies: Sequence[str | Strategy],
-    *,
-    simulated: bool = False,
-    workers: int = 4,
-    network: str | None = None,
-    compute: str | None = None,
-    cluster: str | Path | None = None,
-    faults: Sequence[str] = (),
-    seed: int = 0,
-    seeds: int = 1,
-    epochs: float | None = None,
-    steps: int | None = None,
-    batch: int | None = None,
-    lr: float | None = None,
-    lr_grid: Sequence[float] = (),
-    reference: bool = True,
-    schedule: str | None = None,
-    split: str = "iid",
-    partition: str | None = None,
-    target: float | str | None = None,
-    until_target: bool = False,
-    evaluate_every: int | None = None,
-    result: str | None = None,
-    transport: str | None = None,
-    heartbeat: float | None = None,
-    step_timeout: float | None = None,
-    threads: int = 1,
-    imports: Sequence[str] = (),
-    arguments: Sequence[str] = (),
-    out: Path | str | None = None,
-    shared: bool = False,
-) -> Comparison:
+@takes(CompareOptions)
+def compare(options: CompareOptions) -> Comparison:
     """Run several strategies on one job or script and rank them, as `flockstep compare` does.
 
     A comparison that was interrupted continues when it is called again with the same `out`. A script must guard a
     comparison on real processes, as it guards `run`.
-
-    Arguments not listed here are as in `run`.
-
-    Args:
-        job: a built-in workload, or the path of a Python file. A file without `job` at its top level is a training
-            script, which is launched with each strategy in place of the one that it names.
-        strategies: expressions or strategy objects.
-        simulated: whether to run in virtual time instead of on processes of this machine.
-        network: network between the nodes, as in `simulate`. `network`, `compute`, `cluster` and `until_target` are
-            refused without `simulated`.
-        faults: injected faults, as in `simulate`; runs on real processes take only faults of gradients.
-        seed: the first seed.
-        seeds: number of seeds for each strategy; with several seeds, strategies are ranked by medians.
-        lr_grid: learning rates to try for each strategy; a strategy is ranked by its best learning rate.
-        reference: whether one worker alone is trained beside the strategies, with as many samples.
-        partition: how each replica is split over workers, as in `simulate`; for simulated runs.
-        target: value of the metric to reach, such as 0.95 or, for a script with several metrics, "accuracy=0.95".
-        transport: how messages move between the processes, as in `run`. `transport`, `heartbeat` and `step_timeout` are
-            refused with `simulated`.
-        arguments: command-line arguments of a script.
-        out: folder of the comparison; None for a new folder in runs/.
 
     Returns:
         The ranked runs, with the path of the report.
@@ -283,42 +225,26 @@ def compare(
         ConfigurationError: an argument is invalid; nothing was started.
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
-    faults = listed("faults", faults)
-    if simulated:
-        real = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
-        _refuse_idle(real, "is for real processes only; leave out either this argument or simulated=True")
-    else:
-        modeled = {"network": network, "compute": compute, "cluster": cluster, "until_target": until_target or None}
-        _refuse_idle(modeled, "has an effect in virtual time only; add simulated=True")
-    kind: Kind = kind_of(job, simulated)
-    of_jobs = {
-        "epochs": epochs, "steps": steps, "batch": batch, "lr": lr, "lr_grid": lr_grid or None, "schedule": schedule,
-        "partition": partition, "evaluate_every": evaluate_every, "result": result, "faults": faults or None,
-        "split": None if split == "iid" else split,
-    }  # fmt: skip
-    _refuse_idle(of_jobs if kind == "launch" else {}, f"{FOR_JOBS}; pass arguments=[…]")
-    _refuse_idle({} if kind == "launch" else {"arguments": arguments or None}, "is for scripts; leave it out")
-    goal = None if target is None else MetricTarget.parse(target)
-    shape = cluster_of(cluster, network, compute, listed("imports", imports))
-    rates = checked_rates(listed("lr_grid", lr_grid), lr)
-    texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
-    base = RunConfig(
-        kind=kind, job=str(job), strategy="", arguments=listed("arguments", arguments), workers=workers,
-        seed=seed, epochs=epochs, network=usual(network, USUAL_NETWORK if simulated else None),
-        faults=faults, compute=usual(compute, USUAL_COMPUTE if simulated else None),
-        transport=usual(transport, None if simulated else "shared_memory"),
-        heartbeat=usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
-        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition,
-        target=None if goal is None else goal.value, metric=None if goal is None else goal.metric,
-        until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
-        imports=listed("imports", imports), shared=shared or None,
-    )  # fmt: skip
-    grid = Grid(base, texts, rates, seeds, shape, reference)
 
     def execute(config: RunConfig, place: Path, title: str, overwrite: bool) -> Summary:
         return carry_out(config, place, overwrite).summary
 
-    return carry_out_all(grid, folder(out, f"compare-{job}"), execute, lambda line: None, lambda found: None)
+    place = folder(options.out, f"compare-{options.job}")
+    return carry_out_all(grid_of(options), place, execute, lambda line: None, lambda found: None)
+
+
+def grid_of(options: CompareOptions) -> Grid:
+    """Return the runs of a comparison.
+
+    Raises:
+        ConfigurationError: an option is invalid, or has no effect on this kind of runs.
+    """
+    kind = kind_of(options.job, options.simulated)
+    refuse_idle(kind, options)
+    base = configured(kind, options, str(options.job), "")
+    strategies = tuple(map(str, listed("strategies", options.strategies)))
+    learning_rates = rates(options.lr_grid, options.lr)
+    return Grid(base, strategies, learning_rates, options.seeds, cluster_of(options), options.reference)
 
 
 def kind_of(job: str | Path, simulated: bool) -> Kind:
@@ -335,27 +261,6 @@ def kind_of(job: str | Path, simulated: bool) -> Kind:
             "leave out --simulate (in Python, simulated=True), or add a function job() that returns a flockstep.Job"
         )
     return "launch" if script else "simulate" if simulated else "train"
-
-
-def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """Check the learning rates of a grid and return them; the result is empty if no grid is given.
-
-    Raises:
-        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given in addition.
-    """
-    if grid and lr is not None:
-        text = ",".join(f"{rate:g}" for rate in grid)
-        raise ConfigurationError(f"lr {lr:g} and lr_grid {text} contradict each other; give one of them")
-    if not all(0 < rate < math.inf for rate in grid) or len(set(grid)) < len(grid):
-        raise ConfigurationError(f"lr_grid must be different numbers > 0, got {tuple(grid)}; give 0.03, 0.1, 0.3")
-    return tuple(grid)
-
-
-def _refuse_idle(given: Mapping[str, object], why: str) -> None:
-    """Refuse arguments without a meaning for the kind of run."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(f"{name}={value!r} {why}")
 
 
 def carry_out_all(

@@ -6,21 +6,21 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from flockstep.drivers.node_spec import refuse, spec_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, RunError
-from flockstep.experiments.arguments import listed
 from flockstep.experiments.folders import folder
+from flockstep.experiments.options import RecordOptions, configured, takes
 from flockstep.experiments.single import RunResult
 from flockstep.launchers import function_entry
 from flockstep.launchers.children import GUARD
 from flockstep.launchers.output import OUT, Output
 from flockstep.launchers.script import launch as launch_script
+from flockstep.options import BadGradientOptions, CommonOptions, Opt, ProcessOptions, Workers
 from flockstep.records.access import write_whole
-from flockstep.records.config import RunConfig
 from flockstep.records.folder import FUNCTION, RunFolder
 from flockstep.records.scratch import scratch
 
@@ -35,22 +35,29 @@ class LaunchResult(RunResult):
     """Rank → value that the function returned on this rank; a worker that died has no entry."""
 
 
-def launch(
-    function: Callable[..., Any],
-    workers: int = 4,
-    args: Sequence[object] = (),
-    *,
-    seed: int = 0,
-    transport: str = "shared_memory",
-    heartbeat: float = 5.0,
-    step_timeout: float | None = None,
-    threads: int | None = None,
-    imports: Sequence[str] = (),
-    prefix: bool = True,
-    out: Path | str | None = None,
-    overwrite: bool = False,
-    shared: bool = False,
-) -> LaunchResult:
+@dataclass(frozen=True)
+class CalledFunction:
+    """A function, and what it is called with on each worker."""
+
+    function: Annotated[
+        Callable[..., Any], Opt(help="A function, or any other callable object that cloudpickle can pickle.")
+    ]
+    workers: Workers = 4
+    args: Annotated[Sequence[object], Opt(help="Arguments of the function.")] = ()
+
+
+@dataclass(frozen=True)
+class FunctionOptions(RecordOptions, ProcessOptions, BadGradientOptions, CommonOptions, CalledFunction):
+    """Options of a function that is run on several workers."""
+
+    workers: Workers = 4
+    prefix: Annotated[bool, Opt(help="Whether each line that the processes print begins with its rank.")] = field(
+        default=True, kw_only=True
+    )
+
+
+@takes(FunctionOptions)
+def launch(options: FunctionOptions) -> LaunchResult:
     """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
 
     The function calls `flockstep.distribute`, and returns the value that the caller needs, such as the model. Each
@@ -60,22 +67,6 @@ def launch(
 
     In a notebook nothing more is needed; interrupting the kernel ends all processes and keeps the record. A script must
     guard the call with `if __name__ == "__main__":`, because servers import the script again.
-
-    Args:
-        function: a function, or any other callable object that cloudpickle can pickle.
-        workers: number of worker processes.
-        args: arguments of the function.
-        seed: seed of the random draws of strategies and codecs.
-        transport: how messages move between the processes.
-        heartbeat: seconds without an answer after which a node counts as lost.
-        step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
-        threads: threads of the numerical libraries in each process; None keeps the number that the environment sets, or
-            sets 1 if it sets none.
-        imports: Python files that register custom components.
-        prefix: whether each line that the processes print begins with its rank.
-        out: folder of the record; None for a new folder in runs/.
-        overwrite: replace the run that the folder holds.
-        shared: let all users of this host read the record; False lets only its owner.
 
     Returns:
         The finished run, with what the function returned on each rank.
@@ -91,24 +82,21 @@ def launch(
         unguarded = ConfigurationError(GUARD)
         refuse(unguarded, node_spec)
         raise unguarded
+    function, workers = options.function, options.workers
     if not callable(function):
         raise ConfigurationError(
             f"launch takes a function, got {type(function).__name__}; write one with def, and give its arguments as "
             "args=(…,)"
         )
     name = getattr(function, "__name__", type(function).__name__).strip("<>")
-    config = RunConfig(
-        kind="launch", job=name, strategy="as the script says", workers=workers, seed=seed, transport=transport,
-        heartbeat=heartbeat, step_timeout=step_timeout, threads=threads, imports=listed("imports", imports),
-        shared=shared or None,
-    )  # fmt: skip
-    record = RunFolder(folder(out, f"launch-{name}"))
+    config = replace(configured("launch", options, name, "as the script says"), prefix=None)
+    record = RunFolder(folder(options.out, f"launch-{name}"))
     before = record.begun
     with scratch() as place:
-        function_entry.store(place, name, function, args)
-        script, shown = Path(function_entry.__file__), Output(prefix=prefix, show=_print)
+        function_entry.store(place, name, function, options.args)
+        script, shown = Path(function_entry.__file__), Output(prefix=options.prefix, show=_print)
         try:
-            launch_script(script, [str(place)], config, record.path, shown, overwrite)
+            launch_script(script, [str(place)], config, record.path, shown, options.overwrite)
         except FlockstepError as error:
             _add_traceback(error, place, workers)
             raise

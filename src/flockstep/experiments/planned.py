@@ -9,7 +9,7 @@ from typing import Any
 
 from flockstep.costs.cluster_reading import load_cluster, usual_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.experiments.arguments import listed
+from flockstep.experiments.options import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise, asked, require_known, unfit

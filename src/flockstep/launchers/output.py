@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from flockstep.errors import ConfigurationError
-from flockstep.records.config import OutputRanks, RunConfig
+from flockstep.options import OutputRanks
+from flockstep.records.config import RunConfig
 
 OUT, ERR = 1, 2
 """The streams of a script: standard output and standard error."""

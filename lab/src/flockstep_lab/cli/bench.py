@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from flockstep.cli import show
-from flockstep.cli.help_text import App
+from flockstep.cli.commands import CommandEntry, command_of, group_of
 from flockstep.errors import ConfigurationError, Interrupted
+from flockstep.options import Arg, Opt
 from flockstep.report import formatting
 
 ELEMENTS = 4 << 20
@@ -36,20 +35,15 @@ RANKS = {
 }
 """Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
-app = App(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Measure transports, collectives, codecs and the simulator, and compare each with other implementations.",
-)
 Rounds = Annotated[
-    int, typer.Option("--rounds", "-r", help="Number of repetitions; the median of the repetitions is shown.")
+    int,
+    Opt(names=("--rounds", "-r"), help="Number of repetitions; the median of the repetitions is shown."),
 ]
-Sizes = Annotated[str, typer.Option(help="Sizes of the array in bytes, such as 4096,1048576.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Out = Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")]
+Sizes = Annotated[str, Opt(help="Sizes of the array in bytes, such as 4096,1048576.")]
+Json = Annotated[bool, Opt(names=("--json",), help="Print one JSON document.")]
+Out = Annotated[Path | None, Opt(help="Also write a chart to this HTML file.")]
 
 
-@app.command()
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
     """Measure one-way pushes of arrays that the receiver adds up: over transports, raw sockets, and a memory copy."""
     from flockstep_lab.bench import plots
@@ -67,16 +61,18 @@ def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, a
     )
 
 
-@app.command()
 def collectives(
-    workers: Annotated[str, typer.Option("--workers", "-n", help="Numbers of processes.")] = "2,4",
+    workers: Annotated[
+        str,
+        Opt(names=("--workers", "-n"), help="Numbers of processes."),
+    ] = "2,4",
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
     implementation: Annotated[
-        list[str] | None,
-        typer.Option("--implementation", "-i", help="Measure only this implementation; repeat the option for several."),
+        tuple[str, ...] | None,
+        Opt(names=("--implementation", "-i"), help="Measure only this implementation; repeat the option for several."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="File to write the table for collective auto(table=…) to.")] = None,
+    save: Annotated[Path | None, Opt(help="File to write the table for collective auto(table=…) to.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -99,12 +95,9 @@ def collectives(
     _answer("All-reduce of float32", figures, out, as_json, lambda: plots.of_rates(figures), "openmpi")
 
 
-@app.command()
 def codecs(
-    codec: Annotated[
-        list[str] | None, typer.Argument(help="Codecs to measure (default: all registered codecs).")
-    ] = None,
-    elements: Annotated[int, typer.Option(help="Number of elements of the array.")] = ELEMENTS,
+    codec: Annotated[tuple[str, ...] | None, Arg(help="Codecs to measure (default: all registered codecs).")] = None,
+    elements: Annotated[int, Opt(help="Number of elements of the array.")] = ELEMENTS,
     rounds: Rounds = 20,
     out: Out = None,
     as_json: Json = False,
@@ -134,12 +127,17 @@ def codecs(
     _print(figures, as_json, headings, rows, legend)
 
 
-@app.command()
 def simulator(
-    replicas: Annotated[str, typer.Option("--replicas", "-n", help="Numbers of replicas.")] = "16,64,256",
+    replicas: Annotated[
+        str,
+        Opt(names=("--replicas", "-n"), help="Numbers of replicas."),
+    ] = "16,64,256",
     rounds: Rounds = 20,
-    steps: Annotated[int, typer.Option(help="Number of steps of each worker in a simulation.")] = 20,
-    workload: Annotated[str, typer.Option("--workload", "-w", help="Workload to train, such as tabular.")] = "softmax",
+    steps: Annotated[int, Opt(help="Number of steps of each worker in a simulation.")] = 20,
+    workload: Annotated[
+        str,
+        Opt(names=("--workload", "-w"), help="Workload to train, such as tabular."),
+    ] = "softmax",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -162,23 +160,21 @@ def simulator(
     _print(figures, as_json, headings, rows)
 
 
-@app.command()
 def prediction(
     strategy: Annotated[
-        list[str] | None,
-        typer.Option("--strategy", "-s", help="Measure only this strategy; repeat the option for several."),
+        tuple[str, ...] | None,
+        Opt(names=("--strategy", "-s"), help="Measure only this strategy; repeat the option for several."),
     ] = None,
-    bandwidths: Annotated[
-        str, typer.Option(help="Bandwidths of the links, separated by commas.")
-    ] = "20mbit,100mbit,1gbit",
-    job: Annotated[str | None, typer.Option(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
+    bandwidths: Annotated[str, Opt(help="Bandwidths of the links, separated by commas.")] = "20mbit,100mbit,1gbit",
+    job: Annotated[str | None, Opt(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of processes; each process runs on its own virtual host.")
+        int,
+        Opt(names=("--workers", "-n"), help="Number of processes; each process runs on its own virtual host."),
     ] = 4,
     draw: Annotated[
-        int, typer.Option(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
+        int, Opt(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random draw of combinations.")] = 0,
+    seed: Annotated[int, Opt(help="Seed of the random draw of combinations.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,
@@ -299,3 +295,17 @@ def _at_least_one(name: str, value: int, usual: int = 20) -> int:
     if value < 1:
         raise ConfigurationError(f"{name} must be >= 1, got {value}; {usual} is usual")
     return value
+
+
+def measure() -> None:
+    """Measure transports, collectives, codecs and the simulator, and compare each with other implementations."""
+
+
+app = group_of(
+    {
+        name: CommandEntry(f"{__name__}:{name}")
+        for name in ("transport", "collectives", "codecs", "simulator", "prediction")
+    },
+    command_of(measure, "bench"),
+    no_args_is_help=True,
+)

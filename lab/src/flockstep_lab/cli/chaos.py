@@ -3,89 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from click.exceptions import Exit
 from rich.table import Table
 
 from flockstep.cli import options as o
 from flockstep.cli import show
-from flockstep.cli.help_text import App
 from flockstep.errors import ConfigurationError
+from flockstep.experiments.options import JOB, RecordOptions
 from flockstep.expression import to_text
 from flockstep.frameworks.job import import_components
+from flockstep.options import BadGradientAction, BadGradientOptions, CommonOptions, Opt, Workers, options_of
 from flockstep.strategies.base import Strategy
 from flockstep_lab.chaos.base import Disruption, Setting
 from flockstep_lab.chaos.campaign import ChaosTrial, Goodput, campaign
 
-app = App(add_completion=False)
 
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions:
+    """Options of a campaign of random faults."""
 
-@app.command()
-def chaos(
-    job: o.JobArgument,
+    job: Annotated[str, JOB]
     strategy: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy", "-s", help="Strategy to disrupt; repeat the option for several.", autocompletion=o.STRATEGY
+        tuple[str, ...],
+        Opt(
+            names=("--strategy", "-s"), help="Strategy to disrupt; repeat the option for several.", nouns=("strategy",)
         ),
-    ],
-    workers: o.Workers = 4,
-    minutes: Annotated[float, typer.Option(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0,
-    seed: o.Seed = 0,
+    ]
+    workers: Workers = 4
+    minutes: Annotated[float, Opt(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0
+    seed: Annotated[int, options_of(CommonOptions)["seed"][0]] = 0
     steps: Annotated[
-        int | None, typer.Option(help="Local steps per worker (default: enough for a few seconds of training).")
-    ] = None,
-    heartbeat: Annotated[
-        float, typer.Option(help="Seconds without an answer after which a node counts as lost.")
-    ] = 2.0,
-    on_bad_gradient: o.OnBadGradient = "stop",
+        int | None, Opt(help="Local steps per worker (default: enough for a few seconds of training).")
+    ] = None
+    heartbeat: Annotated[float, Opt(help="Seconds without an answer after which a node counts as lost.")] = 2.0
+    on_bad_gradient: Annotated[BadGradientAction, options_of(BadGradientOptions)["on_bad_gradient"][0]] = "stop"
     disruption: Annotated[
-        list[str] | None,
-        typer.Option(
+        tuple[str, ...],
+        Opt(
             help="Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
-            autocompletion=o.completed("disruption"),
+            nouns=("disruption",),
         ),
-    ] = None,
-    imports: o.Imports = None,
-    out: o.Out = None,
-    as_json: o.Json = False,
-) -> None:
+    ] = ()
+    imports: o.Imports = ()
+    out: Annotated[Path | None, options_of(RecordOptions)["out"][0]] = None
+
+
+def chaos(options: ChaosOptions, as_json: o.Json = False) -> None:
     """Kill, stop and slow processes of real runs at random, resume the runs, and check invariants of their records."""
-    place, given = o.folder(out, f"chaos-{job}"), disruption or []
-    run_chaos(
-        job, strategy, workers, minutes, seed, steps, heartbeat, on_bad_gradient, given, imports or [], place, as_json
-    )  # fmt: skip
-
-
-def run_chaos(
-    job: str,
-    strategies: Sequence[str],
-    workers: int,
-    minutes: float,
-    seed: int,
-    steps: int | None,
-    heartbeat: float,
-    on_bad_gradient: str,
-    disruptions: Sequence[str],
-    imports: Sequence[str],
-    place: Path,
-    as_json: bool,
-) -> None:
-    """Disrupt runs until the time is over; return exit code 1 if a run violated an invariant."""
-    import_components(imports)
+    import_components(options.imports)
+    place, steps, minutes = o.folder(options.out, f"chaos-{options.job}"), options.steps, options.minutes
     if not minutes > 0:
         raise ConfigurationError(f"minutes must be > 0, got {minutes:g}; use 5")
     if place.exists() and any(place.iterdir()):
         raise ConfigurationError(f"{place} is not empty; choose another folder with --out")
+    common = options.seed, options.heartbeat, options.on_bad_gradient, options.imports
     settings = [
-        Setting(job, Strategy.parse(text), workers, steps or 0, seed, heartbeat, on_bad_gradient, tuple(imports))
-        for text in strategies
+        Setting(options.job, Strategy.parse(text), options.workers, steps or 0, *common) for text in options.strategy
     ]
     for setting in settings:
-        setting.strategy.check(workers)
-    given = [Disruption.parse(text) for text in disruptions]
+        setting.strategy.check(options.workers)
+    given = [Disruption.parse(text) for text in options.disruption]
     trials, goodputs = list[ChaosTrial](), list[Goodput]()
     with show.status() as say:
         for found in campaign(settings, minutes, place, steps, given, say):
@@ -104,7 +85,7 @@ def run_chaos(
         show.page().print(table(goodputs))
         print(f"{len(trials)} disrupted runs; runs that violated an invariant: {len(failed)}")
     if failed:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def line(found: ChaosTrial) -> str:
@@ -134,3 +115,6 @@ def table(goodputs: Sequence[Goodput]) -> Table:
     for one in goodputs:
         shown.add_row(one.strategy, str(one.runs), f"{one.disturbed:.1f}", f"{one.baseline:.1f}", f"{one.share:.0%}")
     return shown
+
+
+app = chaos

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import typer
+from click.exceptions import Exit
 from rich.markup import escape
 
 from flockstep import registry
 from flockstep.cli import options as o
 from flockstep.cli import show
-from flockstep.cli.help_text import App
 from flockstep.errors import ConfigurationError
+from flockstep.options import Arg, Opt
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep_lab.claims.base import Claim
 from flockstep_lab.cli.verdicts import require_page, write_verdict
@@ -25,26 +25,21 @@ LEGEND = (
     "and its result; --all checks all claims, which takes minutes."
 )
 
-app = App(add_completion=False)
 
-
-@app.command()
 def reproduce(
-    claims: Annotated[
-        list[str] | None, typer.Argument(help="Claims to check, such as A5 (default: list all claims).")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Check every claim; this takes minutes.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with code 1 if a claim does not hold.")] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the verdicts to docs/explanation/claims.md of a clone.")
+    claims: Annotated[tuple[str, ...], Arg(help="Claims to check, such as A5 (default: list all claims).")] = (),
+    everything: Annotated[bool, Opt(names=("--all",), help="Check every claim; this takes minutes.")] = False,
+    strict: Annotated[
+        bool, Opt(names=("--strict/--no-strict",), help="Exit with code 1 if a claim does not hold.")
     ] = False,
+    write: Annotated[bool, Opt(help="Write the verdicts to docs/explanation/claims.md of a clone.")] = False,
     as_json: o.Json = False,
 ) -> None:
     """Reproduce published results: print the published figure, the measured figure, and whether the claim holds."""
     if not claims and not everything:
         list_claims(as_json)
         return
-    raise typer.Exit(check_claims(claims or [], everything, strict, as_json, write))
+    raise Exit(check_claims(claims, everything, strict, as_json, write))
 
 
 def known() -> list[str]:
@@ -147,3 +142,6 @@ def _text(value: float | str) -> str:
 def _order(name: str) -> tuple[str, int]:
     found = re.fullmatch(r"([A-Z]+)(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)
+
+
+app = reproduce

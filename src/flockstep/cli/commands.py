@@ -1,0 +1,248 @@
+"""Makes commands of functions. Each parameter is an option or an argument; a parameter whose type is a structure of
+options stands for all fields of the structure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import click
+from click.shell_completion import CompletionItem
+
+from flockstep.cli.plug_ins import plugged_in
+from flockstep.errors import ConfigurationError
+from flockstep.options import Opt, options_of
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+REST = SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Settings of a command whose words after the first argument belong to a script or to another command."""
+
+
+class NumberType(click.ParamType[Any]):
+    """The type of an option that takes a number."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole, self.name = whole, "int" if whole else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number that a word stands for."""
+        try:
+            return int(value) if self.whole else float(value)
+        except ValueError:
+            what, example = ("a whole number", "4") if self.whole else ("a number", "0.1")
+            if re.fullmatch(r"[0-9.]{1,9}[eE]\+?[0-9]", str(value)):
+                example = f"{float(value):.0f}"
+            name = param.opts[0] if param is not None else "value"
+            raise ConfigurationError(f"{name} must be {what}, got {value!r}; write it like {example}") from None
+
+
+class NumbersType(NumberType):
+    """The type of an option that takes numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the numbers that a word holds, with commas between them."""
+        if not isinstance(value, str):
+            return value
+        return tuple(super(NumbersType, self).convert(word, param, ctx) for word in value.split(","))
+
+
+class PanelOption(click.Option):
+    """An option with its heading in `--help`, and with its default in words."""
+
+    panel = "Options"
+    usual = ""
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return what `--help` shows in brackets behind the description."""
+        extra = super().get_help_extra(ctx)
+        return extra | {"default": self.usual} if self.usual else extra
+
+
+def parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Parameter:
+    """Return the parameter of a command line for a field or an argument of type `hint`.
+
+    Args:
+        name: the field's name.
+        option: the description of the field.
+        hint: the type of the field.
+        default: value if the parameter is not given; `inspect.Parameter.empty` if it must be given.
+    """
+    kinds = [hint] if get_origin(hint) is Literal else [one for one in get_args(hint) or (hint,) if one is not NoneType]
+    listed = next((one for one in (hint, *kinds) if get_origin(one) in (list, tuple, Sequence)), None)
+    if listed is not None:
+        kinds = [get_args(listed)[0]]
+    flag, required = bool in kinds, default is inspect.Parameter.empty
+    common: dict[str, Any] = {"type": bool if flag else _type(kinds, option), "shell_complete": _completion(option)}
+    common |= {"help": option.help, "metavar": option.metavar, "required": required}
+    common |= {} if required else {"default": None if listed is not None else default}
+    if option.positional:
+        return click.Argument([name], nargs=1 if listed is None else -1, **common)
+    names = option.names or (option.written(name),)
+    usual = option.shown or ("" if default is not None or option.usual is None else str(option.usual))
+    shown = not (required or flag or default in (None, ()))
+    many = listed is not None and not option.separated
+    made = PanelOption([name, *names], show_default=shown, is_flag=flag, multiple=many, **common)
+    made.panel, made.usual = option.panel, usual
+    return made
+
+
+def _type(kinds: list[Any], option: Opt) -> Any:
+    first = kinds[0]
+    if get_origin(first) is Literal:
+        return click.Choice(get_args(first))
+    if Path in kinds and str not in kinds[:1]:
+        return click.Path(path_type=Path)
+    if option.separated:
+        return NumbersType(whole=False)
+    numbers = [kind for kind in kinds if kind in (int, float)]
+    return NumberType(whole=numbers == [int]) if numbers and str not in kinds else str
+
+
+def _completion(option: Opt) -> Callable[..., list[CompletionItem]] | None:
+    if not option.nouns and option.complete is None:
+        return None
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from flockstep import registry
+
+        if option.complete is not None:
+            return [CompletionItem(word) for word in option.complete(incomplete)]
+        parts = (registry.names, registry.aliases, registry.catalog)
+        words = [word for noun in option.nouns for names in parts for word in names(noun)]
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+class PanelCommand(click.Command):
+    """A command whose help has a heading for each group of options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under their headings."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (row := parameter.get_help_record(ctx)) is not None:
+                heading = (
+                    "Arguments" if isinstance(parameter, click.Argument) else getattr(parameter, "panel", "Options")
+                )
+                panels.setdefault(heading, []).append(row)
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def command_of(function: Callable[..., None], name: str, settings: dict[str, Any] = SETTINGS) -> PanelCommand:
+    """Return the command that calls a function with what the command line gives.
+
+    The function's parameters are annotated with `Opt`, are structures of options, or are the command's context. Its
+    docstring is the help.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    signature = inspect.signature(function)
+    structures = {one: hint for one, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters, defaults = [], {}
+    for one, given in signature.parameters.items():
+        if one in structures:
+            found = {key: (opt, hint, _default(field)) for key, (opt, hint, field) in options_of(hints[one]).items()}
+        else:
+            described = [note for note in getattr(hints[one], "__metadata__", ()) if isinstance(note, Opt)]
+            found = {one: (described[0], hints[one].__origin__, given.default)} if described else {}
+        for key, (opt, hint, default) in found.items():
+            if not opt.python:
+                parameters.append(parameter_of(key, opt, hint, default))
+                defaults[key] = default
+
+    @click.pass_context
+    def call(context: click.Context, /, **values: Any) -> None:
+        given = {key: defaults[key] if value in ((), None) else value for key, value in values.items()}
+        arguments: dict[str, Any] = {}
+        for one, hint in hints.items():
+            if one in structures:
+                names = [key for key in options_of(hint) if key in given]
+                arguments[one] = hint(**{key: given[key] for key in names})
+            elif hint is click.Context:
+                arguments[one] = context
+            elif one in given:
+                arguments[one] = given[one]
+        function(**arguments)
+
+    text = inspect.getdoc(function) or ""
+    return PanelCommand(name, params=parameters, callback=call, help=text, context_settings=settings)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+class CommandEntry(NamedTuple):
+    """A command that is imported when it is called."""
+
+    place: str = ""
+    """Module and function or group, as `flockstep.cli.plan:plan`; empty if another distribution has the command."""
+    panel: str = "Commands"
+    about: str = ""
+    """First sentence of the help of another distribution's command."""
+    rest: bool = False
+    """Whether the words after the first argument belong to a script or to another command."""
+
+
+class CommandGroup(click.Group):
+    """A group of commands, each of which is imported when it is called or its help is shown."""
+
+    table: Mapping[str, CommandEntry] = {}
+
+    def list_commands(self, ctx: click.Context | None = None) -> list[str]:
+        """Return the names of all commands."""
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context | None, name: str) -> click.Command | None:
+        """Return a command; None if there is none of this name."""
+        if (entry := self.table.get(name)) is None or name in self.commands:
+            return self.commands.get(name)
+        module, _, what = entry.place.partition(":")
+        found = getattr(import_module(module), what) if module else plugged_in(name)
+        settings = REST if entry.rest else SETTINGS
+        command = found if isinstance(found, click.Command) else command_of(found, name, settings)
+        if module:
+            self.commands[name] = command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under their headings."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, entry in self.table.items():
+            command = None if entry.about else self.get_command(ctx, name)
+            text = entry.about if command is None else command.get_short_help_str(limit=200)
+            panels.setdefault(entry.panel, []).append((name, text))
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def group_of(table: Mapping[str, CommandEntry], own: PanelCommand, **settings: Any) -> CommandGroup:
+    """Return a group of commands; `own` is what the group does before its command."""
+    text, parameters = own.help, own.params
+    group = CommandGroup(
+        own.name, params=parameters, callback=own.callback, help=text, context_settings=SETTINGS, **settings
+    )
+    group.table = table
+    return group
+
+
+def commands_of(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Yield every command with its name, commands of groups with the group's name before theirs."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from commands_of(command, f"{before}{name} ")
+        elif command is not None:
+            yield f"{before}{name}", command

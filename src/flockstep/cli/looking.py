@@ -1,0 +1,101 @@
+"""The commands that look something up: components, systems, layers, published results, this installation."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from click.exceptions import Exit
+
+from flockstep.cli import options as o
+from flockstep.errors import Interrupted
+from flockstep.options import Arg, Opt
+
+
+def _kinds(incomplete: str) -> list[str]:
+    from flockstep.cli.listing import complete
+
+    return complete(incomplete)
+
+
+def list_components(
+    what: Annotated[
+        str | None,
+        Arg(
+            help="A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
+            complete=_kinds,
+        ),
+    ] = None,
+    everything: Annotated[bool, Opt(names=("--all",), help="Show every component of every kind.")] = False,
+    imports: o.Imports = (),
+    as_json: o.Json = False,
+) -> None:
+    """List the components: a summary of all kinds, all components of one kind, or one component with its arguments."""
+    from flockstep.cli import listing
+
+    if imports:
+        from flockstep.frameworks.job import import_components
+
+        import_components(imports)
+    listing.show(what, everything, as_json)
+
+
+def systems(
+    name: Annotated[str | None, Arg(help="Name of one system, to show all its details.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """List the systems of the literature, each with its place in the taxonomy, derived from its composition."""
+    from flockstep.cli.systems import show_systems
+
+    show_systems(name, as_json)
+
+
+def layers(
+    what: Annotated[
+        str, Arg(help="A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")
+    ],
+    batch: Annotated[int, Opt(names=("--batch", "-b"), help="Number of samples per worker and step.")] = 32,
+    workers: Annotated[
+        int, Opt(names=("--workers", "-n"), help="Number of workers over which the data, or one layer, is split.")
+    ] = 16,
+    everything: Annotated[
+        bool,
+        Opt(names=("--all",), help="Show every layer (default: a long table omits layers without parameters)."),
+    ] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Show a model's layers: parameters, work, depth, and the bytes sent under data parallelism and if the layer is
+    split.
+    """
+    from flockstep.cli.layers import show_layers
+
+    show_layers(what, batch, workers, as_json, everything)
+
+
+def layouts(
+    what: Annotated[
+        tuple[str, ...], Arg(help="Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet).")
+    ] = (),
+    workers: Annotated[int, Opt(names=("--workers", "-n"), help="Workers.")] = 16,
+    bandwidth: Annotated[str, Opt(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
+    as_json: o.Json = False,
+) -> None:
+    """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
+    from flockstep.cli.layouts import show_layouts
+
+    show_layouts(what, workers, bandwidth, as_json)
+
+
+def doctor(as_json: o.Json = False) -> None:
+    """Test the installation: try every transport, launcher and extra, and say what to install."""
+    from flockstep.cli import show
+    from flockstep.doctor import examine
+
+    with show.status() as say:
+        report = examine(say=say)
+    if as_json:
+        show.json(report.document())
+    else:
+        print(report)
+    if report.interrupted is not None:
+        raise Interrupted(report.interrupted)
+    raise Exit(0 if report.works else 1)

@@ -1,0 +1,278 @@
+"""The options of the functions and commands that run something, and the run configuration that follows from them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.options import (
+    Arg,
+    BadGradientOptions,
+    CheckpointOptions,
+    DistributionOptions,
+    Opt,
+    ProcessOptions,
+    ScriptArguments,
+    TrainingOptions,
+    VirtualTimeOptions,
+    Workers,
+    options_of,
+    options_of_kind,
+)
+
+if TYPE_CHECKING:
+    from flockstep.records.config import Kind, RunConfig
+    from flockstep.strategies.base import Strategy
+else:
+    Strategy = str
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+T = TypeVar("T")
+Watch = Callable[[int, int, float], None]
+"""Type of functions that are called with the progress of a simulation: the steps done by all workers, the total number
+of steps, and the virtual seconds.
+"""
+FOR_JOBS = (
+    "is for jobs, and a script without job() sets this itself; pass it to the script after --, as in -- --lr 0.1 (in "
+    "Python, arguments=[…])"
+)
+IN_VIRTUAL_TIME = "has an effect in virtual time only; add --simulate (in Python, simulated=True), which needs a job"
+ON_PROCESSES = "is for real processes only; leave out either it or --simulate (in Python, simulated=True)"
+Out = Annotated[Path | str | None, Opt(help="Folder for the record (default: a new folder in runs/).", panel="Output")]
+JOB = Arg(
+    help="A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.",
+    nouns=("workload",),
+)
+STRATEGY = Opt(
+    help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
+    names=("--strategy", "-s"),
+    nouns=("strategy",),
+)
+
+
+@dataclass(frozen=True)
+class TrainedJob:
+    """What is trained, and how the workers coordinate."""
+
+    job: Annotated[str | Path, JOB]
+    strategy: Annotated[str | Strategy, STRATEGY]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """Where the record is kept."""
+
+    out: Out = None
+    overwrite: Annotated[bool, Opt(help="Replace the run that the folder of --out holds.", panel="Output")] = False
+
+
+@dataclass(frozen=True)
+class TrainOptions(
+    RecordOptions,
+    CheckpointOptions,
+    ProcessOptions,
+    BadGradientOptions,
+    DistributionOptions,
+    TrainingOptions,
+    TrainedJob,
+):
+    """Options of a run on real processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(
+    RecordOptions, BadGradientOptions, DistributionOptions, TrainingOptions, VirtualTimeOptions, TrainedJob
+):
+    """Options of a run in virtual time."""
+
+    workers: Workers = 16
+    cluster: Annotated[
+        str | Path | None,
+        Opt(
+            help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
+            "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML file.",
+            panel="Virtual time",
+        ),
+    ] = None
+    watch: Annotated[
+        Watch | None, Opt(help="Function that is called from time to time with the progress.", python=True)
+    ] = None
+
+
+@dataclass(frozen=True)
+class ComparedJob:
+    """What is trained, and with which strategies."""
+
+    job: Annotated[
+        str | Path,
+        Arg(
+            help="A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a "
+            "training script, which is launched with each strategy in place of the one that it names.",
+            metavar="JOB|SCRIPT",
+            nouns=("workload",),
+        ),
+    ]
+    strategies: Annotated[
+        Sequence[str | Strategy],
+        Opt(
+            help="Strategy to compare; repeat the option for several.", names=("--strategy", "-s"), nouns=("strategy",)
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(
+    ProcessOptions, DistributionOptions, TrainingOptions, VirtualTimeOptions, ScriptArguments, ComparedJob
+):
+    """Options of a comparison."""
+
+    simulated: Annotated[bool, Opt(help="Run in virtual time instead of on real processes.", names=("--simulate",))] = (
+        False
+    )
+    cluster: Annotated[str | Path | None, options_of(SimulateOptions)["cluster"][0]] = None
+    seeds: Annotated[
+        int,
+        Opt(
+            help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians.",
+            panel="Training",
+        ),
+    ] = 1
+    lr_grid: Annotated[
+        Sequence[float],
+        Opt(
+            help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate.",
+            panel="Training",
+            separated=True,
+        ),
+    ] = ()
+    reference: Annotated[
+        bool,
+        Opt(
+            help="Train one worker alone too, with as many samples: what are the other workers worth?",
+            names=("--reference/--no-reference",),
+        ),
+    ] = True
+    out: Out = None
+
+
+def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
+    """Return a decorator: the function, which has a structure of options as its only argument, is called with the
+    structure's fields as arguments instead. Its docstring gets a list of them.
+    """
+
+    def decorate(function: Callable[[S], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise UnknownName.among(f"argument of flockstep.{function.__name__}", name, signature.parameters)
+            return function(structure(*args, **kwargs))
+
+        described = options_of(structure)
+        signature = inspect.signature(structure)
+        shown = [one.replace(annotation=described[one.name][1]) for one in signature.parameters.values()]
+        lines = [
+            textwrap.fill(f"{name}: {option.help}", 110, initial_indent="    ", subsequent_indent="        ")
+            for name, (option, _, _) in described.items()
+        ]
+        head, sections, rest = (inspect.getdoc(function) or "").partition("\nReturns:")
+        called.__doc__ = head + "\n".join(["\nArgs:", *lines, ""]) + sections + rest
+        returned = inspect.signature(function).return_annotation
+        called.__signature__ = inspect.Signature(shown, return_annotation=returned)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+def configured(kind: Kind, options: Any, job: str, strategy: str) -> RunConfig:
+    """Return the configuration of a run that a structure of options describes.
+
+    Raises:
+        ConfigurationError: a value is invalid.
+    """
+    from flockstep.records.config import MetricTarget, RunConfig
+
+    given: dict[str, Any] = {}
+    for name, option in options_of_kind(kind):
+        if hasattr(options, name):
+            value = getattr(options, name)
+            given[name] = option.usual if value is None else value
+    every, steps = given.get("evaluate_every"), given.get("steps")
+    if given["target"] is not None:
+        if every is not None and steps is not None and every >= steps:
+            raise ConfigurationError(
+                f"target {given['target']} needs an evaluation before the last step, got evaluate_every {every:g} and "
+                f"steps {steps}; lower evaluate_every, or leave out the target"
+            )
+        target = MetricTarget.parse(given["target"])
+        given |= {"target": target.value, "metric": target.metric}
+    for name in ("imports", "faults", "arguments"):
+        if name in given:
+            given[name] = listed(name, given[name])
+    for name in ("checkpoint_every", "rank_output"):
+        if given.get(name) is not None:
+            given[name] = str(given[name])
+    for name in ("shared", "module", "prefix"):
+        if name in given:
+            given[name] = given[name] or None
+    return RunConfig(kind=kind, job=job, strategy=strategy, **given)
+
+
+def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
+    """Return the values of an argument that is a list.
+
+    A string is refused, because Python would iterate over its letters.
+
+    Raises:
+        ConfigurationError: `values` is a string.
+    """
+    if isinstance(values, str):
+        raise ConfigurationError(f"{name} must be a list, got {values!r}; write [{values!r}]")
+    return tuple(values)
+
+
+def refuse_idle(kind: Kind, options: CompareOptions) -> None:
+    """Refuse options of a comparison that have no effect on its kind of runs.
+
+    Raises:
+        ConfigurationError: such an option has another value than its default.
+    """
+    own = {name for name, _ in options_of_kind(kind)}
+    simulated = {name for name, _ in options_of_kind("simulate")} | {"cluster"}
+    jobs = {name for name, _ in options_of_kind("train")} | {"lr_grid"}
+    reasons = {
+        "train": dict.fromkeys(simulated - own, IN_VIRTUAL_TIME) | {"arguments": "is for scripts; leave it out"},
+        "simulate": dict.fromkeys(jobs - own - {"lr_grid"}, ON_PROCESSES)
+        | {"arguments": "is for scripts; leave it out"},
+        "launch": dict.fromkeys(simulated - own, IN_VIRTUAL_TIME) | dict.fromkeys(jobs - own, FOR_JOBS),
+    }[kind]
+    for name, (option, _, default) in options_of(CompareOptions).items():
+        value = getattr(options, name)
+        if name in reasons and value not in (default.default, None, (), []):
+            word = option.written(name)
+            raise ConfigurationError(
+                f"{word} {value[0] if isinstance(value, (tuple, list)) else value} {reasons[name]}"
+            )
+
+
+def rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
+    """Return the learning rates of a grid; the result is empty if no grid is given.
+
+    Raises:
+        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given in addition.
+    """
+    text = ",".join(f"{rate:g}" for rate in listed("lr_grid", grid))
+    if grid and lr is not None:
+        raise ConfigurationError(f"lr {lr:g} and lr_grid {text} contradict each other; give one of them")
+    if not all(0 < rate < math.inf for rate in grid) or len(set(grid)) < len(grid):
+        raise ConfigurationError(f"lr_grid must be different numbers > 0, got {text}; write 0.03,0.1,0.3")
+    return tuple(grid)
