@@ -195,5 +195,4 @@ def test_a_firewall_that_blocks_the_workers_alone_is_told_of(two: list[Host], tm
     for one in ended:
         assert re.search(r"worker [01] did not answer at tcp://10.77.0.1:2960\d \(\d+ attempts in \d+ s\)", one.err)
         assert "let the firewall allow the workers' ports" in one.err
-    assert not (tmp_path / "run").exists(), "the run ended before its first step"
     require_idle(two)

@@ -91,14 +91,12 @@ def test_generators_of_other_kinds_are_refused() -> None:
 def test_tensors_that_are_more_than_numbers_are_refused() -> None:
     torch = pytest.importorskip("torch")
     linear = torch.nn.Linear(2, 1)
-    for tensor, what in [
-        (linear.weight, "a torch.nn.parameter.Parameter with requires_grad=True"),
-        (torch.nn.Parameter(torch.ones(2), requires_grad=False), "a torch.nn.parameter.Parameter with"),
-        (torch.ones(2, requires_grad=True), "a torch.Tensor with requires_grad=True"),
-        (torch.eye(2).to_sparse(), "a tensor with layout torch.sparse_coo"),
-        (torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8), "a tensor of torch.qint8"),
-    ]:
-        with pytest.raises(ConfigurationError, match=rf"state\['w'\] is {what}.*, which cannot be saved: store plain"):
+    for tensor in (
+        linear.weight,
+        torch.eye(2).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
+    ):
+        with pytest.raises(ConfigurationError, match=r"state\['w'\] is not a plain tensor, and cannot be saved: store"):
             to_bytes({"w": tensor})
     found = from_bytes(to_bytes(linear.state_dict()))
     assert torch.equal(found["weight"], linear.weight)
@@ -132,8 +130,8 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
         (["data", 0, "os", "system", []], "os.system is not a data class"),
         (["data", 0, "subprocess", "Popen", [["args", "true"]]], "subprocess.Popen is not a data class"),
         (["data", 0, "no.such.module", "Thing", []], "cannot be read: KeyError: 'no.such.module'"),
-        (["data", 0, __name__, "Inner", [["other", 1]]], "Inner has no field 'other'"),
-        (["data", 0, __name__, "Inner", []], "Inner has no value for '"),
+        (["data", 0, __name__, "Inner", [["other", 1]]], "the fields of .*Inner differ from those saved: array, other"),
+        (["data", 0, __name__, "Inner", []], "the fields of .*Inner differ from those saved: array"),
         (["again", 3], "cannot be read: KeyError: 3"),
         (["array", 0, "float32", [3], True, b"xx"], "cannot be read: ValueError: buffer size"),
         (["unknown", 0, 1], "cannot be read: "),
@@ -157,8 +155,6 @@ def test_named_tuples_and_bounded_queues_keep_their_kind() -> None:
 
 
 def test_what_would_not_come_back_as_it_was_is_refused() -> None:
-    more = Inner(1)
-    more.extra = 2  # type: ignore[attr-defined]
-    for thing in (defaultdict(int), np.ma.masked_array([1, 2]), np.ones(2, ">f4"), more):
+    for thing in (defaultdict(int), np.ma.masked_array([1, 2]), np.ones(2, ">f4")):
         with pytest.raises(ConfigurationError, match="cannot be saved"):
             to_bytes(thing)

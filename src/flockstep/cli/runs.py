@@ -13,7 +13,6 @@ from click.exceptions import Exit
 
 from flockstep.cli import show
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.errors import Interrupted
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -75,21 +74,13 @@ def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gath
 
 @contextlib.contextmanager
 def _names_record(folder: Path) -> Iterator[None]:
-    """If the run fails, or is interrupted, after it has begun, name the folder of the record on standard error.
-
-    The record of a run that failed before its first step holds nothing, and is removed.
-    """
+    """If the run fails, or is interrupted, after it has begun, name the folder of the record on standard error."""
     before = RunFolder(folder).begun
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt):
         if RunFolder(folder).begun not in (None, before):
-            failed = not isinstance(error, (Interrupted, KeyboardInterrupt))
-            empty = failed and RunFolder(folder).discard_unstepped()
-            said = (
-                "record: none was kept, because the run ended before its first step" if empty else f"record: {folder}"
-            )
-            show.note(said)
+            show.note(f"record: {folder}")
         raise
 
 

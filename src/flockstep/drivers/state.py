@@ -10,11 +10,9 @@ import dataclasses
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path, PosixPath
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -34,7 +32,6 @@ _UNREADABLE = (
     ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, OverflowError, AssertionError
 )  # fmt: skip
 """Errors of numpy, torch and the classes of data for values that no state has."""
-_FIELD_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 STRUCTURE = "structure"
 """Name of the array that holds the encoding of everything except the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
@@ -113,7 +110,11 @@ class _Writer:
             data = self._stored(value, f"{number} {where}")
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if is_tensor(value):
-            _require_plain_tensor(value, where)
+            if value.requires_grad or value.is_quantized or str(value.layout) != "torch.strided":
+                raise ConfigurationError(
+                    f"{where} is not a plain tensor, and cannot be saved: store for example tensor.detach() or "
+                    "sparse.to_dense()"
+                )
             there = to_host(value)
             data = self._stored(there, f"{number} {where}")
             return ["tensor", number, there.dtype.name, list(there.shape), str(value.device), data]
@@ -138,7 +139,7 @@ class _Writer:
             return ["path", number, str(value)]
         if kind.__module__ == "torch" and kind.__name__ in ("device", "dtype"):
             return [kind.__name__, number, str(value).removeprefix("torch.")]
-        if (names := field_names(kind)) and not _more(value, names):
+        if names := _field_names(kind):
             held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
             parts = [[name, one if type(one) in _PLAIN else self.plain(one, f"{where}.{name}")] for name, one in held]
             return ["data", number, kind.__module__, kind.__qualname__, parts]
@@ -226,14 +227,12 @@ class _Reader:
         kind: Any = sys.modules[module]
         for part in name.split("."):
             kind = getattr(kind, part)
-        names = field_names(kind) if isinstance(kind, type) else ()
+        names = _field_names(kind) if isinstance(kind, type) else ()
         if not names:
             raise ProtocolError(f"{module}.{name} is not a data class")
-        given = {field for field, _ in parts}
-        if unknown := given.difference(names):
-            raise ProtocolError(f"{module}.{name} has no field {min(unknown)!r}")
-        if missing := _required(kind) - given:
-            raise ProtocolError(f"{module}.{name} has no value for {min(missing)!r}")
+        saved = {field for field, _ in parts}
+        if wrong := saved.difference(names) | (_required(kind) - saved):
+            raise ProtocolError(f"the fields of {module}.{name} differ from those saved: {', '.join(sorted(wrong))}")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
         if issubclass(kind, tuple):
@@ -265,32 +264,8 @@ def _seeds_of(generator: np.random.Generator, where: str) -> dict[str, Any]:
     return {name: getattr(seeds, name) for name in ("entropy", "spawn_key", "pool_size", "n_children_spawned")}
 
 
-def _require_plain_tensor(tensor: Any, where: str) -> None:
-    """Raise `ConfigurationError` if a tensor is more than its numbers."""
-    kind = type(tensor)
-    if kind.__module__ != "torch" or kind.__name__ != "Tensor" or tensor.requires_grad:
-        what = f"a {kind.__module__}.{kind.__qualname__} with requires_grad={tensor.requires_grad}"
-    elif str(tensor.layout) != "torch.strided":
-        what = f"a tensor with layout {tensor.layout}"
-    elif tensor.is_quantized:
-        what = f"a tensor of {tensor.dtype}"
-    else:
-        return
-    raise ConfigurationError(
-        f"{where} is {what}, which cannot be saved: store plain tensors, such as those of tensor.detach(), "
-        "sparse.to_dense() and model.state_dict()"
-    )
-
-
-def field_names(kind: type) -> tuple[str, ...]:
+def _field_names(kind: type) -> tuple[str, ...]:
     """Names of the fields of a data class, a struct or a named tuple; empty for any other class."""
-    names = _FIELD_NAMES.get(kind)
-    if names is None:
-        names = _FIELD_NAMES[kind] = _find_field_names(kind)
-    return names
-
-
-def _find_field_names(kind: type) -> tuple[str, ...]:
     if issubclass(kind, tuple):
         return tuple(getattr(kind, "_fields", ()))
     if dataclasses.is_dataclass(kind):
@@ -307,9 +282,3 @@ def _required(kind: Any) -> frozenset[str]:
     unset = dataclasses.MISSING
     own = (one for one in dataclasses.fields(kind) if one.init)
     return frozenset(one.name for one in own if one.default is unset and one.default_factory is unset)
-
-
-def _more(value: Any, names: tuple[str, ...]) -> set[str]:
-    """Names of attributes that are neither fields nor cached properties."""
-    more = getattr(value, "__dict__", {}).keys() - names
-    return {name for name in more if not isinstance(getattr(type(value), name, None), cached_property)}

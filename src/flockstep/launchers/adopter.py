@@ -162,7 +162,7 @@ class Adopter:
             with record.created(config, False):
                 supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, record, hosts)
         except FlockstepError:
-            if record.begun is not None and not record.discard_unstepped():
+            if record.begun is not None:
                 on_stderr(f"the record is written to {place}")
             raise
         on_stderr(f"the record is written to {place}")

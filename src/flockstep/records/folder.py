@@ -30,18 +30,14 @@ from flockstep.records.checkpoints import CHECKPOINTS
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import (
     HELD_BACK,
-    ClockEvent,
     EvaluationEvent,
     Event,
-    HostsEvent,
     LostEvent,
     MetricEvent,
-    NodeEvent,
     NoteEvent,
     ReplicaEvent,
     ResultEvent,
     ScalarEvent,
-    SpanEvent,
     StepEvent,
 )
 from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
@@ -178,26 +174,6 @@ class RunFolder:
             set_readers(self.path, bool(config.shared))
             self.write_config(config)
             yield
-
-    def discard_unstepped(self) -> bool:
-        """Remove the record of a run that ended before its first step; return whether the folder now holds no record.
-
-        The folder is kept if the record contains events other than the start and the loss of nodes, the exchange and
-        the evaluation of the first model, such as events of communicators, or if the folder holds other files, such as
-        the output of scripts.
-        """
-        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER}
-        if not self.config_file.exists():
-            return True
-        events = self.read_events()
-        first = any(isinstance(event, ResultEvent) and event.step == 0 for event in events)
-        own |= {"result.npy", "schema.json"} if first else set()
-        if (self._computed() is not None and not first) or any(file.name not in own for file in self.path.iterdir()):
-            return False
-        if not all(_before_training(event, first) for event in events):
-            return False
-        shutil.rmtree(self.path)
-        return True
 
     @contextlib.contextmanager
     def resumed(
@@ -467,16 +443,6 @@ def _array_of(path: Path) -> FlatArray:
         raise ValueError(f"its header declares an array of shape {shape} and dtype {dtype}, but {held} bytes follow")
     array: FlatArray = np.load(path, allow_pickle=False)
     return array
-
-
-def _before_training(event: Event, joined: bool) -> bool:
-    """Whether a run that fails before its first step may have written this event; `joined`: its nodes had exchanged the
-    first model.
-    """
-    if joined and isinstance(event, (SpanEvent, NodeEvent, ResultEvent)):
-        return not isinstance(event, NodeEvent) or event.steps == 0
-    first = isinstance(event, EvaluationEvent) and event.step == 0
-    return first or isinstance(event, (ClockEvent, HostsEvent, LostEvent))
 
 
 def _may_go(file: Path) -> bool:
