@@ -1,4 +1,4 @@
-"""The private folders of a run outside its record, for sockets and for files that the record's disk does not take.
+"""The private folders of a run outside its record, for sockets.
 
 A process removes its own folders, and each run removes those that killed processes have left.
 """

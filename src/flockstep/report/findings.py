@@ -41,12 +41,12 @@ def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
     if (why := unranked([one.record.summary for one in series])) is not None:
-        return [why, *_quality(usable), *_caveats(usable, seeds)]
+        return [why, *_incidents(usable), *_caveats(usable, seeds)]
     hits = _hits(usable)
     found = [*over_one_worker([one.record.summary for one in series], seeds), *_first(usable, hits, seeds)]
     if len(hits) > 1:
         found += _why(hits[0], hits[-1])
-    found += _quality(usable)
+    found += _incidents(usable)
     return [*found, *_caveats(usable, seeds)]
 
 
@@ -118,18 +118,8 @@ def _why(fast: _Hit, slow: _Hit) -> list[str]:
     return [f"{head}both needed about as many samples, and it processed {pace}."]
 
 
-def _quality(series: Sequence[Series]) -> list[str]:
-    found = []
-    partial = [
-        f"{one.label} {formatting.share(share)}"
-        for one in series
-        if (share := one.record.summary.completeness) is not None and share < 1
-    ]
-    if partial:
-        found.append(
-            f"Not every update took effect on all nodes: communication completeness was {formatting.listed(partial)}."
-        )
-    found += [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
+def _incidents(series: Sequence[Series]) -> list[str]:
+    found = [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
     lost = [one.label for one in series if one.record.summary.lost]
     if lost:
         found.append(f"Nodes were lost during {formatting.listed(lost)}; a list below names these nodes.")
