@@ -154,8 +154,7 @@ class DistributionOptions:
     """Options about which worker has which part of the data and of the model."""
 
     split: Annotated[
-        str,
-        _training(help="How data is split over workers: iid, by-label, dirichlet(alpha).", nouns=("split",)),
+        str, _training(help="How data is split over workers: iid, by-label, dirichlet(alpha).", nouns=("split",))
     ] = "iid"
     partition: Annotated[
         str | None,

@@ -58,8 +58,7 @@ def layers(
         int, Opt(names=("--workers", "-n"), help="Number of workers over which the data, or one layer, is split.")
     ] = 16,
     everything: Annotated[
-        bool,
-        Opt(names=("--all",), help="Show every layer (default: a long table omits layers without parameters)."),
+        bool, Opt(names=("--all",), help="Show every layer (default: a long table omits layers without parameters).")
     ] = False,
     as_json: o.Json = False,
 ) -> None:

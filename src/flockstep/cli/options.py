@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 _host = partial(Opt, panel="Several hosts")
 Imports = Annotated[tuple[str, ...], options_of(CommonOptions)["imports"][0]]
 Json = Annotated[
-    bool,
-    Opt(help="Print one JSON document on standard output, and progress on standard error.", names=("--json",)),
+    bool, Opt(help="Print one JSON document on standard output, and progress on standard error.", names=("--json",))
 ]
 Resumes = Annotated[
     bool,
@@ -41,8 +40,7 @@ Resumes = Annotated[
     ),
 ]
 SecretFile = Annotated[
-    Path | None,
-    _host(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET)."),
+    Path | None, _host(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET).")
 ]
 MeetTimeout = Annotated[float, _host(help="Seconds within which all hosts must have joined.")]
 HostAddress = Annotated[
@@ -97,8 +95,7 @@ class HostOptions:
         str | None, _host(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
     ] = None
     separate_coordinator: Annotated[
-        bool,
-        _host(help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0."),
+        bool, _host(help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.")
     ] = False
     secret_file: SecretFile = None
     timeout: MeetTimeout = 600.0
@@ -228,9 +225,7 @@ def _by_ssh(
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
     refuse(
-        context,
-        ("on", "nodes", *BY_HAND, *FOR_SUBMISSION),
-        "cannot be combined with --hosts; leave one of them out",
+        context, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION), "cannot be combined with --hosts; leave one of them out"
     )
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ssh import ssh_hosts

@@ -264,11 +264,7 @@ def kind_of(job: str | Path, simulated: bool) -> Kind:
 
 
 def carry_out_all(
-    grid: Grid,
-    out: Path,
-    execute: Execute,
-    say: Callable[[str], None],
-    conclude: Callable[[Comparison], None],
+    grid: Grid, out: Path, execute: Execute, say: Callable[[str], None], conclude: Callable[[Comparison], None]
 ) -> Comparison:
     """Run the configurations of `grid` that have no finished run in `out`, and rank all runs.
 

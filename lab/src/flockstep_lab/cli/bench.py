@@ -36,8 +36,7 @@ RANKS = {
 """Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
 Rounds = Annotated[
-    int,
-    Opt(names=("--rounds", "-r"), help="Number of repetitions; the median of the repetitions is shown."),
+    int, Opt(names=("--rounds", "-r"), help="Number of repetitions; the median of the repetitions is shown.")
 ]
 Sizes = Annotated[str, Opt(help="Sizes of the array in bytes, such as 4096,1048576.")]
 Json = Annotated[bool, Opt(names=("--json",), help="Print one JSON document.")]
@@ -62,10 +61,7 @@ def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, a
 
 
 def collectives(
-    workers: Annotated[
-        str,
-        Opt(names=("--workers", "-n"), help="Numbers of processes."),
-    ] = "2,4",
+    workers: Annotated[str, Opt(names=("--workers", "-n"), help="Numbers of processes.")] = "2,4",
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
     implementation: Annotated[
@@ -128,16 +124,10 @@ def codecs(
 
 
 def simulator(
-    replicas: Annotated[
-        str,
-        Opt(names=("--replicas", "-n"), help="Numbers of replicas."),
-    ] = "16,64,256",
+    replicas: Annotated[str, Opt(names=("--replicas", "-n"), help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
     steps: Annotated[int, Opt(help="Number of steps of each worker in a simulation.")] = 20,
-    workload: Annotated[
-        str,
-        Opt(names=("--workload", "-w"), help="Workload to train, such as tabular."),
-    ] = "softmax",
+    workload: Annotated[str, Opt(names=("--workload", "-w"), help="Workload to train, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -168,8 +158,7 @@ def prediction(
     bandwidths: Annotated[str, Opt(help="Bandwidths of the links, separated by commas.")] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, Opt(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
-        int,
-        Opt(names=("--workers", "-n"), help="Number of processes; each process runs on its own virtual host."),
+        int, Opt(names=("--workers", "-n"), help="Number of processes; each process runs on its own virtual host.")
     ] = 4,
     draw: Annotated[
         int, Opt(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
