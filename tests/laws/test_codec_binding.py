@@ -74,18 +74,6 @@ def test_what_arrives_as_it_is_beside_a_damped_codec_has_plain_momentum():
         assert np.array_equal(bound.decode(data, 500, "float32")[400:], u)
 
 
-def test_a_damped_codec_takes_tensors():
-    torch = pytest.importorskip("torch")
-    x = normal(100)
-    for codec in (Damped(Qsgd(1, bucket=64)), bound_codec(BySize(Qsgd(1), limit=100), Residual(), SHAPES, 0)):
-        x = normal(100 if isinstance(codec, Damped) else 500)
-        data = codec.encode(torch.from_numpy(x), np.random.default_rng(3))
-        ours = codec.encode(x, np.random.default_rng(3))
-        assert data.numpy().tobytes() == ours.tobytes()
-        decoded = codec.decode(data, len(x), "float32")
-        assert np.array_equal(decoded.numpy(), codec.decode(ours, len(x), "float32"))
-
-
 def spread_of_mean(codec, x, workers=8, steps=60):
     """Mean squared distance of the mean over workers, all of whom hold `x`, from what one elements' choice sends."""
     own, total = [np.random.default_rng((rank, 7)) for rank in range(workers)], 0.0

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from flockstep.codecs.half import Half
 from flockstep.codecs.identity import Identity
-from flockstep.errors import CompositionError, ProtocolError
+from flockstep.errors import CompositionError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import check_composition
@@ -42,19 +42,6 @@ def test_half_is_numpys_rounding_but_saturates(array):
     assert np.array_equal(decoded[saturated], np.copysign(np.float32(65504), array[saturated]))
 
 
-def test_half_says_what_happens_out_of_range():
-    array = np.array([1e6, -1e6, np.inf, -np.inf, np.nan, 1e-9, 65504], np.float32)
-    decoded = Half().decode(Half().encode(array, rng()), 7, "float32")
-    assert np.array_equal(decoded, np.float32([65504, -65504, np.inf, -np.inf, np.nan, 0, 65504]), equal_nan=True)
-
-
-def test_half_contracts_by_its_stated_bound():
-    # The worst element lies halfway between 2⁻²⁴ and 2·2⁻²⁴: its error is a third of it.
-    worst = np.array([1.5 * 2.0**-24])
-    error = worst - Half().decode(Half().encode(worst, rng()), 1, "float64")
-    assert (error**2).sum() == pytest.approx((worst**2).sum() / 9)
-
-
 @pytest.mark.parametrize("codec", [Identity(), Half()])
 def test_the_wire_is_little_endian(codec):
     big = np.array([1.0, 2.0], ">f4")
@@ -65,12 +52,6 @@ def test_golden_bytes():
     one = np.array([1.0, -2.0], np.float32)
     assert Identity().encode(one, rng()).tobytes().hex() == "0000803f000000c0"
     assert Half().encode(one, rng()).tobytes().hex() == "003c00c0"
-
-
-@pytest.mark.parametrize("codec", [Identity(), Half()])
-def test_a_wrong_length_names_both_numbers(codec):
-    with pytest.raises(ProtocolError, match=r"needs \d+ bytes for 3 .*got 5"):
-        codec.decode(np.zeros(5, np.uint8), 3, "float32")
 
 
 @pytest.mark.oracle("feedback:residual")
@@ -88,35 +69,6 @@ def test_residual_loses_nothing():
         wanted += gradient
     assert np.allclose(sent + error, wanted, rtol=0, atol=1e-5)
     assert np.abs(sent - wanted).max() > 0
-
-
-def test_residual_sends_later_what_is_too_small_now():
-    tiny, error, arrived = np.full(3, 2.0**-27, np.float32), None, np.zeros(3, np.float32)
-    for _ in range(64):
-        data, error = Residual().encode(Half(), tiny, error, rng())
-        arrived += Half().decode(data, 3, "float32")
-    # At most half of float16's smallest step is still held back.
-    assert np.abs(arrived - 64 * tiny).max() <= 2.0**-25
-    dropped, _ = NoFeedback().encode(Half(), tiny, None, rng())
-    assert not dropped.any(), "without feedback the same value never arrives"
-
-
-def test_a_lossless_codec_leaves_no_error():
-    _, error = Residual().encode(Identity(), np.float32([1, 2]), np.float32([3, 4]), rng())
-    assert error is not None
-    assert not error.any()
-
-
-def test_the_senders_array_stays_as_it_is():
-    array, error = np.float32([1e-9, 2]), np.float32([1, 1e-9])
-    Residual().encode(Half(), array, error, rng())
-    assert array.tolist() == np.float32([1e-9, 2]).tolist()
-
-
-@pytest.mark.parametrize("codec", [Identity(), Half()])
-@pytest.mark.parametrize("feedback", [NoFeedback(), Residual()])
-def test_contractions_compose_with_every_feedback(codec, feedback):
-    check_composition(codec, feedback)
 
 
 def test_residual_refuses_what_is_no_contraction():

@@ -22,25 +22,11 @@ CODECS = [Int8(), Int8(stochastic=True), OneBit(), Sign(), Sign(scaled=False), T
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_named(codec, dtype, value):
-    x = rng().normal(size=1500).astype(numpy_dtype(dtype))
-    x[1234] = value
-    with pytest.raises(Diverged, match=rf"cannot encode {value} at element 1234 with \w+; lower the learning rate"):
-        codec.encode(x, rng())
-    if dtype == "float32":
-        with pytest.raises(Diverged, match="at element 1234"):
-            codec.encode_residual(x, np.zeros_like(x), rng())
-
-
-@pytest.mark.parametrize("codec", [*CODECS, Bfloat16()], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_whole_range_in_one_array(codec, dtype):
-    low, high = {"float16": (-7, 4), "float64": (-300, 150)}.get(dtype, (-38, 38))
-    x = (np.logspace(low, high, 200) * rng().choice([-1, 1], 200)).astype(numpy_dtype(dtype))
-    decoded = codec.decode(codec.encode(x, rng()), 200, dtype)
-    assert np.isfinite(decoded.astype(np.float64)).all()
+def test_what_is_not_finite_with_a_residual_is_named(codec):
+    x = rng().normal(size=1500).astype(np.float32)
+    x[1234] = np.nan
+    with pytest.raises(Diverged, match=r"cannot encode nan at element 1234 with \w+; lower the learning rate"):
+        codec.encode_residual(x, np.zeros_like(x), rng())
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -99,50 +85,3 @@ def test_bytes_may_lie_anywhere(codec):
     codec.add_decoded(shifted, out, 0.5)
     codec.add_decoded(data, plain, 0.5)
     assert np.array_equal(out, plain)
-
-
-TORCH = [*CODECS, Bfloat16(), OneBit().bind_shapes([(30, 20), (33,)]), Qsgd(levels=16, bucket=64), Int8(block=9)]
-
-
-@pytest.mark.parametrize("codec", TORCH, ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_tensors_give_the_same_bytes_as_arrays(codec, dtype):
-    torch = pytest.importorskip("torch")
-    x = rng(1).standard_t(3, 633).astype(dtype)
-    tensor = torch.from_numpy(x.copy())
-    data, mine = codec.encode(x, rng(5)), codec.encode(tensor, rng(5))
-    assert isinstance(mine, torch.Tensor)
-    assert mine.dtype == torch.uint8
-    decoded, theirs = codec.decode(data, 633, dtype), codec.decode(mine, 633, dtype)
-    assert np.array_equal(mine.numpy(), data)
-    assert np.array_equal(theirs.numpy(), decoded)
-    out = torch.ones(633, dtype=theirs.dtype)
-    codec.add_decoded(mine, out, -0.5)
-    plain = np.ones(633, dtype)
-    codec.add_decoded(data, plain, -0.5)
-    assert np.allclose(out.numpy(), plain, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
-    error = torch.zeros(633, dtype=theirs.dtype)
-    again = codec.encode_residual(tensor, error, rng(5))
-    assert torch.equal(again, mine)
-    assert torch.equal(error, tensor - theirs)
-    assert np.array_equal(tensor.numpy(), x)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_is_not_finite_in_a_tensor_is_named(codec):
-    torch = pytest.importorskip("torch")
-    tensor = torch.ones(100)
-    tensor[17] = float("nan")
-    with pytest.raises(Diverged, match="nan at element 17"):
-        codec.encode(tensor, rng())
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_bfloat16_tensors_and_arrays_give_the_same_bytes(codec):
-    torch = pytest.importorskip("torch")
-    tensor = torch.from_numpy(rng(2).normal(size=300).astype(np.float32)).to(torch.bfloat16)
-    array = tensor.to(torch.float32).numpy().astype(numpy_dtype("bfloat16"))
-    data = codec.encode(array, rng(3))
-    assert np.array_equal(codec.encode(tensor, rng(3)).numpy(), data)
-    decoded = codec.decode(torch.from_numpy(data.copy()), 300, "bfloat16")
-    assert np.array_equal(decoded.to(torch.float32).numpy(), codec.decode(data, 300, "bfloat16").astype(np.float32))

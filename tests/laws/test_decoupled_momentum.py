@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flockstep.codecs.dct import Dct
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
@@ -86,35 +85,6 @@ def test_the_oracle_notices_what_is_wrong(wrong):
     run = run_strategy(TEXT, 3, STEPS, job=wide_job())
     assert close(run.result, oracle(3)[0])
     assert not close(run.result, oracle(3, **wrong)[0])
-
-
-def test_what_is_sent_is_taken_off():
-    """delta after a step + what was sent = beta delta before + lr g."""
-    n, job = 3, wide_job()
-    before, after = (run_strategy(TEXT, n, steps, job=job) for steps in (STEPS - 1, STEPS))
-    codec, source = Dct(3, 7).bind_shapes([(FEATURES, CLASSES), (CLASSES,)]), GradientSource(n, job)
-    for rank in range(n):
-        for _ in range(STEPS - 1):
-            source.gradient(rank, before.result)
-        old = 0.9 * before.nodes[rank].state.delta + 0.02 * source.gradient(rank, before.result)
-        sent = codec.decode(codec.encode(old, np.random.default_rng()), old.size, "float64")
-        assert close(after.nodes[rank].state.delta + sent, old)
-        assert np.abs(after.nodes[rank].state.delta).max() > 1e-4
-
-
-def test_all_coefficients_leave_nothing():
-    """k = chunk²: delta is 0, and what remains is the sign of the mean gradient."""
-    n, lr = 3, 0.02
-    run = run_strategy("decoupled_momentum(k=4096)", n, STEPS, job=wide_job())
-    assert not any(run.nodes[rank].state.delta.any() for rank in range(n))
-    source = GradientSource(n, wide_job())
-    w = source.start()
-    for _ in range(STEPS):
-        total = np.zeros_like(w)
-        for rank in range(n):
-            total += lr * source.gradient(rank, w)
-        w -= lr * np.sign(total)
-    assert equal_bits(run.result, w)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

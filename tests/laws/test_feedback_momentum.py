@@ -88,40 +88,6 @@ def test_a_feedback_that_does_not_mask_is_noticed():
     assert not agrees(KeepsMomentum(0.9))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_with_everything_sent_and_no_masking_it_is_momentum_sgd(nesterov):
-    u = np.zeros(SIZE)
-    for (sent, _, kept), g in zip(run(TopK(1.0), Momentum(0.9, nesterov, masking=False)), gradients(), strict=True):
-        u = 0.9 * (u + g) if nesterov else 0.9 * u + g
-        assert np.allclose(sent, u + g if nesterov else u, rtol=1e-5, atol=1e-5)
-        assert not kept.any()
-
-
-def test_with_everything_sent_and_masking_there_is_no_momentum():
-    for (sent, u, v), g in zip(run(TopK(1.0), Momentum()), gradients(), strict=True):
-        assert np.array_equal(sent, g)
-        assert not u.any()
-        assert not v.any()
-
-
-@pytest.mark.parametrize("codec", [TopK(0.02), TopK(0.05, values=Half()), Half()], ids=str)
-def test_without_masking_all_that_was_sent_and_v_is_the_sum_of_all_momenta(codec):
-    total, momenta, u = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
-    for (sent, _, v), g in zip(run(codec, Momentum(0.9, masking=False)), gradients(), strict=True):
-        total += sent
-        u = 0.9 * u + g
-        momenta += u
-        assert np.allclose(total + v, momenta, rtol=0, atol=1e-3)
-    assert np.abs(v).max() > 0
-
-
-@pytest.mark.parametrize("codec", [TopK(0.02), TopK(0.05, values=Half())], ids=str)
-def test_masking_clears_both_where_something_was_sent(codec):
-    for sent, u, v in run(codec, Momentum()):
-        assert not u[sent != 0].any()
-        assert not v[sent != 0].any()
-
-
 @pytest.mark.parametrize("codec", [Half(), OneBit(), Damped(Qsgd(1))], ids=str)
 def test_masking_leaves_what_a_codec_sends_of_every_element(codec):
     for masked, unmasked in zip(run(codec, Momentum()), run(codec, Momentum(masking=False)), strict=True):

@@ -107,32 +107,6 @@ def test_replicas_and_factors_are_equal_in_every_bit(n, dtype, collective):
     assert not equal_bits(*(run.nodes[rank].state.error for rank in range(n)))
 
 
-@pytest.mark.parametrize("warm", ["true", "false"])
-def test_exact_when_the_rank_is_no_smaller_than_the_matrix_has(warm):
-    """Inputs of rank 2 give gradients of rank 2."""
-    job = wide_job(rank=2)
-    dense = run_strategy("all_reduce", 3, STEPS, job=job)
-    for rank in (2, 3):
-        run = run_strategy(f"powersgd({rank}, warm_start={warm})", 3, STEPS, job=job)
-        assert close(run.result, dense.result)
-        assert all(np.abs(node.state.error).max() < 1e-9 for node in run.nodes.values())
-    assert not close(run_strategy("powersgd(1)", 3, STEPS, job=job).result, dense.result)
-
-
-def test_what_is_applied_and_what_is_kept_add_up_to_the_gradients():
-    """Sum over steps of the mean gradient = what moved the model ÷ lr + the mean error kept."""
-    n, lr, job = 4, 0.1, wide_job()
-    whole = run_strategy("powersgd(1)", n, STEPS, job=job)
-    moved, source = -(whole.result - GradientSource(n, job).start()) / lr, GradientSource(n, job)
-    total = np.zeros_like(moved)
-    for step in range(STEPS):
-        at = run_strategy("powersgd(1)", n, step, job=job).result if step else source.start()
-        total += np.mean([source.gradient(rank, at) for rank in range(n)], axis=0)
-    kept = np.mean([whole.nodes[rank].state.error for rank in range(n)], axis=0)
-    assert np.allclose(moved + kept, total, rtol=0, atol=1e-12)
-    assert np.abs(kept).max() > 0.01
-
-
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("rank", [1, 2, 5])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -71,28 +71,6 @@ def test_the_oracle_notices_what_is_wrong(wrong):
     assert not equal_bits(run.result, oracle(3, **wrong)[0])
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_lossless_codec_makes_it_all_reduce(n):
-    """But for the order of the sum, which is that of scatter-reduce."""
-    ours, theirs = (run_strategy(s, n, STEPS) for s in ("two_way(identity, none)", "scatter_reduce"))
-    assert equal_bits(ours.result, theirs.result)
-
-
-def test_nothing_is_lost_on_both_ways():
-    """Sum of the mean gradients = what moved the model ÷ lr + the mean error + the owners' errors."""
-    n, lr, job = 3, 0.1, small_job(dtype="float64")
-    whole = run_strategy("two_way(half, residual)", n, STEPS, job=job)
-    total, source = np.zeros(SIZE), GradientSource(n, job)
-    start = source.start()
-    for step in range(STEPS):
-        at = run_strategy("two_way(half, residual)", n, step, job=job).result if step else start
-        total += np.mean([source.gradient(rank, at) for rank in range(n)], axis=0)
-    states = [whole.nodes[rank].state for rank in range(n)]
-    kept = np.mean([np.concatenate(s.gradients) for s in states], axis=0) + np.concatenate([s.mean for s in states])
-    assert np.allclose((start - whole.result) / lr + kept, total, rtol=0, atol=1e-13)
-    assert np.abs(kept).max() > 1e-6
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 20])
 def test_bytes_are_exact(n):
     run = run_strategy("two_way(half, residual)", n, STEPS)

@@ -76,8 +76,3 @@ def test_unpacking_read_only_and_strided_bytes():
     spread = np.repeat(data, 2)[::2]
     spread.flags.writeable = False
     assert np.array_equal(on_numpy.unpack(spread, 64, 3), codes)
-
-
-def test_the_reference_notices_a_wrong_order_of_bits():
-    codes = np.array([1, 2, 3, 4, 5, 6, 7, 0], np.uint8)
-    assert not np.array_equal(plain_packed(codes[::-1], 3), on_numpy.pack(codes, 3))
