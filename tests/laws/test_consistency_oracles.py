@@ -12,11 +12,7 @@ import pytest
 
 from flockstep.records.events import UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.access import CachedCopies
-from flockstep.strategies.server_updates.plain import Plain
 from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy, small_job
-
-APPLY, EXCHANGE = Plain.apply, CachedCopies.exchange
 
 STEPS = 15
 RATE = 0.1
@@ -300,45 +296,6 @@ def test_the_sum_over_updates_notices_another_bound_another_table_and_another_we
         *(table(other, s=2, compute=STRAGGLER) for other in ("ssp", "essp", "cached_ssp") if other != reads),
     ]
     assert all(apart(run.server, theta) > 1e-4 for theta in wrong)
-
-
-@pytest.mark.negative_control("consistency:ssp", "consistency:essp", "consistency:cached_ssp")
-@pytest.mark.parametrize("reads", ["ssp", "essp", "cached_ssp"])
-def test_averaging_what_is_released_together_is_noticed(reads, monkeypatch):
-    """A step of full length for every group: a gradient that comes alone counts n times (decision 0020)."""
-    monkeypatch.setattr(Plain, "apply", lambda rule, me, state, group, share=1.0: APPLY(rule, me, state, group, 1.0))
-    run, theta = tables(reads, 2, STRAGGLER)
-    assert apart(run.server, theta) > 1e-3
-
-
-@pytest.mark.parametrize("weight", ["mean", "sum"])
-@pytest.mark.parametrize("reads", ["essp", "cached_ssp"])
-def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monkeypatch):
-    """Read-my-writes: the first update of the copy is minus the learning rate, or 1/n of it, times the gradient."""
-    seen = []
-
-    async def watched(self, me, state, parts, pushes, gradient, full_step):
-        before = me.params.copy()
-        await EXCHANGE(self, me, state, parts, pushes, gradient, full_step)
-        if me.step == 1:
-            seen.append((before, gradient.copy(), state.own[0][1].copy()))
-
-    monkeypatch.setattr(CachedCopies, "exchange", watched)
-    run, _ = tables(reads, 3, STRAGGLER, weight)
-    assert len(seen) == 4
-    rate = RATE / 4 if weight == "mean" else RATE
-    assert all(np.allclose(own, -rate * gradient, rtol=0, atol=1e-15) for _, gradient, own in seen)
-    assert {update.weight for update in run.of(UpdateEvent)} == {rate / RATE}
-
-
-@pytest.mark.negative_control("consistency:essp", "consistency:cached_ssp")
-@pytest.mark.parametrize("reads", ["essp", "cached_ssp"])
-def test_missing_own_writes_are_noticed(reads, monkeypatch):
-    _, theta = tables(reads, 2, STRAGGLER)
-    assert apart(table(reads, s=2, compute=STRAGGLER, own_writes=False), theta) > 1e-4
-    if reads == "essp":  # a copy that was asked for holds them all
-        monkeypatch.setattr("flockstep.strategies.access._missing", lambda state, held: [])
-        assert apart(tables(reads, 2, STRAGGLER)[0].server, theta) > 1e-4
 
 
 @pytest.mark.parametrize("workers", [3, 5, 7])

@@ -92,15 +92,6 @@ def test_every_sample_counts_at_most_once_in_an_epoch_and_enough_of_them_do():
         assert 0.75 * 4 * LENGTH <= sum(batch[1] == epoch for batch in pushed) <= 4 * LENGTH
 
 
-def test_who_waits_for_everyone_waits_for_the_slowest():
-    seconds = {
-        share: run_strategy(f"epoch_server({share}, {LENGTH})", 4, 3 * LENGTH, compute=STRAGGLER).seconds
-        for share in (0.5, 0.75, 1.0)
-    }
-    assert seconds[0.5] < seconds[0.75] < seconds[1.0]
-    assert seconds[0.75] < 0.7 * seconds[1.0]
-
-
 def test_an_epoch_ends_without_the_dead():
     run = run_strategy(f"epoch_server(1, {LENGTH})", 4, 3 * LENGTH, faults=["dies(3, 0.2)"])
     taken = Counter(event.rank for event in run.of(StepEvent))

@@ -100,22 +100,6 @@ class Written(np.ndarray):
         super().__setitem__(index, value)
 
 
-@pytest.mark.parametrize("compute", ["constant(1)", "exponential(1)", "speeds(exponential(1), (1, 5, 2))"])
-def test_with_disjoint_supports_every_interleaving_is_the_serial_run(compute):
-    run = run_strategy("hogwild", 3, 8, job=disjoint_job(), compute=compute)
-    source = GradientSource(3, disjoint_job())
-    w = source.start()
-    for rank in range(3):
-        for _ in range(8):
-            w -= 0.25 * source.gradient(rank, w)
-    assert equal_bits(run.result, w)
-
-
-def test_nothing_is_lost_where_updates_take_no_time():
-    run = run_strategy("hogwild", 4, 10, compute="exponential(1)")
-    assert {figure.name: figure.value for figure in run.of(ScalarEvent)} == {"updates": 4 * 10 * 18, "lost_updates": 0}
-
-
 @dataclass(frozen=True)
 class Overtaken(Hogwild):
     """Writes back what it had read before it computed: what others did meanwhile is lost, as in a race."""

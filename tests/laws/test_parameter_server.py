@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.messages import LEAVE, server
+from flockstep.messages import server
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Asynchronous, BulkSynchronous
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, Watched, equal_bits, run_strategy, small_job
@@ -71,17 +70,6 @@ def bound(consistency):
     return {"bsp": 0, "asynchronous": math.inf}.get(consistency) if "(" not in consistency else int(consistency[4:-1])
 
 
-@pytest.mark.parametrize("consistency", ALL)
-@pytest.mark.parametrize("shards", [1, 2, 5, 18, 20])
-def test_alone_is_plain_sgd(consistency, shards):
-    source = GradientSource()
-    w = source.start()
-    for _ in range(STEPS):
-        w -= np.float32(0.1) * source.gradient(0, w)
-    run = run_strategy(f"ps({consistency}, shards={shards})", 1, STEPS)
-    assert equal_bits(w, run.result, run.server)
-
-
 @pytest.mark.oracle("strategy:ps", "server_update:plain")
 @pytest.mark.parametrize("consistency", ALL)
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
@@ -100,13 +88,6 @@ def test_equals_the_oracle_with_a_straggler_on_shards(consistency):
     assert equal_bits(ends(run), oracle(4, bound(consistency), compute))
 
 
-def test_the_oracle_tells_the_bounds_apart():
-    compute = "speeds(exponential(0.05), (1, 1, 1, 6))"
-    results = [oracle(4, s, compute) for s in (0, 1, 2, 3, math.inf)]
-    assert len({result[0].tobytes() for result in results}) == 5
-    assert [equal_bits(*result) for result in results] == [True, False, False, False, False]
-
-
 @pytest.mark.parametrize("shards", [2, 3, 7, 18])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1, momentum=0.9, weight_decay=0.01)", "adam(lr=0.02)"])
 def test_sharding_changes_no_bit_of_bulk_synchronous(shards, optimizer):
@@ -115,12 +96,6 @@ def test_sharding_changes_no_bit_of_bulk_synchronous(shards, optimizer):
     cut = run_strategy(f"ps(bsp, shards={shards})", 4, STEPS, job=job)
     assert equal_bits(whole.result, cut.result)
     assert equal_bits(*whole.replicas, *cut.replicas)
-
-
-def test_bulk_synchronous_equals_all_reduce_up_to_rounding():
-    job = small_job(dtype="float64")
-    one, other = (run_strategy(text, 4, STEPS, job=job).result for text in ("ps(bsp)", "all_reduce"))
-    assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("consistency", ALL)
@@ -139,54 +114,6 @@ def test_a_step_is_one_push_and_one_reply(consistency, shards, n):
         assert (totals.sent_bytes, totals.received_bytes) == (n * STEPS * size * 4, n * STEPS * size * 4)
         assert (totals.messages_sent, totals.messages_received) == (n * STEPS, n * STEPS + n)
     assert [run.params[server(i)].size for i in range(shards)] == sizes
-
-
-@pytest.mark.parametrize("consistency", ALL)
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("n", [1, 4])
-def test_every_push_is_answered_once_and_nothing_else_travels(consistency, shards, n):
-    run = run_strategy(f"ps({consistency}, shards={shards})", n, STEPS)
-    sent = [entry for entry in run.simulation.log if isinstance(entry, Sent)]
-    for rank in range(n):
-        for i in map(server, range(shards)):
-            there = [m for _, to, m in sent if (m.source, to) == (rank, i)]
-            back = [m for _, to, m in sent if (m.source, to) == (i, rank)]
-            assert [m.tag for m in there] == ["push"] * STEPS + [LEAVE]
-            assert [m.reply_to for m in back] == [m.number for m in there[:STEPS]]
-            assert [m.step for m in there[:STEPS]] == list(range(1, STEPS + 1))
-            versions = [m.note.version for m in there[:STEPS]]
-            assert versions == [0, *(m.note.version for m in back[:-1])]
-    assert len(sent) == n * shards * (2 * STEPS + 1)
-
-
-@pytest.mark.parametrize("consistency", ALL)
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_worker_ends_with_the_last_reply(consistency, shards):
-    run = run_strategy(f"ps({consistency}, shards={shards})", 4, STEPS)
-    last = {}
-    for _, to, message in replies(run):
-        last[to, message.source] = message.array
-    for rank, replica in enumerate(run.replicas):
-        assert equal_bits(replica, np.concatenate([last[rank, server(i)] for i in range(shards)]))
-
-
-@pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
-@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "adam(lr=0.02)"])
-def test_without_slack_all_replicas_end_equal_to_the_server(consistency, shards, network, optimizer):
-    text, options = f"ps({consistency}, shards={shards})", {"job": small_job(optimizer), "network": network}
-    for n in (1, 2, 5):
-        run = run_strategy(text, n, STEPS, **options)
-        assert equal_bits(run.server, run.result, *run.replicas)
-
-
-@pytest.mark.parametrize("consistency", ["ssp(1)", "asynchronous"])
-def test_with_slack_those_who_end_first_lack_the_last_updates(consistency):
-    """Negative control of the previous test: with slack, workers that end first lack the last updates."""
-    run = run_strategy(f"ps({consistency})", 4, STEPS)
-    assert 1 < len({row.tobytes() for row in ends(run)}) <= 4
-    assert any(equal_bits(run.server, replica) for replica in run.replicas)
 
 
 @pytest.mark.parametrize("feedback", ["none", "residual"])
@@ -221,12 +148,6 @@ def replies(run):
     return [entry for entry in run.simulation.log if isinstance(entry, Sent) and entry.message.reply_to]
 
 
-def pushed_rates(run):
-    """Learning rates in order of (step, rank)."""
-    pushes = [message for _, _, message in run.sent("push") if not message.reply_to]
-    return [message.note.lr for message in sorted(pushes, key=lambda m: (m.step, m.source))]
-
-
 def replay(run, lr):
     """An asynchronous run again, from the order in which updates and replies happened; counts what it compared."""
     n = run.simulation.plan.cluster.workers
@@ -258,12 +179,6 @@ def test_the_replay_notices_another_learning_rate():
     run = run_strategy("asgd", 4, STEPS, simulation=Decaying)
     with pytest.raises(AssertionError, match="equal_bits"):
         replay(run, lambda rank, step: 0.1)
-
-
-def test_a_push_carries_the_learning_rate_of_its_worker_and_step():
-    assert pushed_rates(run_strategy("asgd", 2, 3)) == [0.1] * 6
-    run = run_strategy("asgd", 2, 3, simulation=Decaying)
-    assert pushed_rates(run) == [decayed(rank, step) for step in (1, 2, 3) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
@@ -305,32 +220,6 @@ def test_staleness_adds_up_to_the_gradients_in_flight(network, compute):
         counts = in_flight(run_strategy("asgd", n, STEPS, compute=compute, network=network))
         assert len(counts) == n * STEPS
         assert sum(staleness for staleness, _ in counts) == sum(others for _, others in counts)
-
-
-@pytest.mark.parametrize("compute", ["exponential(0.05)", "lognormal(0.05, 1)", "speeds(normal(0.1, cv=0.1), (1, 2))"])
-@pytest.mark.parametrize("n", [2, 5])
-def test_mean_staleness_is_the_number_of_others_whatever_the_service_time(compute, n):
-    run = run_strategy("asgd", n, 200, compute=compute, network="ideal")
-    busy = next(i for i, event in enumerate(run.of(StepEvent)) if event.step == 200)  # until then everyone trains
-    window = in_flight(run)[:busy]
-    assert {others for _, others in window} == {n - 1}
-    mean = sum(staleness for staleness, _ in window) / len(window)
-    assert mean == pytest.approx(n - 1, rel=0.02)
-
-
-@pytest.mark.parametrize("consistency", ALL)
-def test_the_text_says_the_consistency_rule_and_its_bound_also_where_they_are_the_default(consistency):
-    strategy = Strategy.parse(f"ps({consistency})")
-    shown = {"ssp(0)": "ssp(s=0)", "ssp(1)": "ssp(s=1)", "ssp(3)": "ssp(s=3)"}.get(consistency, consistency)
-    assert str(strategy) == f"ps(consistency={shown})"
-    assert Strategy.parse(str(strategy)) == strategy
-    assert str(ParameterServer()) == "ps(consistency=bsp)"
-    assert str(Strategy.parse("ps(ssp, shards=2)")) == "ps(consistency=ssp(s=3), shards=2)"
-
-
-@pytest.mark.parametrize("text", ["bsp", "ps(ssp(0))", "ps(bsp, shards=3)"])
-def test_nothing_is_stale_in_bulk_synchronous(text):
-    assert {event.staleness for event in run_strategy(text, 4, STEPS).of(UpdateEvent)} == {0}
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from flockstep.errors import CompositionError
-from flockstep.messages import MASTER
 from flockstep.optimizers.base import Optimizer
 from flockstep.strategies.server_updates.base import ServerUpdate
-from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import equal_bits, small_job
 from support.servers import FakeServer, oracle, served
 
 F = np.float32
@@ -42,12 +41,6 @@ def test_the_oracle_notices_momentum_that_is_not_corrected():
     assert not np.allclose(served("momentum_corrected", 4, small_job(MOMENTUM)), oracle(4, ball(0.9)), atol=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", MOMENTUM, "sgd(lr=0.1, momentum=0.9, weight_decay=0.1)"])
-def test_alone_the_correction_is_none(optimizer):
-    job = small_job(optimizer)
-    assert equal_bits(served("momentum_corrected", 1, job), served("plain", 1, job))
-
-
 @pytest.mark.oracle("server_update:negative_momentum")
 @pytest.mark.parametrize("mu", [0, -0.25, -0.9])
 def test_negative_momentum_is_a_heavy_ball_below_zero(mu):
@@ -66,19 +59,3 @@ def test_momentum_rules_need_the_heavy_ball(rule, optimizer):
     with pytest.raises(CompositionError, match="needs sgd without nesterov"):
         ServerUpdate.parse(rule).start(server)
     ServerUpdate.parse(rule).start(FakeServer(np.zeros(3), 0, Optimizer.parse(MOMENTUM)))
-
-
-def test_asynchrony_begets_momentum():
-    """Memoryless workers: the mean path moves as with momentum 1 - 1/M and rate eta / M (Mitliagkas et al. 2016)."""
-    m, eta, curvature = 4, 0.2, np.geomspace(1, 0.1, 8)
-    paths = []
-    for seed in range(150):
-        run = run_strategy("asgd", m, 8, job=bowl_job("sgd(lr=0.2)", noise=0.0), seed=seed, network="ideal")
-        replies = run.sent("push", MASTER)
-        paths.append([np.zeros(8), *(sent.message.payload for sent in replies[:20])])
-    mean = np.mean(paths, axis=0)
-    moves = np.diff(mean, axis=0)
-    columns = np.stack([moves[:-1].ravel(), (-(curvature * (mean[1:-1] - 1))).ravel()], axis=1)
-    momentum, rate = np.linalg.lstsq(columns, moves[1:].ravel(), rcond=None)[0]
-    assert abs(momentum - (1 - 1 / m)) < 0.05
-    assert abs(rate - eta / m) < 0.01

@@ -68,15 +68,6 @@ def test_sums_of_outer_products_are_the_dense_gradient(optimizer, n):
         assert np.allclose(run.result, oracle(n, job), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["sufficient_factors", "factor_server(bsp)", "factor_server"])
-def test_factors_change_nothing_but_rounding(strategy):
-    dense = {"sufficient_factors": "all_reduce", "factor_server(bsp)": "ps(bsp)", "factor_server": "ps(asynchronous)"}
-    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-13)):
-        job = wide_job(dtype=dtype)
-        one, other = (run_strategy(s, 2, STEPS, job=job, network="ideal").result for s in (strategy, dense[strategy]))
-        assert np.allclose(one, other, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("strategy", [SufficientFactors(), FactorServer()])
 def test_promises(strategy):
     """On a model too narrow for factors, where it is what it would be without them."""
