@@ -76,26 +76,6 @@ def test_equals_the_oracle(setting):
     assert agrees(strategy, expected)
 
 
-@pytest.mark.parametrize("order", ["survey", "paper"])
-@pytest.mark.parametrize("network", ["ideal", "1gbit"])
-def test_a_constant_alpha_is_easgd(order, network):
-    first = run_strategy(f"deepspark(4, 0.2, {order}, factor=1)", 3, 30, network=network)
-    second = run_strategy(f"easgd(4, 0.2, {order})", 3, 30, network=network)
-    third = run_strategy(f"deepspark(4, 0.2, {order}, smallest=0.2, largest=0.2)", 3, 30, network=network)
-    for other in (second, third):
-        assert equal_bits(first.replicas, other.replicas)
-        assert equal_bits(first.server, other.server)
-
-
-def test_alpha_falls_where_the_loss_does_and_rises_where_it_stalls():
-    falling = run_strategy("deepspark(2, 0.2)", 1, 40, job=bowl_job("sgd(lr=0.2)", noise=0))
-    assert (np.diff(alphas(falling)[2:, 1]) <= 0).all()
-    assert alphas(falling)[-1, 1] == 0.02
-    still = run_strategy("deepspark(2, 0.2)", 1, 40, job=bowl_job("sgd(lr=0)", noise=0))
-    assert (np.diff(alphas(still)[:, 1]) >= 0).all()
-    assert alphas(still)[-1, 1] == 0.5
-
-
 @pytest.mark.parametrize("lr", [0.05, 1.0, 1.5, 1.9])
 @pytest.mark.parametrize(
     "strategy", ["deepspark(1, 0.09, paper, 1.5, 0.9)", "deepspark(2, 0.09, paper, 3, largest=0.5)"]
@@ -114,16 +94,6 @@ def within(run, lr):
 @pytest.mark.parametrize(("n", "most"), [(1, 0.5), (4, 0.45), (16, 0.1125), (64, 0.1)])
 def test_at_most_twice_0_9_over_the_workers(n, most):
     assert AdaptiveElasticAveraging().ceiling(n, 0.1) == pytest.approx(most)
-
-
-@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
-@pytest.mark.parametrize("order", ["survey", "paper"])
-def test_exchanges_conserve_the_sum_of_replicas_and_center(network, order):
-    start = np.random.default_rng(0).normal(size=(3, 8))
-    strategy = f"deepspark(1, 0.3, {order})"
-    run = run_strategy(strategy, 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start, network=network)
-    assert len(np.unique(alphas(run)[:, 1])) > 2
-    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
 
 
 @dataclass(frozen=True)

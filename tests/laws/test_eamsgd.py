@@ -12,7 +12,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.eamsgd import ElasticMomentum
-from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy, small_job
 
 F = np.float32
 
@@ -72,47 +72,6 @@ def test_the_jobs_momentum_is_not_applied_besides_and_its_weight_decay_is():
     decayed = oracle(3, 3, 0.3, 0.8, 15, decay=0.01)
     assert agrees(strategy, decayed, small_job("sgd(lr=0.1, weight_decay=0.01)"))
     assert not agrees(strategy, decayed, small_job())
-
-
-@pytest.mark.parametrize("order", ["survey", "paper"])
-def test_without_momentum_it_is_easgd(order):
-    first = run_strategy(f"eamsgd(4, 0.2, {order}, momentum=0)", 3, 15)
-    second = run_strategy(f"easgd(4, 0.2, {order})", 3, 15)
-    assert equal_bits(first.replicas, second.replicas)
-    assert equal_bits(first.server, second.server)
-
-
-def test_ahead_of_each_replica_alone_is_nesterov():
-    """Without elasticity the point ahead, w + delta v, takes the path of sgd in Nesterov's form."""
-    job = bowl_job("sgd(lr=0.1, momentum=0.9, nesterov=True)")
-    run, source = run_strategy("eamsgd(alpha=0)", 3, 25, job=job), GradientSource(3, job)
-    for rank in range(3):
-        w = source.start()
-        stepper = source.stepper(w)
-        for _ in range(25):
-            stepper.step(w, source.gradient(rank, w))
-        assert np.allclose(run.replicas[rank] + 0.9 * run.nodes[rank].state.v, w, rtol=1e-12, atol=1e-13)
-
-
-def test_it_sends_what_easgd_sends():
-    one, other = (run_strategy(text, 3, 21).totals for text in ("eamsgd(5)", "easgd(5)"))
-    assert [(t.sent_bytes, t.received_bytes) for t in one.values()] == [
-        (t.sent_bytes, t.received_bytes) for t in other.values()
-    ]
-
-
-@pytest.mark.parametrize("order", ["survey", "paper"])
-def test_exchanges_conserve_the_sum_of_replicas_and_center(order):
-    start = np.random.default_rng(0).normal(size=(3, 8))
-    run = run_strategy(f"eamsgd(1, 0.3, {order})", 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
-    assert not equal_bits(run.replicas, start)
-    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
-
-
-def test_the_optimum_is_a_fixed_point():
-    run = run_strategy("eamsgd(2, 0.4)", 3, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
-    assert (run.replicas == 1).all()
-    assert (run.server == 1).all()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flockstep.messages import MASTER
 from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.easgd_sync import SynchronousElasticAveraging
-from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
 
 def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
@@ -53,35 +53,6 @@ def test_equals_the_oracle_whatever_time_takes(n, period, alpha, optimizer):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_alpha_is_a_share_of_0_9_unless_it_is_given(n):
     assert agrees("easgd_sync", oracle(n, 1, 0.9 / n, 15), n)
-
-
-def test_the_center_moves_by_beta_toward_the_mean():
-    """center ← (1 - beta) center + beta mean_i w_i with beta = p alpha."""
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    run = run_strategy("easgd_sync(1, 0.2)", 4, 1, job=bowl_job("sgd(lr=0)", start=2), replicas=start)
-    assert np.allclose(run.server, 0.2 * 2 + 0.8 * start.mean(0), rtol=1e-14)
-    assert np.allclose(run.replicas, start - 0.2 * (start - 2), rtol=1e-14)
-
-
-@pytest.mark.parametrize("n", [1, 3, 5])
-def test_exchanges_conserve_the_sum_of_replicas_and_center(n):
-    start = np.random.default_rng(0).normal(size=(n, 8))
-    run = run_strategy("easgd_sync(2)", n, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
-    assert not equal_bits(run.replicas, start)
-    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
-    whole = np.random.default_rng(0).integers(-8, 8, (n, 8)) * 1.0
-    run = run_strategy("easgd_sync(2, 0.125)", n, 12, job=bowl_job("sgd(lr=0)"), replicas=whole)
-    assert not (run.replicas.sum(0) + run.server - whole.sum(0)).any()
-
-
-def test_without_elasticity_everyone_trains_alone():
-    assert agrees("easgd_sync(1, 0)", oracle(3, 100, 0, 15), 3)
-
-
-def test_the_optimum_is_a_fixed_point():
-    run = run_strategy("easgd_sync(2)", 3, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
-    assert (run.replicas == 1).all()
-    assert (run.server == 1).all()
 
 
 @pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (21, 5), (3, 10)])

@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.strategies import gradient_push
 from flockstep.strategies.gradient_push import UNIT, GradientPush, Mass
-from flockstep.testing.strategies import GradientSource, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, Sent, Watched, bowl_job, equal_bits, run_strategy
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import facts
 
@@ -82,93 +82,6 @@ def test_the_oracle_notices_gradients_at_the_numerator():
     assert np.abs(run.replicas - x / omega[:, None]).max() > 0.01
 
 
-class Massed(Watched):
-    """A strategy that records every worker's omega while the worker computes its gradients."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.omegas = {}
-
-    def note(self, event):
-        super().note(event)
-        if isinstance(event, StepEvent):
-            self.omegas[event.rank, event.step] = self.runners[event.rank].node.state.mass / UNIT
-
-
-@dataclass(frozen=True)
-class AtEveryStep(GradientPush):
-    """Negative control: sends at every step, with tau exchanges in flight at a time."""
-
-    async def worker(self, me):
-        schedule, state = gradient_push.mixing(self.topology, me.workers), me.state
-        while me.training:
-            gradient = await me.gradient()
-            me.params[:] = state.x
-            me.optimizer_step(gradient)
-            state.x[:] = me.params
-            sent = gradient_push.push(me, state, schedule)
-            await gradient_push.take(me, state, schedule, sent - self.tau)
-            me.params[:] = gradient_push.debiased(state)
-
-
-@pytest.mark.parametrize("tau", [1, 2, 4, 8])
-def test_one_exchange_is_in_flight(tau):
-    """Half of the mass is, whatever tau is, on a graph with one hearer a worker; all of it is home in between."""
-    run = run_strategy(f"sgp(tau={tau})", 4, 64, simulation=Massed)
-    assert {omega for (_, step), omega in run.simulation.omegas.items() if step > tau} == {0.5}
-    assert {omega for (_, step), omega in run.simulation.omegas.items() if step <= tau} == {1.0}
-    assert len(run.sent("push", 0)) == 64 // tau
-
-
-@pytest.mark.negative_control("strategy:sgp")
-@pytest.mark.parametrize(("tau", "omega"), [(1, 2 / 3), (2, 1 / 2), (4, 1 / 3), (8, 1 / 5)])
-def test_sending_at_every_step_thins_the_mass(tau, omega):
-    """What is left is 1 / (1 + tau / 2), by whose inverse a gradient moves the worker's own z too far."""
-    run = run_strategy(AtEveryStep(tau=tau), 4, 256, simulation=Massed)
-    late = [mass for (_, step), mass in run.simulation.omegas.items() if step > 240]
-    assert np.mean(late) == pytest.approx(omega, abs=0.02)
-
-
-def alike(tau, lr, curvature, rounds):
-    """How far workers that see the same data are from the optimum, in units of the start, in closed form.
-
-    While half of the mass is in flight z is moved by lr / omega = 2 lr, and what comes home has not moved: of the move
-    half is left, so that tau gradients move the mean by lr each.
-    """
-    return ((1 + (1 - 2 * lr * curvature) ** tau) / 2) ** rounds
-
-
-@pytest.mark.parametrize("tau", [1, 2, 4])
-@pytest.mark.parametrize("lr", [0.1, 0.4, 0.9])
-def test_a_gradient_moves_the_mean_at_the_learning_rate(tau, lr):
-    """The first exchange begins after tau steps at omega = 1, which are plain SGD; with tau = 1 they all are."""
-    job, curvatures = bowl_job(f"sgd(lr={lr})", noise=0.0), np.geomspace(1, 0.1, 8)
-    run = run_strategy(f"sgp(tau={tau})", 4, 6 * tau, job=job)
-    expected = (1 - lr * curvatures) ** tau * alike(tau, lr, curvatures, 5)
-    assert np.abs(run.replicas - (1 - expected)).max() < 1e-12
-    if tau == 1:
-        assert np.abs(run.replicas - run_strategy("all_reduce", 4, 6, job=job).replicas).max() < 1e-12
-
-
-@pytest.mark.negative_control("strategy:sgp")
-@pytest.mark.parametrize("tau", [1, 2, 4])
-@pytest.mark.parametrize("lr", [0.1, 0.4, 0.9])
-def test_sending_at_every_step_moves_the_mean_otherwise(tau, lr):
-    job, curvatures = bowl_job(f"sgd(lr={lr})", noise=0.0), np.geomspace(1, 0.1, 8)
-    run = run_strategy(AtEveryStep(tau=tau), 4, 6 * tau, job=job)
-    expected = (1 - lr * curvatures) ** tau * alike(tau, lr, curvatures, 5)
-    assert np.abs(run.replicas - (1 - expected)).max() > 1e-3
-
-
-@pytest.mark.parametrize("tau", [0, 2])
-def test_alone_is_plain_sgd(tau):
-    source = GradientSource()
-    w = source.start()
-    for _ in range(15):
-        w -= np.float32(0.1) * source.gradient(0, w)
-    assert equal_bits(run_strategy(f"sgp(tau={tau})", 1, 15).result, w)
-
-
 @pytest.mark.parametrize("compute", ["constant(0)", "pareto(0.1, 1.1)", "speeds(exponential(0.1), (1, 9))"])
 @pytest.mark.parametrize("network", ["ideal", "link(1000, 0.5)", "two_tier(2, 1e4, 0, 100, 1)"])
 @pytest.mark.parametrize("tau", [0, 2])
@@ -222,42 +135,6 @@ def test_the_mass_is_exact_at_every_moment(topology, tau, seed, compute, network
     assert sum(run.nodes[rank].state.mass for rank in range(4)) == 4 * UNIT
 
 
-def test_the_mass_is_exact_in_a_long_run():
-    run = run_strategy(GradientPush(Topology.parse(UNEVEN), 1), 4, 1000, simulation=Weighed)
-    assert len(run.simulation.totals) > 6000
-    assert set(run.simulation.totals) == {4 * UNIT}
-
-
-@pytest.mark.parametrize("topology", GRAPHS)
-@pytest.mark.parametrize("tau", [0, 2])
-def test_the_sum_stays_but_for_gradients(topology, tau):
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    still = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 12, job=STILL, replicas=start)
-    assert np.abs(numerators(still).sum(0) - start.sum(0)).max() < 1e-13
-    source = GradientSource(4, bowl_job())
-    gradients = [source.gradient(rank, start[rank]) for rank in range(4)]
-    once = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 1, job=bowl_job(), replicas=start)
-    assert np.abs(numerators(once).sum(0) - start.sum(0) + 0.1 * np.sum(gradients, axis=0)).max() < 1e-13
-
-
-def numerators(run):
-    return np.stack([run.nodes[rank].state.x for rank in range(len(run.replicas))])
-
-
-def test_the_sum_stays_at_every_moment():
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    run = run_strategy(f"sgp({UNEVEN}, tau=1)", 4, 30, job=STILL, replicas=start, simulation=Weighed)
-    assert np.abs(np.stack(run.simulation.sums[-60:]) - start.sum(0)).max() < 1e-13
-
-
-@pytest.mark.parametrize("topology", GRAPHS)
-@pytest.mark.parametrize("tau", [0, 2])
-def test_without_gradients_all_find_the_mean(topology, tau):
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    run = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 300, job=STILL, replicas=start)
-    assert np.abs(run.replicas - start.mean(0)).max() < 1e-9
-
-
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 def test_one_peer_exponential_averages_exactly_in_log_n_steps(rounds):
     n = 2**rounds
@@ -266,24 +143,6 @@ def test_one_peer_exponential_averages_exactly_in_log_n_steps(rounds):
     assert (exact.replicas == start.mean(0)).all()
     before = run_strategy("sgp", n, rounds - 1, job=STILL, replicas=start) if rounds > 1 else None
     assert before is None or not (before.replicas == start.mean(0)).all()
-
-
-@dataclass(frozen=True)
-class WithoutOmega(GradientPush):
-    """Negative control: takes x for the model, as if omega were one."""
-
-    async def finish(self, me):
-        await super().finish(me)
-        me.params[:] = me.state.x
-
-
-@pytest.mark.negative_control("strategy:sgp")
-def test_without_omega_the_mean_is_biased():
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    biased = run_strategy(WithoutOmega(Topology.parse(UNEVEN)), 4, 300, job=STILL, replicas=start)
-    assert np.abs(biased.replicas - start.mean(0)).max() > 0.1
-    even = run_strategy(WithoutOmega(), 4, 300, job=STILL, replicas=start)
-    assert np.abs(even.replicas - start.mean(0)).max() < 1e-12
 
 
 @dataclass(frozen=True)
@@ -334,10 +193,9 @@ def test_a_worker_that_gives_everything_away_is_refused():
         run_strategy(f"sgp({everything})", 4, 2)
 
 
-@pytest.mark.parametrize("tau", [-1, -5])
-def test_a_negative_delay_is_refused(tau):
-    with pytest.raises(ConfigurationError, match=f"tau must be >= 0 steps, got {tau}; use 1"):
-        GradientPush(tau=tau)
+def test_a_negative_delay_is_refused():
+    with pytest.raises(ConfigurationError, match="tau must be >= 0 steps, got -1; use 1"):
+        GradientPush(tau=-1)
 
 
 @pytest.mark.parametrize(("tau", "step"), [(0, 1.6), (1, 1.0), (2, 1.0)])
@@ -380,10 +238,3 @@ def test_the_others_go_on_without_the_dead_and_agree(topology, tau):
     living = np.delete(run.replicas, 1, axis=0)
     assert np.ptp(living, axis=0).max() < 1e-12
     assert sum(run.nodes[rank].state.mass for rank in (0, 2, 3, 4, 5)) < 6 * UNIT
-
-
-@pytest.mark.parametrize("momentum", [0, 0.9])
-def test_it_trains(momentum):
-    job = small_job(f"sgd(lr=0.1, momentum={momentum})", "float64")
-    push, together = (run_strategy(strategy, 4, 100, job=job) for strategy in ("sgp", "all_reduce"))
-    assert np.linalg.norm(push.result - together.result) < 0.1 * np.linalg.norm(together.result)

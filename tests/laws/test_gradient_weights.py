@@ -17,7 +17,6 @@ from flockstep.strategies.consistency import StaleSynchronous
 from flockstep.strategies.consistency.base import ConsistencyView, Push
 from flockstep.strategies.consistency.first_of import BackupWorkers
 from flockstep.strategies.consistency.k_async import KAsync
-from flockstep.strategies.consistency.value_bound import ValueBound
 from flockstep.strategies.server_updates.plain import Plain
 from flockstep.testing.strategies import GradientSource, run_strategy, small_job
 from support.benchmarks import benchmark
@@ -73,12 +72,6 @@ def test_where_clocks_stay_together_stragglers_count_as_much_as_others(rule, law
     assert settled(f"ps({rule})", law, straggler).mean == pytest.approx(np.mean(BOWLS.OPTIMA), abs=0.02)
 
 
-@pytest.mark.parametrize("rule", ["ssp", "essp", "cached_ssp"])
-@pytest.mark.parametrize("s", [1, 5, 10])
-def test_no_bound_lets_the_straggler_count_more(rule, s):
-    assert bowl(f"ps({rule}({s}))", straggler="last").mean == pytest.approx(0.25, abs=0.02)
-
-
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.003, momentum=0.9)", "sgd(lr=0.003, momentum=0.9, nesterov=True)"])
 @pytest.mark.parametrize("rule", ["ssp(2)", "essp(2)", "cached_ssp(2)", "ssp(2, weight=sum)"])
 def test_momentum_on_the_server_does_not_change_what_a_gradient_counts(rule, optimizer):
@@ -113,21 +106,6 @@ def test_torchs_classes_on_servers_do_not_change_what_a_gradient_counts(kind, gr
 def test_the_weight_of_every_gradient_is_on_the_record_and_the_same_for_all(rule, law, straggler):
     weights = settled(f"ps({rule})", law, straggler).weights
     assert {round(weight, 12) for each in weights.values() for weight in each} == {round(WEIGHTS[rule], 12)}
-
-
-@laws
-@stragglers
-@pytest.mark.parametrize("rule", FREE.values())
-def test_where_clocks_part_the_number_of_gradients_alone_decides(rule, law, straggler):
-    """Weights are equal, counts are not: the parameter settles where the counts on the record say."""
-    found = settled(f"ps({rule})", law, straggler)
-    assert found.mean == pytest.approx(found.pull, abs=0.03)
-
-
-@pytest.mark.parametrize("rule", ["softsync(2)", "k_batch_async(3)", "asynchronous"])
-def test_stragglers_give_half_as_many_gradients_where_nobody_waits(rule):
-    shares = settled(f"ps({rule})", BOWLS.LAWS[0], "last").shares
-    assert shares == pytest.approx((2 / 7, 2 / 7, 2 / 7, 1 / 7), abs=0.01)
 
 
 @pytest.mark.parametrize("rule", ["ssp", "essp", "cached_ssp"])
@@ -188,16 +166,6 @@ def test_toward_the_end_as_many_gradients_make_a_step_as_workers_are_left():
     assert rule.released(pushes(2), view(live=3)) == []
     assert rule.full_step(4) == 3, "a gradient counts as 1/3 of a step to the end"
     assert KAsync(3).full_step(4) == 3
-
-
-@pytest.mark.parametrize("version", [4, 9, 100])
-def test_the_falling_value_bound_is_delta_over_the_root_of_the_version(version):
-    """v_t = v_0 / sqrt(t) (Wei et al. 2013); delta / t would refuse what has moved by three quarters of that."""
-    rule, reads = ValueBound(1.0, decreasing=True), [object()]
-    for moved, admitted in ((0.75 / np.sqrt(version), True), (1.01 / np.sqrt(version), False)):
-        now = view(version=version, reading={0: 2}, params=np.array([-moved]), kept={1: np.ones(1), 2: np.zeros(1)})
-        assert bool(rule.admitted(reads, now)) == admitted
-        assert set(now.kept) == {2}, "nobody computes on version 1 any more"
 
 
 @pytest.mark.parametrize(

@@ -87,34 +87,6 @@ def test_equals_the_oracle(n, rho, gamma):
     assert agrees(PenalizedAveraging(rho, gamma), expected)
 
 
-def test_without_penalty_everyone_trains_alone():
-    assert agrees("mpca(0, 1)", oracle(3, 0, 0, 25))
-
-
-def test_the_penalty_draws_replicas_together():
-    loose, tight = (np.ptp(run_strategy(f"mpca({rho})", 4, 60).replicas, axis=0).max() for rho in (0, 2))
-    assert tight < loose / 2
-
-
-@dataclass(frozen=True)
-class Replaces(PenalizedAveraging):
-    """SparkNet out of the same rounds: replicas wait for the average, and become it."""
-
-    async def worker(self, me):
-        while me.training:
-            me.optimizer_step(await me.gradient())
-            if me.step % 5 == 0:
-                task = me.background("round", self.round(me, MpcaState(snapshot=me.params.copy())))
-                me.params[:] = (await me.finished(task)).payload
-
-
-@pytest.mark.parametrize("n", [2, 4, 5])
-def test_without_a_penalty_and_replaced_by_the_average_it_is_sparknet(n):
-    ours, theirs = run_strategy(Replaces(0, 0), n, 20), run_strategy("local_sgd(5)", n, 20)
-    assert np.allclose(ours.replicas, theirs.replicas, rtol=1e-5, atol=1e-7)
-    assert n > 2 or equal_bits(ours.replicas, theirs.replicas)
-
-
 def waits(strategy, network, n=4, steps=12):
     """The longest time between what a worker's gradients take and the end of its last step."""
     run = run_strategy(strategy, n, steps, network=network)
@@ -181,21 +153,6 @@ def test_a_linear_trajectory_is_extrapolated_exactly():
     assert all(error == 0 for step, _, error in found if step >= 3)
 
 
-@pytest.mark.parametrize("gamma", [0, 0.5])
-def test_with_less_extrapolation_the_prediction_lags(gamma):
-    found = errors(Straight(1, gamma), network="100mbit")
-    assert all(error == (1 - gamma) * age * 7 * 2.5 > 0 for step, age, error in found if step >= 3)
-
-
-def test_however_old_the_average_the_prediction_goes_along_the_line():
-    """Where the snapshots of a round are not of one time, ŵ keeps a distance; without extrapolation that grows."""
-    for gamma, grows in ((1, False), (0, True)):
-        found = [row for row in errors(Straight(1, gamma), steps=120)[-120:] if row[0] >= 80]
-        distances = {error for _, _, error in found}
-        assert (len(distances) > 3) == grows
-        assert max(age for _, age, _ in found) > 10
-
-
 @dataclass(frozen=True)
 class OnArrival(Straight):
     """Negative control: takes the average for one of the replicas as they are when it arrives."""
@@ -225,15 +182,6 @@ def test_the_oracle_notices_a_penalty_of_the_wrong_sign():
     assert not agrees(Attracted(0.5, 0.5), oracle(3, 0.5, 0.5, 25))
 
 
-def test_an_average_is_as_old_as_its_round_at_first_and_two_rounds_at_most():
-    """Hops of 0.12 s, two up and two down the tree of 4 workers, begun and taken in at the ends of steps of 0.05 s."""
-    found = errors(Straight(1, 1))
-    up, whole = int(np.ceil(2 * 0.12 / 0.05)), int(np.ceil(4 * 0.12 / 0.05))
-    first = [age for (_, age, _), (_, before, _) in zip(found[1:], found, strict=False) if age < before]
-    assert up <= min(first) < max(first) == whole
-    assert max(age for _, age, _ in found) == 2 * whole - 1
-
-
 @pytest.mark.parametrize("n", [2, 4, 7])
 def test_a_round_carries_a_model_up_and_down_each_edge(n):
     run = run_strategy("mpca", n, 20)
@@ -243,19 +191,6 @@ def test_a_round_carries_a_model_up_and_down_each_edge(n):
     assert len(up) == len(down) == rounds * (n - 1)
     assert sum(t.sent_bytes for t in run.totals.values()) == 2 * rounds * (n - 1) * 18 * 4
     assert {(s.message.source, s.to) for s in up} == {(s.to, s.message.source) for s in down}
-
-
-def test_rounds_are_as_frequent_as_the_network_allows():
-    counts = [
-        len(
-            run_strategy("mpca", 4, 40, compute="constant(0.05)", network=f"link(1e9, {latency})").sent(
-                "snapshot/round"
-            )
-        )
-        for latency in (0.001, 0.1, 1)
-    ]
-    assert counts[0] == 3 * 41
-    assert counts[0] > 6 * counts[1] > 12 * counts[2] > 0
 
 
 @pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.3)"])

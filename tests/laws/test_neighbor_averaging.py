@@ -84,15 +84,6 @@ def test_graphs_that_go_one_way_are_refused(topology, what):
     run_strategy(f"sgp({topology})", 4, 2)
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
-def test_alone_is_plain_sgd(topology):
-    source = GradientSource()
-    w = source.start()
-    for _ in range(15):
-        w -= np.float32(0.1) * source.gradient(0, w)
-    assert equal_bits(run_strategy(f"dpsgd({topology})", 1, 15).result, w)
-
-
 def test_alone_keeps_even_the_sign_of_zero():
     below = Data(-np.ones((9, 8)), np.zeros(9), -np.ones((1, 8)), np.zeros(1))
     job = replace(bowl_job("sgd(lr=0)", start=-0.0), data=lambda: below)
@@ -116,53 +107,6 @@ def test_equals_the_oracle(topology, n, optimizer):
 def test_time_changes_no_bit(compute, network):
     run = run_strategy("dpsgd", 5, 12, compute=compute, network=network)
     assert all(equal_bits(*pair) for pair in zip(run.replicas, oracle(RingGraph(), 5, 12), strict=True))
-
-
-@pytest.mark.parametrize("topology", ["ring", "complete", "torus"])
-def test_the_mean_moves_by_the_mean_gradient(topology):
-    """From any start, mean(w) ← mean(w) - eta mean(g_i(w_i))."""
-    start, source = np.random.default_rng(0).normal(size=(4, 8)), GradientSource(4, bowl_job())
-    run = run_strategy(f"dpsgd({topology})", 4, 1, job=bowl_job(), replicas=start)
-    gradients = [source.gradient(rank, start[rank]) for rank in range(4)]
-    moved = start.mean(0) - 0.1 * np.mean(gradients, axis=0)
-    assert np.abs(run.replicas.mean(0) - moved).max() < 1e-15
-    assert np.abs(run.replicas - moved).max() > 0.1
-
-
-def test_dyadic_weights_keep_the_mean_exactly():
-    start = np.random.default_rng(0).integers(-8, 8, (4, 8)) * 1.0
-    run = run_strategy("dpsgd(complete)", 4, 5, job=STILL, replicas=start)
-    assert (run.replicas == start.mean(0)).all()
-
-
-def test_the_mean_of_a_whole_run_is_that_of_synchronous_sgd_where_gradients_are_linear():
-    for topology in ("ring", "complete"):
-        run = run_strategy(f"dpsgd({topology})", 6, 20, job=bowl_job())
-        synchronous = run_strategy("all_reduce", 6, 20, job=bowl_job())
-        assert np.abs(run.replicas.mean(0) - synchronous.result).max() < 1e-13
-        assert np.abs(run.replicas - synchronous.result).max() > 0.01
-
-
-def spread(n, steps, topology="ring"):
-    start = np.random.default_rng(0).normal(size=(n, 8))
-    replicas = run_strategy(f"dpsgd({topology})", n, steps, job=STILL, replicas=start).replicas
-    return np.linalg.norm(replicas - start.mean(0))
-
-
-@pytest.mark.parametrize(("n", "begin", "end"), [(4, 2, 12), (8, 25, 45), (16, 60, 90)])
-def test_without_gradients_disagreement_shrinks_at_the_rate_of_the_ring(n, begin, end):
-    rho = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / n)
-    assert rho == pytest.approx({4: 0.333, 8: 0.8047, 16: 0.9493}[n], abs=5e-4)
-    measured = (spread(n, end) / spread(n, begin)) ** (1 / (end - begin))
-    assert measured == pytest.approx(rho, rel=0.01)
-
-
-@pytest.mark.parametrize("topology", ["ring", "star", "torus", "exponential", "complete"])
-def test_disagreement_never_exceeds_its_bound(topology):
-    rho = 1 - spectral_gap(Topology.parse(topology).weights(8))
-    first = np.linalg.norm((start := np.random.default_rng(0).normal(size=(8, 8))) - start.mean(0))
-    for steps in (1, 3, 10):
-        assert spread(8, steps, topology) <= rho**steps * first + 1e-12
 
 
 def test_every_model_counts_once_and_none_is_late():
@@ -205,27 +149,12 @@ class ColumnsOnly(RowsOnly):
         return super().weights(n).T
 
 
-@dataclass(frozen=True)
-class Unchecked(NeighborAveraging):
-    """Negative control: takes any weights."""
-
-    def check(self, workers):
-        pass
-
-
 @pytest.mark.parametrize("topology", [RowsOnly(), ColumnsOnly()], ids=lambda t: type(t).__name__)
 def test_weights_that_lose_the_mean_are_refused(topology):
     with pytest.raises(
         ConfigurationError, match=r"needs a doubly stochastic mixing matrix, got .* use a topology with"
     ):
         run_strategy(NeighborAveraging(topology), 4, 2)
-
-
-@pytest.mark.negative_control("strategy:dpsgd")
-def test_weights_that_lose_the_mean_lose_the_mean():
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    run = run_strategy(Unchecked(RowsOnly()), 4, 10, job=STILL, replicas=start)
-    assert np.abs(run.replicas.mean(0) - start.mean(0)).max() > 0.1
 
 
 @dataclass(frozen=True)

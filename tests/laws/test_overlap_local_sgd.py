@@ -9,7 +9,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.strategies.overlap_local_sgd import OverlapLocalSGD
-from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 from support.averaging import local_steps, ring_mean
 
 
@@ -72,19 +72,6 @@ def test_averages_are_hidden_behind_local_steps():
     )
     assert local - alone > 0.1
     assert overlapped - alone < 0.3 * (local - alone), "all but the last is hidden"
-
-
-def test_no_pull_is_no_exchange_and_a_full_pull_makes_replicas_equal():
-    apart, alone = (run_strategy(s, 3, 20) for s in ("overlap_local_sgd(5, 0)", "ensemble"))
-    assert equal_bits(apart.replicas, alone.replicas)
-    assert equal_bits(*run_strategy("overlap_local_sgd(5, 1)", 3, 20).replicas)
-
-
-def test_without_gradients_replicas_meet():
-    """Without gradients replicas meet at the mean of their starts."""
-    start = np.random.default_rng(0).normal(size=(4, 8))
-    run = run_strategy("overlap_local_sgd(1)", 4, 60, job=bowl_job("sgd(lr=1e-12)"), replicas=start)
-    assert np.ptp(run.replicas, axis=0).max() < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.selectors.base import Selector
 from flockstep.strategies.sparta import Sparta
-from flockstep.testing.strategies import bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import check_strategy, equal_bits, run_strategy, small_job
 from support.averaging import local_steps, ring_mean
 
 SELECTORS = registry.names("selector")
@@ -59,11 +59,6 @@ def test_equals_the_oracle_in_every_bit(n, p, name):
     assert equal_bits(run.replicas, oracle(n, 15, name, p, job))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_all_of_them_is_averaging_every_step(name):
-    assert equal_bits(run_strategy(f"sparta(1, {name})", 3).replicas, run_strategy("local_sgd(1)", 3).replicas)
-
-
 def test_inside_local_sgd_equals_the_oracle_in_every_bit():
     run = run_strategy("sparta(0.2, full=local_sgd(4))", 3, 18)
     assert equal_bits(run.replicas, oracle(3, 18, "random", 0.2, period=4))
@@ -92,33 +87,6 @@ def test_every_parameter_has_its_turn_once_in_a_pass(size, p, name):
             assert seen == dict.fromkeys(range(size), 1)
 
 
-def test_shuffled_keeps_its_order_and_partitioned_does_not():
-    first, second = (
-        [registry.load("selector", name)().pick(1000, 0.1, 0, t) for t in (3, 13)] for name in SELECTORS[1:]
-    )
-    assert np.array_equal(*first)
-    assert not np.array_equal(*second)
-
-
-@pytest.mark.parametrize("turns", [1, 10, 50])
-def test_random_covers_as_independent_draws_do(turns):
-    p, size = 0.05, 20_000
-    selector = registry.load("selector", "random")()
-    covered = np.unique(np.concatenate([selector.pick(size, p, 1, turn) for turn in range(turns)]))
-    expected = 1 - (1 - p) ** turns
-    assert abs(len(covered) / size - expected) < 4 * math.sqrt(expected * (1 - expected) / size)
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-def test_an_average_keeps_the_mean_of_each_parameter(name):
-    start = np.random.default_rng(0).integers(-8, 8, (4, 8)) * 4.0  # sums and quarters of these are exact
-    run = run_strategy(f"sparta(0.2, {name})", 4, 3, job=bowl_job("sgd(lr=0)"), replicas=start)
-    assert np.array_equal(run.replicas.mean(0), start.mean(0))
-    assert not equal_bits(*run.replicas)
-    chosen = np.unique(np.concatenate([pick(name, turn, 0.2, 8) for turn in range(3)]))
-    assert np.array_equal(run.replicas[:, chosen], np.tile(start.mean(0)[chosen], (4, 1)))
-
-
 @pytest.mark.parametrize("n", [2, 4])
 def test_bytes_are_those_of_what_is_chosen(n):
     run = run_strategy("sparta(0.1, shuffled)", n, 20)
@@ -128,28 +96,9 @@ def test_bytes_are_those_of_what_is_chosen(n):
     assert sum(totals.sent_bytes for totals in run.totals.values()) == 2 * (n - 1) * chosen * 4
 
 
-def test_replicas_stay_closer_the_more_they_share():
-    job = small_job("adamw(lr=0.02)")
-
-    def spread(text):
-        replicas = run_strategy(text, 4, 100, job=job).replicas
-        return float(np.linalg.norm(replicas - replicas.mean(0)))
-
-    apart = [spread(text) for text in ("sparta(1e-9)", "sparta(0.05)", "sparta(0.5)", "sparta(1)")]
-    assert apart == sorted(apart, reverse=True)
-    assert apart[-1] == 0
-
-
 @pytest.mark.parametrize("text", ["sparta", "sparta(0.2, shuffled)", "sparta(0.2, partitioned, local_sgd(5))"])
 def test_conforms(text):
     check_strategy(Strategy.parse(text))
-
-
-def test_restarts_anywhere():
-    text = "sparta(0.3, partitioned, local_sgd(5, outer_optimizer=nesterov))"
-    half = run_strategy(text, 3, 8)
-    resumed = run_strategy(text, 3, 20, resume=half.simulation.save())
-    assert equal_bits(resumed.replicas, run_strategy(text, 3, 20).replicas)
 
 
 @dataclass(frozen=True)

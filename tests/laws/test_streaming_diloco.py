@@ -74,29 +74,6 @@ def test_each_fragment_travels_once_in_a_period():
     assert sum(totals.sent_bytes for totals in run.totals.values()) == 3 * 2 * 2 * 18 * 4
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_no_step_sends_more_than_the_largest_fragment(n):
-    sizes = [part.stop - part.start for part in slices(18, 3)]
-    peaks = {}
-    for fragments, largest in ((1, 18), (3, max(sizes))):
-        run = run_strategy(f"streaming_diloco(6, {fragments}, 0)", n, 24)
-        by_step = Counter()
-        for tag in ("reduce", "gather"):
-            for p in range(fragments):
-                for sent in run.sent(f"{tag}/fragment{p}"):
-                    by_step[sent.message.step] += sent.message.array.size
-        peaks[fragments] = max(by_step.values())
-        assert peaks[fragments] <= 2 * (n - 1) * largest
-    assert peaks[3] * 3 == peaks[1]
-
-
-def test_nothing_is_kept_where_alpha_is_zero_and_replicas_agree_after_a_merge():
-    run = run_strategy("streaming_diloco(5, 1, 2, 0)", 3, 12)
-    assert equal_bits(*run.replicas), "merged at step 12"
-    run = run_strategy("streaming_diloco(5, 1, 2, 0.5)", 3, 12)
-    assert not equal_bits(*run.replicas)
-
-
 def test_overlap_hides_the_network():
     """Each of the means takes less time than the steps that it may take: nobody ever waits."""
     job, link = bowl_job(dimension=4000), "link(bandwidth=50000)"
@@ -112,18 +89,6 @@ def test_overlap_hides_the_network():
 def test_conforms():
     check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, outer_optimizer=average)"))
     check_strategy(Strategy.parse("streaming_diloco(8, 3, 2)"), workers=(2, 3, 4))
-
-
-def test_reaches_the_optimum():
-    run = run_strategy("streaming_diloco(10, 4, 2)", 4, 1000, job=bowl_job(noise=0.0))
-    assert np.abs(run.result - 1).max() < 1e-3
-
-
-def test_restarts_where_nothing_is_under_way():
-    text = "streaming_diloco(8, 2, 2)"
-    half = run_strategy(text, 3, 15)
-    whole = run_strategy(text, 3, 30)
-    assert equal_bits(run_strategy(text, 3, 30, resume=half.simulation.save()).replicas, whole.replicas)
 
 
 @dataclass(frozen=True)

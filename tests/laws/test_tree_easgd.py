@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import LEAVE
@@ -18,9 +16,6 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.tree_easgd import TreeElasticAveraging
 from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, bowl_job, equal_bits, run_strategy, small_job
-from flockstep.topologies.tree import TreeGraph
-
-STILL = bowl_job("sgd(lr=0)")
 
 
 def edges(n, branching, up, down, upper):
@@ -81,37 +76,6 @@ def test_alpha_follows_from_the_number_of_neighbors():
     assert agrees(TreeElasticAveraging(2, 2, 3, 4), oracle(7, 2, 2, 3, 4, 0.3, 20))
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_without_elasticity_everyone_trains_alone(n):
-    assert agrees("tree_easgd(2, 1, 1, 1, 0)", oracle(n, 2, 99, 99, 99, 0, 20))
-
-
-def test_with_equal_periods_two_workers_are_an_elastic_pair():
-    """One level, no gradients, both move by the same delta: what easgd's worker and master do."""
-    start = np.random.default_rng(0).normal(size=(2, 8))
-    w, center = start[1].copy(), start[0].copy()
-    for _ in range(10):
-        delta = 0.3 * (w - center)
-        w, center = w - delta, center + delta
-    run = run_strategy("tree_easgd(1, 2, 2, 2, 0.3)", 2, 20, job=STILL, compute="constant(0.05)", replicas=start)
-    assert equal_bits(run.replicas, np.stack([center, w]))
-    easgd = run_strategy("easgd(1, 0.3)", 1, 10, job=STILL, replicas=start[1:] - start[0])
-    assert np.allclose(easgd.server + start[0], center, rtol=0, atol=1e-14)
-    assert np.allclose(easgd.replicas[0] + start[0], w, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("n", [1, 5, 9])
-def test_the_optimum_is_a_fixed_point_of_a_star(n):
-    run = run_strategy("tree_easgd(16, 1, 2)", n, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
-    assert (run.replicas == 1).all()
-
-
-def test_without_gradients_a_star_agrees():
-    start = np.random.default_rng(0).normal(size=(5, 8))
-    run = run_strategy("tree_easgd(4, 1, 1)", 5, 300, job=STILL, replicas=start)
-    assert np.ptp(run.replicas, axis=0).max() < 1e-6 < np.ptp(start, axis=0).min()
-
-
 @pytest.mark.parametrize("steps", [20, 23])
 @pytest.mark.parametrize(("n", "branching"), [(7, 2), (16, 4), (4, 1), (5, 16)])
 def test_every_edge_carries_a_model_each_period(steps, n, branching):
@@ -123,30 +87,6 @@ def test_every_edge_carries_a_model_each_period(steps, n, branching):
     assert run.deliveries() == {
         (to, source): expected.get((source, to), 0) for to in range(n) for source in range(n) if to != source
     }
-
-
-@settings(max_examples=25)
-@given(n=st.integers(1, 9), branching=st.integers(1, 4), alpha=st.floats(0, 1), seed=st.integers(0, 99))
-def test_without_gradients_everyone_stays_among_the_first_replicas(n, branching, alpha, seed):
-    assert outside(TreeElasticAveraging(branching, 1, 2, 2, alpha), n, seed) <= 1e-15
-
-
-def outside(strategy, n, seed):
-    """How far the replicas end from the box around those at the start; gradients count for nothing."""
-    start = np.random.default_rng(seed).normal(size=(n, 8))
-    run = run_strategy(strategy, n, 8, job=STILL, replicas=start, seed=seed, network="link(1000, 0.02)")
-    return max((run.replicas - start.max(0)).max(), (start.min(0) - run.replicas).max())
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 16, 40])
-@pytest.mark.parametrize("branching", [1, 2, 4, 16])
-def test_the_tree_is_that_of_the_topology(n, branching):
-    tree, graph = TreeElasticAveraging(branching), TreeGraph(branching)
-    for rank in range(n):
-        parent = tree.parent(rank, set())
-        family = [*([] if parent is None else [parent]), *tree.children(rank, n, set())]
-        assert sorted(family) == graph.neighbors(n, rank)
-        assert tree.is_leaf(rank, n) == (not tree.children(rank, n, set()))
 
 
 def between(run, after):
@@ -219,10 +159,6 @@ def test_the_oracle_notices_what_is_broken(broken):
     expected = oracle(7, 2, 2, 3, 4, 0.3, 20)
     assert agrees(TreeElasticAveraging(2, 2, 3, 4, 0.3), expected)
     assert not agrees(broken(2, 2, 3, 4, 0.3), expected)
-
-
-def test_convexity_notices_who_overshoots():
-    assert outside(Overshoots(2, 1, 1, 1, 0.5), 5, 0) > 0.1
 
 
 @pytest.mark.parametrize(
