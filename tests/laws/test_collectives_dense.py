@@ -41,6 +41,8 @@ def sent_of(run):
 
 
 @pytest.mark.oracle(
+    "collective:ring",
+    "collective:recursive_doubling",
     "collective:rabenseifner",
     "collective:binomial_tree",
     "collective:pipelined",
@@ -230,6 +232,8 @@ class UnequalOrder(Collective):
 
 
 @pytest.mark.negative_control(
+    "collective:ring",
+    "collective:recursive_doubling",
     "collective:rabenseifner",
     "collective:binomial_tree",
     "collective:pipelined",

@@ -12,8 +12,6 @@ from flockstep.arrays.schema import slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.half import Half
 from flockstep.codecs.identity import Identity
-from flockstep.collectives.base import Collective
-from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.sparse import Sparse, expected_elements
 from flockstep.collectives.streams import Stream, threshold
@@ -22,7 +20,6 @@ from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
 from support.collectives import does
 
 WORKERS = range(1, 10)
-PLAIN = [Sparse("ssar_doubling"), Sparse("ssar_split"), Sparse("dsar"), Sparse()]
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,6 @@ def test_the_sum_is_the_callers_to_change(algorithm, density, n):
     assert equal_bits(before, got[0])
     got[0] += 1
     assert not equal_bits(before, got[0])
-
-
-@pytest.mark.parametrize("n", [4, 7])
-def test_doubling_equals_the_dense_collective_on_the_same_arrays(n):
-    rows = rows_of(n, 400, 0.1)
-    _, sparse = summed(Sparse("ssar_doubling"), rows)
-    _, dense = summed(RecursiveDoubling(), rows, Identity())
-    assert equal_bits(*sparse, *dense)
 
 
 def split_streams(rows):
@@ -254,11 +243,6 @@ def test_all_ranks_choose_alike_though_their_streams_differ_in_size(n):
     for codec in (NonZero(), NonZero(exact=True)):
         _, got = summed(Sparse(), rows, codec, compute="exponential(0.1)", network="link(1e5, 0.001)")
         assert any(equal_bits(oracle(rows), *got) for oracle in (doubling_sum, ordered_sum))
-
-
-def test_the_names_of_the_three_are_expressions():
-    for name in ORACLES:
-        assert Collective.parse(name) == Sparse(name)
 
 
 @pytest.mark.negative_control("collective:sparse")

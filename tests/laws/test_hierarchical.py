@@ -7,8 +7,6 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import QuadraticModel
 from flockstep.messages import MASTER, Message, server
 from flockstep.records.events import EvaluationEvent, UpdateEvent
 from flockstep.strategies.hierarchical import Hierarchical
@@ -52,35 +50,6 @@ def test_promises(mode, group):
 def test_equals_the_oracle(optimizer, n, group):
     run = run_strategy(f"hierarchical({group})", n, STEPS, job=small_job(optimizer))
     assert equal_bits(*run.params.values(), oracle(n, group, optimizer))
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
-def test_synchronous_levels_are_a_flat_server(group):
-    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-13)):
-        job = small_job("sgd(lr=0.1, momentum=0.9)", dtype)
-        one, other = (run_strategy(text, 8, STEPS, job=job).result for text in (f"hierarchical({group})", "ps(bsp)"))
-        assert np.allclose(one, other, rtol=tolerance, atol=tolerance)
-        assert equal_bits(one, other) or group not in (1, 8)
-
-
-def test_synchronous_levels_equal_a_flat_server_in_every_bit_where_sums_are_exact():
-    """Whole samples, curvatures and a rate that are powers of two: no addition rounds in the first steps."""
-
-    def data():
-        x = np.random.default_rng(0).integers(-64, 64, (64, 4)) * 1.0
-        return Data(x, np.zeros(64), x[:1], np.zeros(1))
-
-    curvatures = np.array([1, 0.5, 0.25, 0.125])
-    job = Job(
-        lambda: QuadraticModel(curvatures, np.zeros(4), "float64"),
-        data,
-        "sgd(lr=0.25)",
-        metric=lambda o, t: 0.0,
-        batch=4,
-    )
-    exact = [run_strategy(text, 8, 4, job=job).result for text in ("hierarchical(2)", "hierarchical(4)", "ps(bsp)")]
-    assert equal_bits(*exact)
-    assert not np.array_equal(exact[0], np.zeros(4))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -77,14 +77,6 @@ def test_bytes_are_exact(n):
     assert sum(b.sent_bytes for b in half.totals.values()) == STEPS * (n - 1) * 18 * (2 + 4)
 
 
-@pytest.mark.parametrize("n", [2, 5, 20])
-def test_slices_partition_the_parameters(n):
-    """Everyone broadcasts one slice, and these are the whole array once, in order of rank."""
-    run = run_strategy("scatter_reduce", n, 1)
-    last = {rank: run.sent("slice", rank)[0].message.array for rank in range(n)}
-    assert equal_bits(np.concatenate([last[rank] for rank in range(n)]), run.result)
-
-
 def test_a_codec_that_may_diverge_is_refused():
     class Unsafe(Half):
         contraction = False

@@ -19,7 +19,7 @@ from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.shards import ShardedModel
-from flockstep.frameworks.stages import MicroBatch, ModelPart
+from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
@@ -199,25 +199,6 @@ def watched_units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_one_layer_is_gathered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the passes keep for the way back, no other layer's parameters are in memory, and no gradients."""
-    split, found = shard_torch(job_of(), 0, Sharded(2)), watched_units(monkeypatch)
-    batch, between = MicroBatch(0, 0, 0, np.arange(4), 1.0), None
-    memory = np.empty(max(SIZES), split.engine.schema.dtype)
-
-    def gathered(unit: ModelPart) -> np.ndarray:
-        memory[: unit.schema.size] = unit.initial()
-        return memory[: unit.schema.size]
-
-    for unit in split.units:
-        between, _ = unit.forward(0, gathered(unit), batch, between)
-    errors = None
-    for unit in reversed(split.units):
-        gathered(unit)
-        errors = unit.backward(0, batch, errors, np.zeros_like(unit.initial()))
-    assert max(found) == ITEMSIZE * max(SIZES)
-
-
 def test_a_run_gathers_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are in this process: no more than two layers are in memory, once the model has been tried."""
     found = watched_units(monkeypatch)
@@ -225,20 +206,6 @@ def test_a_run_gathers_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     trials = 2 * 3 * len(SIZES)  # passes over a batch, and over the part of each of two ways
     trial, run = found[:trials], found[trials:]
     assert min(SIZES) < max(run) / ITEMSIZE <= 2 * max(SIZES) < max(trial) / ITEMSIZE
-
-
-def test_parameters_that_are_not_gathered_again_are_noticed() -> None:
-    """Negative control: the backward pass computes with what the memory of the parameters holds then."""
-    split = shard_torch(job_of(), 0, Sharded(2))
-    batch, unit = MicroBatch(0, 0, 0, np.arange(4), 1.0), split.units[1]
-    params = unit.initial()
-    given = np.ones((4, 8), params.dtype)
-    outputs, _ = unit.forward(0, params, batch, given)
-    params[:] = 0
-    assert outputs is not None
-    wrong = unit.backward(0, batch, np.ones_like(outputs), np.zeros_like(params))
-    assert wrong is not None
-    assert not wrong.any()
 
 
 def test_shares_of_the_batch_that_do_not_count_by_their_samples_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

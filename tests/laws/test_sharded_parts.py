@@ -274,12 +274,6 @@ def test_models_whose_parts_cannot_be_sharded_are_refused(job: Callable[[], Job]
         simulated(job(), "all_reduce", partition)
 
 
-def test_a_batch_that_shrinks_below_the_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flockstep.drivers.plan.Batches.next", lambda self, need: np.arange(1))
-    with pytest.raises(ConfigurationError, match="ways of sharded must be at most the 1 samples of a batch or micro"):
-        simulated(job_of(), "all_reduce", "tensor(2) * sharded(2)")
-
-
 @pytest.mark.parametrize(
     ("text", "refusal", "reason"),
     [
