@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,10 +13,9 @@ from flockstep import registry
 from flockstep.errors import ConfigurationError, RunError, UnknownName
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, PipelinePass, PipelineSchedule
+from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, PipelinePass
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
-from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
 from flockstep.partitions.timeline import PassTime, idle_share, most_in_flight, most_versions, timeline
 from support.matrix import few
 
@@ -282,24 +280,3 @@ def test_a_pipeline_is_written_as_its_papers_write_it() -> None:
         Partition.parse("pipeline(4, 2f2b, 8)")
     with pytest.raises(ConfigurationError, match="microbatches of pipeline must be a whole number, got '8x'"):
         Partition.parse("pipeline(4, 1f1b, 8x)")
-
-
-def test_workers_make_up_whole_replicas() -> None:
-    assert Partition.parse("pipeline(4)").replicas(8) == 2
-    assert Partition.parse("none").replicas(3) == 3
-    with pytest.raises(ConfigurationError, match=r"a multiple of 4 for pipeline.*, got 6; use 4 workers"):
-        Partition.parse("pipeline(4)").replicas(6)
-    with pytest.raises(ConfigurationError, match=r"a multiple of 4 for pipeline.*, got 2; use 4 workers"):
-        Partition.parse("pipeline(4)").replicas(2)
-
-
-def test_most_versions_counts_the_latest_and_those_still_used() -> None:
-    def passes(*used: tuple[str, int]) -> Iterator[PipelinePass]:
-        for step, (kind, version) in enumerate(used):
-            yield PipelinePass("forward" if kind == "f" else "update", step, version=version)
-
-    assert most_versions(passes(("f", 0), ("u", 0), ("u", 1), ("f", 2))) == 1
-    assert most_versions(passes(("f", 0), ("u", 0), ("u", 1), ("f", 0))) == 2
-    assert most_versions(passes(("f", 0), ("u", 0), ("f", 1), ("u", 1), ("f", 0), ("f", 1))) == 3
-    assert PipeDream().versions(0, 4) == 4
-    assert isinstance(PipeDream(), PipelineSchedule)

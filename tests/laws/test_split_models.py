@@ -240,21 +240,6 @@ def test_activations_travel_encoded(codec: str) -> None:
     assert 1e-9 < np.abs(plain.result - coded.result).max() < 0.5
 
 
-def test_a_lossless_codec_changes_nothing() -> None:
-    texts = ["pipeline(2, 1f1b, 3, (4,))", "pipeline(2, 1f1b, 3, (4,), codec=identity)"]
-    runs = [simulated(job_of(), "local_sgd(period=100)", text, replicas=1) for text in texts]
-    assert runs[0].events == runs[1].events
-
-
-def test_the_same_seed_gives_the_same_bits() -> None:
-    runs = [
-        simulated(job_of(), "asgd", "pipeline(4, pipedream, 1)", compute="lognormal(0.01)", network="100mbit")
-        for _ in range(2)
-    ]
-    assert runs[0].events == runs[1].events
-    assert runs[0].result.tobytes() == runs[1].result.tobytes()
-
-
 def with_dropout() -> nn.Sequential:
     layers = list(chain())
     return nn.Sequential(*layers[:2], nn.Dropout(0.5), *layers[2:6], nn.Dropout(0.5), *layers[6:])
@@ -626,17 +611,6 @@ def test_a_slow_stage_slows_its_replica_only() -> None:
     assert all(ends[0][rank] * 2 < ends[1][rank] for rank in range(4, 8))
 
 
-@pytest.mark.full
-def test_a_narrow_link_of_a_worker_is_that_of_its_stage() -> None:
-    facts = job_of(), "ensemble", "pipeline(4, 1f1b, 4)"
-    ends = []
-    for faults in ((), ("narrows(6, 100)",)):
-        ran = simulated(*facts, network="10gbit", faults=faults)
-        ends.append({e.node: e.seconds for e in ran.events if isinstance(e, NodeEvent)})
-    assert all(ends[0][rank] == ends[1][rank] for rank in range(4))
-    assert all(ends[0][rank] < ends[1][rank] for rank in range(4, 8))
-
-
 WHOLE_VECTORS = ("sparta", "powersgd", "slice_servers")
 """These select, factor or divide the parameters by their places, which differ in the parts of a model."""
 
@@ -671,15 +645,6 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
     again = flockstep.simulate("digits(batch=8)", "ps(bsp, shards=2)", workers=2, steps=3, out=tmp_path / "unsplit")
     assert again.summary.final_loss == pytest.approx(summary.final_loss, rel=1e-5)
     assert np.load(tmp_path / "result.npy").shape == np.load(tmp_path / "unsplit" / "result.npy").shape
-
-
-def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
-    config = RunConfig(kind="simulate", job="digits", strategy="ps", workers=4, partition="pipeline(4, pipedream)")
-    said = "Stages 0 to 3 compute gradients with weights that are 3, 2, 1, 0 updates old (pipedream)"
-    assert [note.partition(",")[0] for note in summarize(config, [], "finished").notes] == [said.partition(",")[0]]
-    assert [note.startswith(said) for note in gradient_notes([config, config])] == [True]
-    synchronous = dataclasses.replace(config, partition="pipeline(4, 1f1b, 4)")
-    assert summarize(synchronous, [], "finished").notes == gradient_notes([synchronous]) == []
 
 
 class Centered(nn.Module):

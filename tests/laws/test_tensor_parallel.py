@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import flockstep
-from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tensor_way import TensorWay
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost
@@ -158,18 +157,6 @@ def test_pairs_of_a_traced_model_are_split() -> None:
         "head.0.bias",
     }
     assert sum(split.sizes) == sum(one.numel() for one in Traced().parameters())
-
-
-def test_gradients_of_weights_that_zero_bubble_computes_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a weight pass that leaves out one micro-batch trains another model."""
-    whole = TorchWay.weight_backward
-
-    def skipped(self: TorchWay, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        whole(self, chunk, batch, np.zeros_like(out) if batch.number == 1 else out)
-
-    monkeypatch.setattr(TorchWay, "weight_backward", skipped)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check_trains_as_whole(job_of(), "all_reduce", "pipeline(2, zb_h1, 4) * tensor(2)")
 
 
 @pytest.mark.parametrize("left_out", ["forward", "backward"])
