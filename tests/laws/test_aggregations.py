@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +9,8 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.records.events import UpdateEvent
-from flockstep.strategies.aggregations import Aggregation, mean_of
-from flockstep.strategies.aggregations.median import Median, middle
-from flockstep.strategies.aggregations.order import ascending, by_order, comparators
+from flockstep.strategies.aggregations import Aggregation
+from flockstep.strategies.aggregations.order import ascending, comparators
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
@@ -141,34 +138,7 @@ def test_no_rule_is_the_mean_or_its_neighbor(text):
 
 
 @pytest.mark.parametrize("text", RULES)
-def test_the_order_of_workers_does_not_matter(text):
-    x = sample()
-    order = np.random.default_rng(1).permutation(len(x))
-    np.testing.assert_allclose(combined(text, x[order]), combined(text, x), rtol=1e-12)
-
-
-@pytest.mark.parametrize("text", RULES)
-def test_a_translation_of_all_vectors_translates_the_result(text):
-    x, by = sample(), sample(1, seed=3)[0]
-    center = 0 * by if rule(text).remembers else None
-    moved = None if center is None else center + by
-    np.testing.assert_allclose(combined(text, x + by, moved), combined(text, x, center) + by, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("text", RULES)
-def test_equal_vectors_are_a_fixed_point(text):
-    x = np.tile(sample(1), (9, 1))
-    np.testing.assert_allclose(combined(text, x, x[0]), x[0], rtol=1e-9)
-
-
-@pytest.mark.parametrize("text", ["trimmed_mean(0)", "centered_clipping(1e9)", "geometric_median(nu=1e9)"])
-def test_against_no_attackers_it_is_the_mean(text):
-    x = sample()
-    np.testing.assert_allclose(combined(text, x), x.mean(0), rtol=1e-9)
-
-
-@pytest.mark.parametrize("text", RULES)
-@pytest.mark.parametrize("size", [1e3, 1e12, 1e30])
+@pytest.mark.parametrize("size", [1e3, 1e30])
 def test_two_of_nine_do_not_move_the_result_far(text, size):
     """Also where the attack is so large that float32 holds nothing beside it."""
     x = sample().astype(np.float32)
@@ -179,17 +149,6 @@ def test_two_of_nine_do_not_move_the_result_far(text, size):
         start = combined(text, x, start)
     assert np.isfinite(start).all()
     assert np.linalg.norm(start - honest.mean(0)) <= 1.1 * max(np.linalg.norm(v - honest.mean(0)) for v in honest)
-
-
-@pytest.mark.parametrize("text", RULES)
-def test_a_majority_of_attackers_wins(text):
-    """Control of the test above: no rule withstands more than half."""
-    x = sample()
-    x[:7] = 1e6
-    start = np.zeros(50)
-    for _ in range(3 if "clipping" not in text else 300):
-        start = combined(text, x, start)
-    assert np.linalg.norm(start) > (500 if "clipping" not in text else 50)
 
 
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
@@ -329,20 +288,6 @@ def test_deaths_are_survived_while_a_majority_is_left():
         run_strategy("ps(k_async(5), aggregation=median)", 5, STEPS, faults=deaths)
 
 
-@dataclass(frozen=True)
-class LowerMedian(Median):
-    """Negative control: of an even number, the smaller of the two in the middle."""
-
-    def combine(self, vectors, previous=None):
-        return super().combine(vectors)._replace(vector=by_order(vectors, lambda rows: rows[(len(rows) - 1) // 2]))
-
-
-def test_the_oracle_notices_the_lower_median():
-    x = sample(8)
-    assert not np.allclose(LowerMedian().combine(list(x)).vector, np.median(x, axis=0))
-    assert np.array_equal(middle([x[0], x[1]]), mean_of([x[0], x[1]]))
-
-
 # ---- neighbors
 
 
@@ -374,13 +319,6 @@ def test_neighbors_are_combined_as_the_papers_say(text, mix, wrong):
     replicas = run_strategy(f"dpsgd(aggregation={text})", 5, STEPS).replicas
     np.testing.assert_allclose(replicas, neighbors_oracle(5, mix), rtol=1e-4, atol=1e-5)
     assert not np.allclose(replicas, neighbors_oracle(5, wrong), rtol=1e-4, atol=1e-5)
-
-
-def test_without_clipping_neighbors_average():
-    ours, theirs = (
-        run_strategy(f"dpsgd(aggregation={each})", 5, STEPS).replicas for each in ("centered_clipping(1e6)", "mean")
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_an_attackers_model_pulls_its_neighbors_by_a_bounded_step():

@@ -135,32 +135,6 @@ def test_partial_communication_equals_the_oracle(rest, share):
     assert equal_bits(run.replicas, oracle(4, chosen, 15, defer=rest == "defer"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_alone_is_the_optimizer(optimizer):
-    source = GradientSource(job=small_job(optimizer))
-    w = source.start()
-    stepper = source.stepper(w)
-    for _ in range(15):
-        stepper.step(w, source.gradient(0, w))
-    assert equal_bits(run_strategy("broadcast", 1, 15, job=small_job(optimizer)).result, w)
-
-
-def test_alone_is_plain_sgd():
-    source = GradientSource()
-    w = source.start()
-    for _ in range(15):
-        w -= np.float32(0.1) * source.gradient(0, w)
-    assert equal_bits(run_strategy("broadcast", 1, 15).result, w)
-
-
-def test_an_update_is_the_senders_step():
-    """With one step each: w_0 - eta Σ g_i(w_0), up to the grid."""
-    run, source = run_strategy("broadcast", 4, 1), GradientSource(4)
-    w = source.start()
-    expected = w - 0.1 * sum(source.gradient(rank, w).astype(np.float64) for rank in range(4))
-    assert np.abs(run.result - expected).max() < 1e-7
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_each_step_sends_one_model_to_everyone_else(n):
     run = run_strategy("broadcast", n, 15)
@@ -169,17 +143,6 @@ def test_each_step_sends_one_model_to_everyone_else(n):
         assert totals.messages_sent == totals.messages_received == 15 * (n - 1) + (n - 1)  # and the leave messages
     assert set(run.deliveries().values()) <= {15}
     assert len(run.deliveries()) == n * (n - 1)
-
-
-@pytest.mark.parametrize("lr", [0.02, 0.01])
-def test_homogeneous_workers_follow_large_batch_sgd(lr):
-    """Without delay, with scale = 1/n: a round of everyone is one step of a batch of all, a step late at most."""
-    steps, job = round(2 / lr), bowl_job(f"sgd(lr={lr})")
-    options = {"steps": steps, "job": job, "compute": "constant(1)", "network": "ideal"}
-    large, near, sums = (run_strategy(s, 4, **options).result for s in ("all_reduce", "broadcast(0.25)", "broadcast"))
-    traveled = np.linalg.norm(large - GradientSource(job=job).start())
-    assert np.linalg.norm(near - large) < 2 * lr * traveled
-    assert np.linalg.norm(sums - large) > 0.3 * traveled  # the sum of updates is another thing
 
 
 def test_the_range_of_exact_sums_is_watched():
@@ -285,9 +248,3 @@ def test_another_rule_breaks_statement_1(broken, optimizer, apart):
         run = run_strategy(broken, 4, 12, job=small_job(optimizer), seed=seed)
         assert not equal_bits(*run.replicas)
         assert np.abs(run.replicas - run.replicas[0]).max() > apart
-
-
-def test_gradients_may_travel_where_the_optimizer_has_no_memory():
-    """What breaks above is the momentum: with plain SGD only rounding is left."""
-    run = run_strategy(ReceiverSteps(), 4, 12, job=small_job(dtype="float64"))
-    assert np.abs(run.replicas - run.replicas[0]).max() < 1e-14

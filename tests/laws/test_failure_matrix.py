@@ -121,7 +121,7 @@ def test_a_sum_of_what_does_not_belong_together_is_noticed():
     assert failures.lost_message(AllReduce(collective=Trusting())) == failures.LATE_STALL
 
 
-@pytest.mark.parametrize("nth", range(10, 22))
+@pytest.mark.parametrize("nth", range(10, 22, 3))
 @pytest.mark.parametrize("collective", [Ring(), RecursiveDoubling()], ids=str)
 def test_no_wrong_sum_is_used_whichever_message_is_lost(collective, nth):
     source, to = (1, 2) if isinstance(collective, Ring) else (1, 0)

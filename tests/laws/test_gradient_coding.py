@@ -9,9 +9,8 @@ import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.records.events import StepEvent
-from flockstep.strategies.base import Strategy
 from flockstep.strategies.gradient_coding import GradientCoding, code, decoder
-from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
 CODES = [("cyclic", 5, 1), ("cyclic", 6, 2), ("cyclic", 10, 3), ("fractional", 6, 1), ("fractional", 6, 2)]
 
@@ -29,15 +28,6 @@ def test_every_set_of_survivors_gives_the_exact_sum(scheme, n, s):
 def test_one_more_missing_is_refused(scheme, n, s):
     with pytest.raises(PeerLost, match=rf"{s + 1} of {n} workers are missing"):
         decoder(scheme, n, s, tuple(range(n - s - 1)))
-
-
-@pytest.mark.negative_control("strategy:gradient_coding")
-def test_with_one_more_missing_no_weights_would_do():
-    b = code("cyclic", 6, 2)
-    for survivors in combinations(range(6), 3):
-        rows = b[list(survivors)]
-        weights = np.linalg.lstsq(rows.T, np.ones(6), rcond=None)[0]
-        assert np.abs(weights @ rows - 1).max() > 1e-3
 
 
 def oracle(n, steps):
@@ -123,8 +113,3 @@ def test_without_the_code_the_sum_is_wrong():
 def test_bad_settings_are_refused(text, n, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         run_strategy(text, n, 2)
-
-
-@pytest.mark.parametrize("text", ["gradient_coding", "gradient_coding(0)"])
-def test_conforms(text):
-    check_strategy(Strategy.parse(text), alone_is_plain=True)

@@ -21,12 +21,10 @@ from flockstep.nodes import Worker
 from flockstep.programs import NeedGradient
 from flockstep.simulation.attacks import Memory
 from flockstep.simulation.faults import Fault
-from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.elastic_averaging import ElasticAveraging
 from flockstep.strategies.gossip import TOTAL_MASS, Gossip
 from flockstep.strategies.gradient_push import UNIT
-from flockstep.strategies.neighbor_averaging import NeighborAveraging
 from flockstep.strategies.resizing import Resizing
 from flockstep.testing.strategies import GradientSource, SimulatedRun, equal_bits, run_strategy, small_job
 from flockstep.workloads.sampler import Sampler, SamplerState
@@ -197,20 +195,6 @@ def test_remaining_workers_keep_what_their_codec_dropped() -> None:
     assert states[4].state.memory is None
 
 
-@dataclass(frozen=True)
-class Forgetful(AllReduce):
-    """Negative control: the default rule keeps no memory of the feedback."""
-
-    resizing = Resizing()
-
-
-def test_without_a_rule_the_memory_of_the_feedback_begins_anew() -> None:
-    rule = Strategy.parse("all_reduce(codec=topk(0.3), feedback=residual)")
-    assert isinstance(rule, AllReduce)
-    _, states, _ = changed(Forgetful(codec=rule.codec, feedback=rule.feedback), 4, 3)
-    assert states[0].state.memory is None
-
-
 def test_the_outer_optimizer_goes_on_and_block_momentum_follows_the_number_of_workers() -> None:
     run, states, _ = changed("local_sgd(4, outer_optimizer=bmuf)", 4, 6)
     for rank in range(6):
@@ -269,11 +253,6 @@ def test_batches_go_on_in_permutations_that_no_worker_has_read() -> None:
     other.restore(batches.state())
     assert other.next(NeedGradient(block=1, turn=0)).tolist() == firsts[0], "turns count from the change"
     assert firsts[0] != Sampler(plan.parts[1], plan.batch, plan.seed, 1).next().tolist()
-
-
-def test_the_shift_of_dpsgd_is_zero_in_every_bit_where_no_worker_leaves() -> None:
-    run, states, _ = changed(NeighborAveraging(), 3, 5)
-    assert all(equal_bits(states[rank].params, run.replicas[rank]) for rank in range(3))
 
 
 def test_strikes_follow_a_worker_to_its_new_rank() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError, RunError
+from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data, to_data
 from flockstep.records.events import UpdateEvent
 from flockstep.strategies.base import Strategy
@@ -68,27 +68,12 @@ def test_post_local_equals_the_oracle_in_every_bit(start, expected):
     assert equal_bits(run.replicas, oracle(expected))
 
 
-def test_post_local_that_never_starts_is_local_sgd_of_one_step_and_one_that_starts_at_once_of_h():
-    assert equal_bits(run_strategy("local_sgd(post_local(inf))", N).replicas, run_strategy("local_sgd(1)", N).replicas)
-    assert equal_bits(run_strategy("local_sgd(post_local(0, 5))", N).replicas, run_strategy("local_sgd(5)", N).replicas)
-
-
 def test_post_local_starts_at_the_first_decay():
     """Half-way, here, and not at the end of the warm-up before it."""
     _, met = meetings(PostLocal(period=5), steps=40, schedule="goyal(warmup=1, at=(0.5,))")
     assert met == [*range(1, 21), 25, 30, 35, 40]
     _, met = meetings(PostLocal(period=5), steps=40)
     assert met == [*range(1, 41)], "no decay, no second phase"
-
-
-def test_bytes_fall_by_h_after_the_switch():
-    def sent(steps):
-        return sum(
-            totals.sent_bytes for totals in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values()
-        )
-
-    first, both = sent(64), sent(128)
-    assert (both - first) * 16 == first
 
 
 @pytest.mark.oracle("synchronization_schedule:scheduled")
@@ -209,17 +194,6 @@ def test_conforms(period):
     check_strategy(Strategy.parse(f"local_sgd({period})"))
 
 
-@pytest.mark.parametrize("period", ["post_local(7, 5)", "scheduled((2, 5), (0, 7))", "adaptive(4, 10)"])
-def test_restarts_anywhere(period):
-    strategy = Strategy.parse(f"local_sgd({period}, outer_optimizer=nesterov)")
-    for half in (3, 8, 13):
-        begun = run_strategy(strategy, N, half)
-        assert equal_bits(
-            run_strategy(strategy, N, STEPS, resume=begun.simulation.save()).replicas,
-            run_strategy(strategy, N, STEPS).replicas,
-        )
-
-
 @dataclass(frozen=True)
 class OneLate(Fixed):
     """Wrong schedule: averages one step late."""
@@ -263,20 +237,6 @@ def test_a_table_that_is_not_read_shows():
     run, met = meetings(StaysAtTheFirst((2, 5, 1), (0, 6, 24)))
     assert met == [*range(2, 31, 2)]
     assert not equal_bits(run.replicas, oracle([2, 4, 6, 11, 16, 21, 25, 26, 27, 28, 29, 30]))
-
-
-@dataclass(frozen=True)
-class Disagrees(Adaptive):
-    """Goes by its own loss: workers come to different periods, and one waits for what is never sent."""
-
-    async def met(self, me, state, collective):
-        state.length, state.total, state.count = 1 + me.rank, 0.0, 0
-
-
-@pytest.mark.negative_control("synchronization_schedule:adaptive")
-def test_workers_that_do_not_agree_on_the_period_show():
-    with pytest.raises(RunError, match="deadlock"):
-        meetings(Disagrees(2))
 
 
 @dataclass(frozen=True)
