@@ -103,24 +103,6 @@ def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
     assert group.run(program) == [[200.0 * n] * 1000] * n
 
 
-def test_without_a_lock_additions_would_be_lost(group, monkeypatch):
-    """The control of the test above: a read, a pause in which others run, a write."""
-    n = len(group.ranks)
-
-    def program(comm):
-        array = comm.shared(1)
-        window = comm.window("w", array)
-        target = window._shared.group.at(0, array)
-        for _ in range(50):
-            seen = float(target[0])
-            comm.barrier()
-            target[0] = seen + 1
-            comm.barrier()
-        return float(target[0])
-
-    assert group.run(program) == [50.0] * n
-
-
 def test_a_codec_does_to_a_shared_window_what_it_does_on_the_way(group):
     def program(comm):
         window = comm.window("w", comm.shared(3))

@@ -56,11 +56,6 @@ def test_lognormal_mean_is_not_its_median() -> None:
     assert np.log(values).std() == pytest.approx(1.0, rel=0.02)
 
 
-def test_normal_takes_seconds_or_a_share_of_the_mean() -> None:
-    assert draws(Normal(0.05, 0.01), 600) == pytest.approx(draws(Normal(0.05, cv=0.2), 600), rel=1e-12)
-    assert draws(Normal(0.05, 0.01), 40_000).std() == pytest.approx(0.01, rel=0.02)
-
-
 def test_truncated_normal_redraws_what_is_not_above_zero() -> None:
     values = draws(Normal(1.0, cv=1.0), 40_000)
     density, above = math.exp(-0.5) / math.sqrt(2 * math.pi), 0.5 * math.erfc(-1 / math.sqrt(2))
@@ -104,11 +99,6 @@ def test_ranks_and_seeds_draw_differently(model: ComputeModel) -> None:
         assert abs(np.corrcoef(first, other)[0, 1]) < 0.2
 
 
-def test_the_start_is_added() -> None:
-    assert finish(ConstantTime(0.5).start(2, 0), 1, 3.0) == 3.5
-    assert finish(ConstantTime(0).start(1, 0), 0, 3.0) == 3.0
-
-
 def test_speeds_cycle_and_keep_the_draws() -> None:
     model = Speeds(Exponential(0.05), (1, 2.5))
     for rank, factor in enumerate((1, 2.5, 1, 2.5)):
@@ -129,26 +119,6 @@ def test_slow_spells_have_their_length_and_share() -> None:
     error = length * math.sqrt(probability / count)
     assert abs((values == 10.0).mean() - share) < 4 * error
     assert not (draws(model, 500, rank=1) == draws(model, 500)).all()
-
-
-def test_slow_spells_at_the_ends_of_the_range() -> None:
-    base = Exponential(0.05)
-    assert (draws(SlowSpells(base, 0.0, 10.0, 3), 300) == draws(base, 300)).all()
-    assert (draws(SlowSpells(base, 1.0, 10.0, 3), 300) == 10.0 * draws(base, 300)).all()
-
-
-def test_spells_begin_whatever_the_durations_are() -> None:
-    clock = SlowSpells(Exponential(1.0), 0.2, 1e9, 1).start(2_000, 7)
-    first = np.array([finish(clock, rank, 0.0) for rank in range(2_000) for _ in range(5)])
-    slow = first[first > 1e4] / 1e9
-    assert abs(slow.mean() - 1.0) < 4 / math.sqrt(len(slow))
-
-
-def test_nested_slow_spells_are_independent() -> None:
-    inner = SlowSpells(ConstantTime(1.0), 0.2, 2.0, 1)
-    values = draws(SlowSpells(inner, 0.2, 3.0, 1), 5_000)
-    assert set(values.tolist()) == {1.0, 2.0, 3.0, 6.0}
-    assert (values == 6.0).mean() == pytest.approx(0.04, abs=0.012)
 
 
 def test_a_core_serves_first_come_first_served() -> None:
@@ -259,42 +229,6 @@ def test_a_longer_gradient_holds_its_core_for_longer() -> None:
     clock = SharedCores(ConstantTime(1.0), 1).start(2, 0)
     assert [finish(clock, 0, 0.0), finish(clock, 1, 0.0, 3.0), finish(clock, 0, 1.0)] == [1.0, 4.0, 5.0]
     assert finish(ConstantTime(1.0).start(1, 0), 0, 2.0, 3.0) == 5.0
-
-
-def test_enough_cores_change_nothing_and_one_core_adds_up() -> None:
-    base = Exponential(0.05)
-    alone, shared = base.start(4, 1), SharedCores(base, 4).start(4, 1)
-    assert [finish(alone, r, 0.0) for r in range(4)] == [finish(shared, r, 0.0) for r in range(4)]
-    single, alone = SharedCores(base, 1).start(4, 1), base.start(4, 1)
-    ends = [finish(single, r, 0.0) for r in range(4)]
-    assert ends == list(itertools.accumulate(finish(alone, r, 0.0) for r in range(4)))
-
-
-def test_wrappers_commute_with_shared_cores() -> None:
-    inside = SharedCores(Speeds(Exponential(0.05), (1.0, 4.0)), 1).start(2, 5)
-    outside = Speeds(SharedCores(Exponential(0.05), 1), (1.0, 4.0)).start(2, 5)
-    calls = [0, 1, 1, 0, 1]
-    assert [finish(inside, r, 0.0) for r in calls] == [finish(outside, r, 0.0) for r in calls]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "constant(0.05)",
-        "exponential(0.05)",
-        "normal(0.05, 0.01)",
-        "normal(0.05, cv=0.2)",
-        "lognormal(0.05, 0.7)",
-        "pareto(0.05, 1.5)",
-        "speeds(exponential(0.05), (1, 2, 4))",
-        "slow_spells(constant(0.05), 0.01, 10, 20)",
-        "shared_cores(speeds(lognormal(0.05), (1, 2)), 8)",
-    ],
-)
-def test_text_round_trip(text: str) -> None:
-    model = ComputeModel.parse(text)
-    assert ComputeModel.parse(str(model)) == model
-    assert finish(model.start(2, 0), 1, 1.0) > 1.0
 
 
 @pytest.mark.parametrize(

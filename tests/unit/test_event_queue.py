@@ -18,13 +18,6 @@ def test_order_is_time_then_order_of_scheduling(times: list[float]) -> None:
     assert drained(queue) == sorted((time, number) for number, time in enumerate(times))
 
 
-def test_ties_are_not_ordered_by_the_events_themselves() -> None:
-    queue: EventQueue[int] = EventQueue()
-    for event in (3, 1, 2):
-        queue.schedule(1.0, event)
-    assert [event for _, event in drained(queue)] == [3, 1, 2]
-
-
 def test_events_need_no_order() -> None:
     queue: EventQueue[object] = EventQueue()
     first, second = object(), object()
@@ -50,15 +43,3 @@ def test_the_past_and_what_is_no_time_are_refused(time: float) -> None:
     with pytest.raises(RunError, match=r"finite and >= the current time \(2.0\)"):
         queue.schedule(time, "late")
     assert len(queue) == 0
-
-
-def test_length_and_truth() -> None:
-    queue: EventQueue[str] = EventQueue()
-    assert not queue
-    queue.schedule(0.0, "a")
-    assert queue
-    assert len(queue) == 1
-    queue.pop()
-    assert not queue
-    with pytest.raises(IndexError, match="index out of range"):
-        queue.pop()

@@ -45,7 +45,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 3])
 def test_batched_equals_one_by_one_and_plain_jax(count: int) -> None:
     engine = make_engine(job(), 3)
     assert isinstance(engine, JaxEngine)

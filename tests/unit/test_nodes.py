@@ -106,11 +106,6 @@ def test_arrays_are_copied_when_they_are_sent():
     assert second.array is None
 
 
-def test_no_requests_no_wait():
-    hand = Hand(asks([]))
-    assert (hand.result, hand.waiting, hand.sent) == ([], None, [])
-
-
 def test_a_node_that_left_without_an_answer_is_reported():
     hand = Hand(asks([server(0), server(1)]))
     hand.deliver(Message(server(1), LEAVE))

@@ -13,7 +13,6 @@ from flockstep.errors import PeerLost
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.records.events import StepEvent
-from flockstep.simulation.compute import FORWARD
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 
@@ -58,19 +57,6 @@ def test_without_a_channel_of_their_own_their_messages_mix():
     network = "link(bandwidth=1000, latency=0.01)"
     mixed, apart = (run_strategy(Bucketed(one_channel=one), 3, 12, network=network) for one in (True, False))
     assert not np.allclose(mixed.result, apart.result, rtol=1e-3, atol=1e-3)
-
-
-def test_communication_overlaps_with_the_rest_of_the_gradient():
-    """Buckets of one third each, complete after 1/3 + 2/3 share of a second; each takes time b on the wire."""
-    run = run_strategy(Bucketed(), 2, 1, compute="constant(1)", network="link(bandwidth=100)")
-    half_buckets = 18 / 3 / 2 * 4 + 64  # reduce-scatter and all-gather each send half a bucket and a header
-    b = 2 * half_buckets * 2 / 100  # each through two hops of cut-through: bytes over bandwidth, twice (two rounds)
-    b /= 2
-    end = 0.0
-    for share in (1 / 3, 2 / 3, 1):
-        end = max(end, FORWARD + (1 - FORWARD) * share) + b
-    assert run.seconds <= end + 1e-9
-    assert run.seconds > 1 + b - 1e-9
 
 
 @dataclass(frozen=True)

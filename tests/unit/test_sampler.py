@@ -46,14 +46,6 @@ def test_epochs_ranks_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(order) for order in orders}) == 7
 
 
-def test_a_sampler_neither_keeps_nor_changes_the_shard() -> None:
-    shard = SHARD.copy()
-    sampler, other = Sampler(shard, 10, 0, 0), Sampler(SHARD, 10, 0, 0)
-    expected = draw(other, 20)
-    assert np.array_equal(draw(sampler, 20), expected)
-    assert np.array_equal(shard, SHARD)
-
-
 @pytest.mark.parametrize("state", [SamplerState(0, 1000), SamplerState(-1, 0), SamplerState(0, -1)])
 def test_a_state_of_another_shard(state: SamplerState) -> None:
     with pytest.raises(ConfigurationError, match=r"position must be in \[0, 999\]"):

@@ -112,10 +112,6 @@ def test_a_mismatch_names_who_and_the_first_difference(other, dtype, difference)
     assert "build the same model on every worker" in str(caught.value)
 
 
-def test_equal_schemas_match():
-    Schema.of(SHAPES).require(Schema.of(SHAPES), "worker 3")
-
-
 @given(shapes, shapes)
 def test_hashes_are_equal_only_for_equal_tables(a, b):
     first, second = Schema.of(a), Schema.of(b)

@@ -95,11 +95,6 @@ def test_impossible_numbers(split: Split) -> None:
         split.assign(np.zeros(3, np.int64), 4, 2, 0)
 
 
-@pytest.mark.parametrize("text", ["iid", "by_label", "by_label(classes_per_worker=2)", "dirichlet(alpha=0.1)"])
-def test_expressions(text: str) -> None:
-    assert str(Split.parse(text)) == text
-
-
 @pytest.mark.parametrize("text", ["by_label(0)", "dirichlet(0)", "dirichlet(-1)", "dirichlet(inf)"])
 def test_hyper_parameters_out_of_range(text: str) -> None:
     with pytest.raises(ConfigurationError, match="must be"):

@@ -230,29 +230,6 @@ def test_a_record_that_is_changed_on_its_way_delivers_nothing(
     assert first.poll(0) is None
 
 
-def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "UNPROVED", 3)
-    first, second = introduced(make)
-    with contextlib.ExitStack() as stack:
-        for _ in range(5):
-            stack.enter_context(raw_connection(first))
-        while first.traffic.rejected < 2:
-            assert first.poll(0.01) is None
-        still_works(first, second)
-
-
-def test_silent_strangers_before_the_run_has_met_keep_nobody_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "UNPROVED", 3)
-    first, second = make(0), make(1)
-    with contextlib.ExitStack() as stack:
-        for _ in range(5):
-            stack.enter_context(raw_connection(first))
-            assert first.poll(0.01) is None
-        join(first, second)
-        still_works(first, second)
-    assert first.traffic.rejected >= 3  # a port may be known to strangers from elsewhere
-
-
 @pytest.mark.parametrize("transport", OVER_TCP)
 def test_who_does_not_know_the_secret_is_refused(make: Make, transport: str) -> None:
     """A node of the same run, address and schema, but of another secret; then the real one."""
