@@ -136,8 +136,14 @@ def listed(kind: object, read: Callable[[bytes], object]) -> Frames:
 def _control(data: bytes) -> None:
     """The supervisor ignores what is no message of its run, which counts as refused here."""
     heard: list[object] = []
-    call = SimpleNamespace(_run="x", standings={1: None}, _fail=lambda *given: None, _hello=heard.append)
-    Supervisor._accept_control(SimpleNamespace(_open_calls=[call]), data)  # type: ignore[arg-type]
+
+    def hello(words: object, connection: object) -> bool:
+        heard.append(words)
+        return True
+
+    call = SimpleNamespace(_run="x", standings={1: None}, _fail=lambda *given: None, _hello=hello)
+    connection: Any = SimpleNamespace(close=lambda: None)
+    Supervisor._accept(SimpleNamespace(_open_calls=[call]), data, connection)  # type: ignore[arg-type]
     if not heard:
         raise ProtocolError("ignored")
 
