@@ -117,7 +117,7 @@ def test_every_gradient_counts_with_the_learning_rate_of_its_step():
     few(["decoupled_momentum(k=1, chunk=3)", "decoupled_momentum(beta=0)", TEXT], "decoupled_momentum(k=1, chunk=3)"),
 )
 def test_conforms(text):
-    check_strategy(Strategy.parse(text), alone_is_plain=False)
+    check_strategy(Strategy.parse(text), (1, 3), alone_is_plain=False)
 
 
 def test_refuses_what_makes_no_sense():

@@ -140,7 +140,7 @@ def test_layout_by_hand():
 
 @pytest.mark.parametrize("text", ["powersgd(1)", "powersgd(1, warm_start=false)", "powersgd(1, feedback=none)"])
 def test_conforms_where_matrices_are_factored(text):
-    check_strategy(Strategy.parse(text), alone_is_plain=False)
+    check_strategy(Strategy.parse(text), (1, 3), alone_is_plain=False)
 
 
 def test_refuses_what_makes_no_sense():

@@ -87,8 +87,8 @@ def test_overlap_hides_the_network():
 
 
 def test_conforms():
-    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, outer_optimizer=average)"))
-    check_strategy(Strategy.parse("streaming_diloco(8, 3, 2)"), workers=(2, 3, 4))
+    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, outer_optimizer=average)"), workers=(1, 3))
+    check_strategy(Strategy.parse("streaming_diloco(8, 3, 2)"), workers=(3,))
 
 
 @dataclass(frozen=True)
@@ -167,5 +167,9 @@ def test_encoded_bytes_are_exact(n):
 
 
 def test_conforms_with_a_codec():
-    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, codec=half, feedback=residual)"), alone_is_plain=False)
-    check_strategy(Strategy.parse("streaming_diloco(8, 3, 2, codec=dct(1, 3))"), workers=(2, 3))
+    check_strategy(
+        Strategy.parse("streaming_diloco(10, 2, 0, codec=half, feedback=residual)"),
+        workers=(1, 3),
+        alone_is_plain=False,
+    )
+    check_strategy(Strategy.parse("streaming_diloco(8, 3, 2, codec=dct(1, 3))"), workers=(3,))

@@ -189,7 +189,7 @@ def test_only_a_period_of_one_is_synchronous(text, sync):
     assert (Strategy.parse(f"local_sgd({text})").traits.delivery == "synchronous") == sync
 
 
-@pytest.mark.parametrize("period", ["fixed(5)", "post_local(10, 5)", "scheduled((1, 5), (0, 10))", "adaptive(2, 10)"])
+@pytest.mark.parametrize("period", ["post_local(10, 5)", "scheduled((1, 5), (0, 10))", "adaptive(2, 10)"])
 def test_conforms(period):
     check_strategy(Strategy.parse(f"local_sgd({period})"))
 
