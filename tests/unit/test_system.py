@@ -11,7 +11,7 @@ import pytest
 ELSEWHERE = """
 import os, select, signal, socket, sys
 import asyncio, concurrent.futures, multiprocessing, subprocess
-import msgspec, numpy, sklearn.datasets, typer
+import click, msgspec, numpy, sklearn.datasets
 from pathlib import Path
 
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
