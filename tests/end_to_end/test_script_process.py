@@ -68,3 +68,4 @@ def test_a_script_ends_with_its_launcher_before_it_joins(tmp_path: Path) -> None
     wait_until(lambda: all(map(content, files)), PATIENCE, "both scripts run")
     os.kill(run.main.pid, signal.SIGKILL)
     wait_until(lambda: not any(alive(int(content(file))) for file in files), PATIENCE, "the scripts have ended")
+    assert run.main.wait(PATIENCE) == -signal.SIGKILL
