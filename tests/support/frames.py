@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import socket
@@ -28,6 +29,7 @@ from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Message, Note
 from flockstep.records import flight
 from flockstep.records.events import Event
+from flockstep.transports import links
 from flockstep.transports.handshake import Handshake
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.streams import StreamBus
@@ -197,6 +199,23 @@ def channel() -> Frames:
     return Frames((*sent, b"".join(sent)), lambda data, draw: arriving(data, draw.choice([0, 1 << 12])), False)
 
 
+def line() -> Frames:
+    """What a process sends to its supervisor; the connection then ends."""
+
+    def read(data: bytes, draw: random.Random) -> object:
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(links.LocalFrames(ours, 5.0)) as frames, theirs:
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            return list(iter(lambda: frames.receive(8 * SIZE), None))
+
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(links.LocalFrames(ours, 5.0)) as frames, theirs:
+        frames.send([b"x" * 50, bytes(4 * SIZE)])
+        frames.send([b"x" * 50])
+        return Frames((theirs.recv(1 << 16),), read, False)
+
+
 def handshake(connects: bool, encrypts: bool) -> Frames:
     """What the other end says until both have proved that they know the secret; the proof itself is never right."""
 
@@ -260,6 +279,7 @@ def frames() -> dict[str, Frames]:
     found["control"] = decoded(member.Hello | member.Failure, _control)
     found["messages of hosts"] = decoded(host_messages.AnyHostMessage, _from_host)
     found["channel of a host"] = channel()
+    found["line to the supervisor"] = line()
     found["events"] = listed(Event, lambda data: events_in(np.frombuffer(data, np.uint8)))
     found["flight recorder"] = listed(flight.FlightEvent, flight.decoded)
     for connects in (True, False):

@@ -60,7 +60,7 @@ from flockstep.transports.admission import Admission
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
 from flockstep.transports.session import LINK_TIMEOUT
-from flockstep.transports.wire import PROTOCOL
+from flockstep.transports.wire import MAX_HEADER, PROTOCOL
 
 ACCEPTED = 32
 """Largest number of connections that the coordinator accepts in one turn, so that a flood of connections does not keep
@@ -115,7 +115,7 @@ class RemoteFrames(Frames):
     def send(self, frames: Sequence[Buffer]) -> None:
         self._host.send(FramesOf(self._link), *frames)
 
-    def receive(self, most: int) -> Sequence[Buffer] | None:
+    def receive(self, most: int, header: int = MAX_HEADER) -> Sequence[Buffer] | None:
         return self.arrived.popleft() if self.arrived else None
 
     def disconnected(self) -> bool:

@@ -21,18 +21,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.messages import Address, Fields, Message, node_name
 from flockstep.transports.addresses import listening
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.wire import MAX_CODING, SenderIdentity, decode, encode
+from flockstep.transports.wire import MAX_CODING, MAX_HEADER, SenderIdentity, decode, encode
 
 CONTROL_BYTES = 1 << 20
 """Largest size in bytes of a process's first message, which says who the process is."""
 WELCOME_BYTES = 1 << 20
-"""Largest size in bytes of a header. The header of a supervisor's message may hold the addresses of all nodes, about
-150 bytes each.
+"""Largest size in bytes of the header of a supervisor's message, which may hold the addresses of all nodes, about 150
+bytes each.
 """
 PARTS = 64
 """Largest number of parts that one system call sends."""
@@ -54,11 +56,12 @@ class Frames(Protocol):
     def send(self, frames: Sequence[Buffer]) -> None:
         """Queue a message without waiting. The frames must not change afterwards."""
 
-    def receive(self, most: int) -> Sequence[Buffer] | None:
+    def receive(self, most: int, header: int = MAX_HEADER) -> Sequence[Buffer] | None:
         """Return the next message that has arrived; None if no message has arrived.
 
         Raises:
-            ProtocolError: the message is not a message, or its array has more than `most` bytes.
+            ProtocolError: the message is not a message, its array has more than `most` bytes, or its header has more
+                than `header` bytes.
         """
 
     def disconnected(self) -> bool:
@@ -148,7 +151,7 @@ class LocalFrames(Frames):
                     self._out.appendleft(part[sent:])
                 sent -= min(sent, part.nbytes)
 
-    def receive(self, most: int) -> Sequence[memoryview] | None:
+    def receive(self, most: int, header: int = MAX_HEADER) -> Sequence[memoryview] | None:
         while not self._ended:
             if self._filled < self._part.nbytes:
                 try:
@@ -162,11 +165,11 @@ class LocalFrames(Frames):
                 continue
             self._frames.append(self._part)
             length, nbytes = _PREFIX.unpack(self._frames[0])
-            if not (0 < length <= WELCOME_BYTES and _NO_PAYLOAD <= nbytes <= most):
+            if not (0 < length <= header and _NO_PAYLOAD <= nbytes <= most):
                 self._ended = True
                 raise ProtocolError(
                     f"a message announced a header of {length} bytes and an array of {nbytes} bytes, but at most "
-                    f"{WELCOME_BYTES} and {most} are allowed"
+                    f"{header} and {most} are allowed"
                 )
             if len(self._frames) == 1:
                 self._expect(length)
@@ -179,7 +182,7 @@ class LocalFrames(Frames):
         return None
 
     def _expect(self, size: int) -> None:
-        self._part, self._filled = memoryview(bytearray(size)), 0
+        self._part, self._filled = np.empty(size, np.uint8).data, 0  # takes memory only as the bytes arrive
 
     def disconnected(self) -> bool:
         return self._ended or self._peer.lost()
@@ -213,7 +216,7 @@ class Control:
                 self._unknown.append(LocalFrames(self._socket.accept()[0], self._heartbeat))
         for connection in list(self._unknown):
             try:
-                frames = connection.receive(CONTROL_BYTES)
+                frames = connection.receive(0, CONTROL_BYTES)
             except ProtocolError:  # a stranger
                 frames = None
             if frames is not None or connection.disconnected():
@@ -304,7 +307,7 @@ class Line:
         Raises:
             ProtocolError: the message breaks the protocol.
         """
-        frames = self._connection.receive(self._me.model_bytes + MAX_CODING)
+        frames = self._connection.receive(self._me.model_bytes + MAX_CODING, WELCOME_BYTES)
         return None if frames is None else unframed(frames, LAUNCHER, self._me)
 
     def wait(self, seconds: float) -> None:
