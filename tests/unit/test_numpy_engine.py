@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Model, NumpyEngine, QuadraticModel, SoftmaxRegression
+from flockstep.frameworks.numpy import Model, NumpyEngine, QuadraticModel, SoftmaxRegression, accuracy
 from flockstep.optimizers.sgd import SGD
 
 
@@ -106,6 +106,29 @@ def test_quadratic_without_noise_has_a_known_gradient_and_optimum() -> None:
     np.testing.assert_allclose(out, engine.model.hessian @ (start - optimum), rtol=1e-12)
 
 
+def test_sgd_on_the_softmax_problem_learns() -> None:
+    engine = NumpyEngine(softmax_job("float32"), seed=0)
+    params, out, random = engine.initial(), np.empty(engine.schema.size, "float32"), np.random.default_rng(0)
+    before = engine.evaluate(params)
+    assert before.loss == pytest.approx(np.log(4), rel=1e-6)
+    state = engine.optimizer.init(params)
+    for _ in range(100):
+        engine.gradient(params, random.integers(engine.train_size, size=32), out)
+        engine.optimizer.step(params, out, state, engine.optimizer.lr)
+    after = engine.evaluate(params)
+    assert after.metric > 0.9 > before.metric
+    assert after.loss < before.loss
+
+
+def test_evaluation_equals_the_training_loss_on_the_same_samples() -> None:
+    for job in (softmax_job(), quadratic_job()):
+        engine = NumpyEngine(job, seed=0)
+        params, _ = replicas(engine, 1, 1)
+        out = np.empty(engine.schema.size)
+        samples = np.arange(len(job.data().test_x))
+        assert engine.evaluate(params[0]).loss == pytest.approx(engine.gradient(params[0], samples, out), rel=1e-12)
+
+
 def test_initial_follows_the_seed_and_is_a_copy() -> None:
     first, again, other = (NumpyEngine(quadratic_job(), seed=s).initial() for s in (1, 1, 2))
     assert np.array_equal(first, again)
@@ -113,6 +136,19 @@ def test_initial_follows_the_seed_and_is_a_copy() -> None:
     engine = NumpyEngine(quadratic_job(), seed=1)
     engine.initial()[:] = 0
     assert np.array_equal(engine.initial(), first)
+
+
+def test_labels_and_sizes() -> None:
+    engine = NumpyEngine(softmax_job(samples=90), seed=0)
+    assert engine.train_size == 90
+    assert engine.labels is not None
+    assert engine.labels.dtype == np.int64
+    assert NumpyEngine(quadratic_job(), seed=0).labels is None
+    assert [e.name for e in engine.schema.entries] == ["weight", "bias"]
+
+
+def test_accuracy_counts_the_largest_output() -> None:
+    assert accuracy(np.array([[1.0, 2], [3, 0], [0, 1], [1, 0]]), np.array([1, 0, 0, 0])) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -132,6 +168,11 @@ def test_a_job_that_does_not_fit_is_refused(changes: dict[str, Any], sentence: s
 def test_accuracy_needs_classes() -> None:
     with pytest.raises(ConfigurationError, match="accuracy needs integer targets, got float64"):
         NumpyEngine(replace(quadratic_job(), metric="accuracy"), seed=0)
+
+
+def test_unknown_optimizer_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'sgd'"):
+        NumpyEngine(softmax_job(optimizer="sdg(lr=1)"), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers import Optimizer, OptimizerState
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.adam import Adam, AdamW
-from flockstep.optimizers.base import BLOCK
+from flockstep.optimizers.base import BLOCK, blocks
 from flockstep.optimizers.sgd import SGD
 
 SETTINGS = [
@@ -74,6 +76,12 @@ def test_equals_torch(optimizer: Optimizer) -> None:
     ours, theirs = trajectories(optimizer, "float32")
     ulps = np.abs(ours.astype("float64") - theirs) / np.spacing(np.maximum(np.abs(theirs), 1))
     assert ulps.max() <= 20  # 50 steps, each rounded a few times
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS[1:], ids=NAMES[1:])
+def test_every_setting_counts(optimizer: Optimizer) -> None:
+    plain = trajectories(replace(SETTINGS[0], lr=optimizer.lr), "float64")[0]
+    assert np.abs(trajectories(optimizer, "float64")[0] - plain).max() > 1e-4
 
 
 @pytest.mark.oracle("optimizer:sgd")
@@ -179,6 +187,13 @@ def test_adagrad_by_another_formula_is_noticed() -> None:
     assert distance(Adagrad(lr_decay=0.05), Adagrad()) > 1e-3
 
 
+def test_the_step_uses_the_learning_rate_it_is_given() -> None:
+    params, gradient = np.ones(4, "float32"), np.ones(4, "float32")
+    optimizer = SGD(lr=0.5)
+    optimizer.step(params, gradient, optimizer.init(params), 0.25)
+    assert params.tolist() == [0.75] * 4
+
+
 @pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
 @pytest.mark.parametrize("parts", [2, 7])
 def test_a_slice_on_its_own_equals_the_slice_of_the_whole(optimizer: Optimizer, parts: int) -> None:
@@ -196,6 +211,19 @@ def test_a_slice_on_its_own_equals_the_slice_of_the_whole(optimizer: Optimizer, 
             assert slot.tobytes() == state.slots[name][part].tobytes()
 
 
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_a_state_continues_bit_for_bit(optimizer: Optimizer) -> None:
+    random = np.random.default_rng(4)
+    start, gradients = random.normal(size=50).astype("float32"), random.normal(size=(6, 50)).astype("float32")
+    whole, resumed = start.copy(), start.copy()
+    run(optimizer, whole, gradients)
+    state = run(optimizer, resumed, gradients[:3])
+    state = OptimizerState(state.steps, {name: slot.copy() for name, slot in state.slots.items()})
+    for gradient in gradients[3:]:
+        optimizer.step(resumed, gradient, state, optimizer.lr)
+    assert whole.tobytes() == resumed.tobytes()
+
+
 def test_slots_have_explicit_names_and_the_length_of_the_parameters() -> None:
     params = np.zeros(5, "float32")
     names = {
@@ -210,6 +238,16 @@ def test_slots_have_explicit_names_and_the_length_of_the_parameters() -> None:
         assert set(state.slots) == expected
         assert all(slot.shape == (5,) and slot.dtype == params.dtype for slot in state.slots.values())
     assert Adagrad(initial_accumulator_value=0.5).init(params).slots["square_sum"].tolist() == [0.5] * 5
+
+
+def test_adagrad_accumulators_never_shrink() -> None:
+    optimizer, random = Adagrad(), np.random.default_rng(0)
+    params = random.normal(size=20)
+    state, before = optimizer.init(params), np.zeros(20)
+    for _ in range(10):
+        optimizer.step(params, random.normal(size=20), state, 0.1)
+        assert (state.slots["square_sum"] >= before).all()
+        before = state.slots["square_sum"].copy()
 
 
 @pytest.mark.parametrize(
@@ -248,6 +286,20 @@ def test_an_eps_that_vanishes_in_the_dtype_is_refused() -> None:
     Adam(eps=1e-4).init(half)
 
 
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_text_round_trip(optimizer: Optimizer) -> None:
+    assert Optimizer.parse(str(optimizer)) == optimizer
+    assert type(Optimizer.parse(str(optimizer))) is type(optimizer)
+
+
+@given(st.integers(0, 5 * BLOCK))
+def test_blocks_cover_everything_once(size: int) -> None:
+    covered = [i for part in blocks(size) for i in (part.start, part.stop)]
+    assert covered[::2] == [0, *covered[1:-1:2]][: len(covered) // 2]
+    assert not covered or (covered[0], covered[-1]) == (0, size)
+    assert all(0 < part.stop - part.start <= BLOCK for part in blocks(size))
+
+
 LINEAR = [setting for setting in SETTINGS if isinstance(setting, SGD)]
 
 
@@ -264,6 +316,43 @@ def test_a_share_of_a_gradient_has_that_share_of_its_effect_over_all_later_steps
         optimizer.step(params, 0 * gradient, state, optimizer.lr, 0.25)
     total = optimizer.lr * (1 - optimizer.dampening) / (1 - optimizer.momentum)
     np.testing.assert_allclose(params, -share * total * gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [s for s in SETTINGS if not getattr(s, "lr_decay", 0)], ids=str)
+def test_the_parts_of_many_steps_together_are_as_long_as_the_steps(optimizer: Optimizer) -> None:
+    """Four parts for each step, of the same gradient; weight decay too acts once a step."""
+    rate, steps, parts = optimizer.lr / 10, 400, 4
+    moved = []
+    for share in (1.0, 1 / parts):
+        params = np.linspace(-1, 1, 5)
+        state, gradient, start = optimizer.init(params), np.array([1.0, -2.0, 0.5, 0.1, 3.0]), params.copy()
+        for _ in range(round(steps / share)):
+            optimizer.step(params, gradient, state, rate, share)
+        moved.append(params - start)
+    np.testing.assert_allclose(moved[0], moved[1], rtol=0.05)
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.01), AdamW(lr=0.01, weight_decay=0.3)], ids=str)
+def test_adam_does_not_undo_a_share(optimizer: Optimizer) -> None:
+    """If the gradient were scaled instead, Adam would take the full step."""
+    steps = []
+    for share in (1.0, 0.25):
+        params = np.linspace(-1, 1, 5)
+        state = optimizer.init(params)
+        optimizer.step(params, np.array([1.0, -2.0, 0.5, 0.1, 3.0]), state, optimizer.lr, share)
+        steps.append(params - np.linspace(-1, 1, 5))
+    np.testing.assert_allclose(steps[1], steps[0] / 4, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_a_share_of_one_is_the_step_itself_in_every_bit(optimizer: Optimizer) -> None:
+    gradients = np.random.default_rng(1).normal(size=(5, 40)).astype("float32")
+    one, other = np.zeros(40, "float32"), np.zeros(40, "float32")
+    states = optimizer.init(one), optimizer.init(other)
+    for gradient in gradients:
+        optimizer.step(one, gradient, states[0], optimizer.lr)
+        optimizer.step(other, gradient, states[1], optimizer.lr, 1.0)
+    assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
