@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
@@ -57,6 +59,21 @@ def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook
     assert some.document()["untried"] == list(some.untried)
     none = advise(outlook, (), [], names)
     assert "none was tried" in " ".join(none.sentences)
+
+
+@pytest.mark.parametrize(("alone", "choice"), [((3.2, 3.6, 4.0), ALONE), ((3.5, 3.6, 4.0), "all_reduce")])
+def test_several_workers_are_advised_where_no_seed_was_faster_with_one(
+    alone: tuple[float, ...], choice: str, outlook: Outlook
+) -> None:
+    """The median of one worker is beyond the range of the others in both cases."""
+
+    def several(name: str, times: tuple[float, ...]) -> Found:
+        return Found(name, tuple(replace(tried(name, time).trials[0], seed=seed) for seed, time in enumerate(times)))
+
+    found = [several(ALONE, alone), several("all_reduce", (2.6, 3.0, 3.4))]
+    advised = advise(outlook, (), found, [ALONE, "all_reduce"]).choice
+    assert advised is not None
+    assert advised.name == choice
 
 
 def test_what_was_not_tried_is_never_preferred_silently(outlook: Outlook) -> None:

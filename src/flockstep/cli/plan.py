@@ -416,7 +416,7 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, e
 
     unknown, about = outlook.left_out, tuple[str, ...]()
     if tried is not None:
-        from flockstep.cli.search import left_out
+        from flockstep.planning.search import left_out
 
         unknown, about = (*unknown, *left_out()), tried.notes
     parts = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
-from flockstep.planning.search import Found, Race, promising
+from flockstep.planning.search import Found, Race, left_out, promising
 from flockstep.planning.trial_store import TrialStore, trial_settings
-from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
+from flockstep.planning.trials import Trial, TrialContext, goal_of
 from flockstep.report import formatting
 from flockstep.report.page import Listing
 from flockstep.report.terminal import TableColumn, TextTable
@@ -154,11 +153,6 @@ def outcome(trial: Trial) -> str:
     if trial.end == "diverged":
         return "diverged"
     return f"not in {formatting.seconds(trial.seconds)}"
-
-
-def left_out() -> Sequence[str]:
-    """Return sentences about the effects that trials do not model."""
-    return (*LEFT_OUT, "trials choose the learning rate with one seed, and no other hyper-parameter of a strategy")
 
 
 def document(tried: Tried) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class PlanResult:
     """The recommendation, its reasons, and the conditions under which it would change."""
     hybrid: HybridAdvice | None = None
     """The choice between whole and split replicas; None if the plan covers only whole replicas."""
+    trials: Race | None = None
+    """The trials that measured the job; None if a formula assumes how many samples each strategy needs."""
 
     @property
     def choice(self) -> str | None:
@@ -43,6 +45,8 @@ class PlanResult:
         rows = [{**one, "speedup": self.advice.speedups[one["name"]]} for one in document["strategies"]]
         rows.sort(key=lambda one: -one["speedup"])
         found = {**document, "strategies": rows, "advice": self.advice.document()}
+        if self.trials is not None:
+            found["trials"] = self.trials.document()
         return found if self.hybrid is None else {**found, "hybrid": self.hybrid.document()}
 
     def write(self, path: Path | str) -> Path:
@@ -117,7 +121,7 @@ def plan(
         race = Race(outlook, promising(outlook, leave=out), budget=budget, split=split)
         race.run()
         outlook = measured(outlook, race.found)
-        return PlanResult(outlook, advise(outlook, requirements, race.found, race.asked))
+        return PlanResult(outlook, advise(outlook, requirements, race.found, race.asked), trials=race)
     advice = advise(outlook, requirements)
     return PlanResult(outlook, advice, advise_hybrid(outlook, advice, splits) if splits.wanted else None)
 

@@ -83,7 +83,8 @@ def advise(
     """Recommend a strategy that meets the requirements.
 
     With trials in `found`, the choice is the simplest of the strategies whose median time lies within the range of the
-    fastest one's seeds: the one with the fewest hyper-parameters, and one worker before all. `candidates` are the
+    fastest one's seeds: the one with the fewest hyper-parameters. One worker is the simplest of all, and chosen if its
+    own range overlaps with that of the fastest. `candidates` are the
     strategies that were to be tried; if some of them were not tried, the advice says so.
 
     Without trials, the choice is the strategy with the highest predicted speed-up, or one worker if it meets the
@@ -196,8 +197,14 @@ def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[
     fastest = tried.get(left[0].name)
     if fastest is None or fastest.seconds is None:
         return left[:1]
-    times = [tried[one.name].seconds if one.name in tried else None for one in left]
-    return [one for one, seconds in zip(left, times, strict=True) if seconds and seconds <= fastest.range[1]]
+    level = list[StepPrediction]()
+    for one in left:
+        found = tried.get(one.name)
+        if found is not None and found.seconds is not None:
+            # Several workers are advised only where no seed was faster with one.
+            time = found.range[0] if one.strategy is None else found.seconds
+            level += [one] * (time <= fastest.range[1])
+    return level
 
 
 def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.trial_store import TrialStore
-from flockstep.planning.trials import Trial, TrialContext, trial
+from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, trial
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 
@@ -40,6 +40,11 @@ HELD = 1e9
 """Largest size in bytes of the models of all workers together with which a plan does so."""
 FAR = 1e9
 """Cost of a trial that missed the goal, to which the distance from the goal is added."""
+
+
+def left_out() -> Sequence[str]:
+    """Return sentences about the effects that trials do not model."""
+    return (*LEFT_OUT, "trials choose the learning rate with one seed, and no other hyper-parameter of a strategy")
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,14 @@ class Race:
     def found(self) -> tuple[Found, ...]:
         """The trials of every strategy that was tried, or that refused a trial."""
         return tuple(self._found.values())
+
+    def document(self) -> dict[str, Any]:
+        """Return the trials as plain data, for JSON."""
+        return {
+            "target": self.goal,
+            "found": [one.document() for one in self.found],
+            "left_out": list(left_out()),
+        }
 
     @property
     def spent(self) -> float:
