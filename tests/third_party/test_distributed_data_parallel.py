@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,28 +15,23 @@ from support.processes import RealRun
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 HERE = Path(__file__).parent
-BOTH = """
-import sitecustomize
+SAVED = """
+import os
 import sys
 from pathlib import Path
-sys.meta_path.remove(sitecustomize.WITHOUT_COMPILER)  # DDP needs it
 import torch
-import torch.distributed as dist
 import flockstep
 
-def parameters_of(text):
-    space = {{"__name__": "__main__"}}
-    exec(compile(text, "script", "exec"), space)
-    return [p.detach() for p in space["model"].parameters()]
-
-here, rank = Path(__file__).parent, flockstep.rank()
-ours = parameters_of({ours!r})
-dist.init_process_group("gloo", init_method=f"file://{{here / 'store'}}", rank=rank, world_size=flockstep.workers())
-theirs = parameters_of({theirs!r})
-dist.destroy_process_group()
-torch.save([ours, theirs], here / f"parameters-{{rank}}")
+text, name = {text!r}, {name!r}
+if name == "theirs":
+    torch.distributed.init_process_group("gloo")
+space = {{"__name__": "__main__"}}
+exec(compile(text, "script", "exec"), space)
+torch.save([p.detach() for p in space["model"].parameters()], Path(__file__).parent / f"{{name}}-{{flockstep.rank()}}")
+if name == "theirs":
+    torch.distributed.destroy_process_group()
 """
-"""A script that runs a script of ours, and the same with DDP, in the processes of one run."""
+"""A script that runs another one, and saves the parameters with which it ends."""
 INSTEAD = {
     "import flockstep\n": "import flockstep\nfrom torch.nn.parallel import DistributedDataParallel\n",
     "optimizer = flockstep.distribute(model, optimizer, sys.argv[1])": "model = DistributedDataParallel(model)",
@@ -65,12 +62,20 @@ def trained(
         theirs = theirs.replace(line, other)
     assert "flockstep.distribute" not in theirs
     assert "flockstep.clip" not in theirs
-    script = folder / "script.py"
-    script.write_text(BOTH.format(ours=ours or plain, theirs=theirs))
-    ended = RealRun(["launch", "-n", str(workers), str(script), strategy], folder / "run", torch=True).end(400)
+    for name, text in (("ours", ours or plain), ("theirs", theirs)):
+        (folder / f"{name}.py").write_text(SAVED.format(text=text, name=name))
+    run = ["launch", "-n", str(workers), str(folder / "ours.py"), strategy]
+    ended = RealRun(run, folder / "run", torch=True).end(400)
     assert ended.code == 0, ended.err
-    saved = [torch.load(folder / f"parameters-{rank}") for rank in range(workers)]
-    return [[torch.cat([p.flatten() for p in one]) for one in each] for each in saved]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    whole = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # DDP needs torch's compiler
+    command = [*torchrun, str(folder / "theirs.py"), strategy]
+    done = subprocess.run(command, env=whole, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [
+        [torch.cat([p.flatten() for p in torch.load(folder / f"{name}-{rank}")]) for name in ("ours", "theirs")]
+        for rank in range(workers)
+    ]
 
 
 @pytest.mark.full
