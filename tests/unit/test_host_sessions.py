@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +47,9 @@ class Agent:
     def wait(self, sources: object, seconds: float, also: object) -> None:
         self.over.wait(0.002)
 
-    def heard(self) -> list[bytes]:
-        return [b"%06d" % number * 3_000 for number in islice(self._left, 1)]
+    def heard(self) -> list[tuple[bytes, Any]]:
+        silent = SimpleNamespace(disconnected=bool, receive=nothing, close=nothing)
+        return [(b"%06d" % number * 3_000, silent) for number in islice(self._left, 1)]
 
     def _run(self) -> None:
         try:
@@ -99,7 +101,7 @@ def test_messages_of_a_host_arrive_once_and_in_order(fault: str) -> None:
 
         def done() -> bool:
             hosts.pump()
-            arrived.extend(hosts.heard())
+            arrived.extend(data for data, _ in hosts.heard())
             assert not host.lost, host.lost
             assert agent.failure is None, agent.failure
             return len(arrived) == COUNT and len(told()) == COUNT
