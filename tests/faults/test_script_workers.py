@@ -21,7 +21,7 @@ from flockstep_lab.chaos.base import Failpoint
 from flockstep_lab.chaos.failpoint import signalled, write_failpoint
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
-from support.torch_scripts import write_scheduled_script, write_script
+from support.torch_scripts import end_scheduled_script, write_scheduled_script, write_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
 
@@ -294,7 +294,10 @@ def test_workers_that_are_killed_at_once_are_one_change(tmp_path: Path) -> None:
     record = RunFolder(tmp_path / "run")
     wait_until(lambda: record.read_config().workers < 3 or not run.going(), PATIENCE, "the run goes on")
     assert record.read_config().workers == 1
-    summary = end(tmp_path, run).read_summary()
+    end_scheduled_script(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    summary = record.read_summary()
     assert summary.status == "finished"
     assert {one.node for one in summary.lost} == {0, 2}
     (change,) = [note for note in summary.notes if "; the other workers continued from step 2" in note]

@@ -105,24 +105,6 @@ def test_a_record_that_lost_a_file_or_its_folder_is_told(tmp_path: Path) -> None
             folder.check_whole()
 
 
-@pytest.mark.parametrize("name", ["summary.json", "result.npy"])
-def test_a_run_whose_kept_file_is_gone_is_replaced_on_request_only(name: str, tmp_path: Path) -> None:
-    """Its disk was full; the temporary folder that a link leads to has been emptied since, or a device is there."""
-    folder = RunFolder(tmp_path / "run")
-    made(folder)
-    for target in (tmp_path / "gone", Path("/dev/null")):
-        (folder.path / name).symlink_to(target)
-        with pytest.raises(ConfigurationError, match="or replace it with --overwrite"):
-            made(folder)
-        with pytest.raises(
-            ConfigurationError, match="was lost: it was stored in" if name == "result.npy" else "no result"
-        ):
-            folder.read_result()
-        assert folder.read_summary().status == "interrupted"
-        assert folder.unfinished == (name == "result.npy")  # else a comparison would replace it
-        (folder.path / name).unlink()
-
-
 def test_what_a_lost_rank_had_written_belongs_to_the_record(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.created(CONFIG):
