@@ -68,7 +68,7 @@ class Opt:
         low = f">= {self.least:g}" if self.above == -math.inf else f"> {self.above:g}"
         rule = f"{f'<= {self.most:g}' if value > self.most else low} {self.unit}".strip()
         rule = "finite" if value == math.inf else rule
-        raise ConfigurationError(f"{name} must be {rule}, got {value:g}; {self.advice}")
+        raise ConfigurationError(f"{name} must be {rule}, got {value}; {self.advice}")
 
 
 Arg = partial(Opt, positional=True)

@@ -76,9 +76,8 @@ def test_an_error_after_the_end_is_shown(tmp_path, body):
     assert "ConfigurationError: " in done.err + done.out
 
 
-def test_no_record_is_kept_of_a_script_whose_data_shard_refuses(tmp_path):
+def test_a_script_whose_data_shard_refuses_ends_with_a_sentence(tmp_path):
     body = MODEL + "optimizer = flockstep.distribute(model, optimizer, 'all_reduce')\nlist(flockstep.shard([1]))"
     done = run(tmp_path, body)
     assert done.code == 2, done.err
     assert "the epoch has only 1; use at most 1 workers" in done.err
-    assert not (tmp_path / "run").exists()

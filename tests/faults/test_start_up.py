@@ -73,8 +73,6 @@ def test_a_worker_killed_before_it_joined(tmp_path: Path) -> None:
     assert ended.code == 1
     assert ended.seconds < ended.limit
     assert re.fullmatch(r"flockstep: worker \d was killed by SIGKILL before the run started\n", ended.err)
-    assert ended.summary is None
-    assert not run.record.exists()
 
 
 @pytest.mark.parametrize("kind", few([signal.SIGTERM, signal.SIGINT], signal.SIGINT))

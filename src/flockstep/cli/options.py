@@ -343,4 +343,4 @@ def given_options(context: click.Context, names: Iterable[str]) -> Iterator[tupl
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
-            yield options[name], value[0] if isinstance(value, list) else value
+            yield options[name], value[0] if isinstance(value, (list, tuple)) else value

@@ -31,7 +31,6 @@ from flockstep.options import (
     options_of,
 )
 
-JobArgument = Annotated[str, options_of(TrainOptions)["job"][0]]
 RunFolderArgument = Annotated[Path, Arg(help="Folder of the run.", metavar="RUN")]
 Count = partial(Opt, names=("--workers", "-n"), least=1, advice="use 1 for one worker")
 

@@ -31,7 +31,9 @@ def spec_from_environment() -> NodeSpec | None:
     node_spec = _spec_of_script()
     if node_spec is None or node_spec.process != os.getpid():
         return None
-    return replace(node_spec, secret=_secrets[node_spec.run])
+    return replace(
+        node_spec, secret=_secrets.get(node_spec.run, "")
+    )  # none in a process that the script became by exec
 
 
 def take_spec(node_spec: NodeSpec) -> None:

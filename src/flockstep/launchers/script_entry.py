@@ -99,6 +99,7 @@ def _become_main() -> None:
     current: Any = process.current_process()
     current.name, current.authkey, current._identity = "MainProcess", os.urandom(32), ()
     process._parent_process = None  # type: ignore[attr-defined] # no public way
+    multiprocessing.set_start_method(None, force=True)  # data loaders start their processes in the usual way again
 
 
 def _draw_anew() -> None:

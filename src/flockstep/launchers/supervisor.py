@@ -545,12 +545,11 @@ class Supervisor:
             return known
         if hello.address in self._links or hello.address in self._state.gone:  # a lost node may not return
             return False
-        if hello.protocol != PROTOCOL:
-            raise ConfigurationError(
-                f"{node_name(hello.address)} uses protocol {hello.protocol}, the launcher uses protocol "
-                f"{PROTOCOL}; install the same version of flockstep for every worker"
-            )
-        self._check_hello(hello)
+        try:
+            self._check_hello(hello)
+        except ConfigurationError:
+            frames.close()
+            raise
         link = self._links[hello.address] = ProcessLink(frames, hello)
         self._open.callback(link.close)
         self._start_servers()
@@ -558,7 +557,12 @@ class Supervisor:
         return True
 
     def _check_hello(self, hello: Hello) -> None:
-        """Check that every node has the same model and strategy as the first node that joined."""
+        """Check that every node has the same version, model and strategy as the first node that joined."""
+        if hello.protocol != PROTOCOL:
+            raise ConfigurationError(
+                f"{node_name(hello.address)} uses protocol {hello.protocol}, the launcher uses protocol "
+                f"{PROTOCOL}; install the same version of flockstep for every worker"
+            )
         if self.outcome.schema is None or self.outcome.strategy is None:
             self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
             replicas = self._workers // self._parts
@@ -922,8 +926,9 @@ class Supervisor:
         """Store what nodes send while the run ends, for about `seconds`."""
         if not (self._processes() or self._links) or not self._wait(seconds):
             return
+        for _, frames in self._heard():
+            frames.close()  # no process can join any more
         for one in self._open_calls:
-            list(one._heard())  # no process can join any more
             for link in one._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:
