@@ -95,17 +95,20 @@ def test_the_simplest_is_chosen_within_the_range_of_the_fastest(outlook: Outlook
         return Found(name, tuple(tried(name, one).trials[0] for one in seconds))
 
     local, every = "local_sgd(period=8)", "all_reduce"
-    found = [runs(ALONE, 8, 9, 10), runs(local, 3, 4, 5), runs(every, 4.5, 4.6, 6)]
+    found = [runs(ALONE, 8, 9, 10), runs(local, 3, 4, 5), runs(every, 4.2, 4.3, 6)]
     advice = advise(outlook, (), found)
     assert advice.choice is not None
     assert advice.choice.name == every
     assert advice.sentences == (
         (
-            "Use all_reduce with learning rate 0.1 on 4 workers: in trials on the job, it trained 2.0 times as fast as "
-            "one worker at the best learning rate of each (1.3 to 2.2 times over 3 seeds)."
+            "Use all_reduce with learning rate 0.1 on 4 workers: in trials on the job, it trained 2.1 times as fast as "
+            "one worker at the best learning rate of each (1.3 to 2.4 times over 3 seeds)."
         ),
         "Within the ranges of the trials, local_sgd(period=8) trained as fast; all_reduce is the simplest of them.",
     )
+    dearer = advise(outlook, (), [*found[:2], runs(every, 4.4, 4.6, 6)]).choice
+    assert dearer is not None
+    assert dearer.name == local, "a simpler strategy may take a tenth longer"
     assert advice.speedups[local] == 9 / 4
     clear = advise(outlook, (), [found[0], found[1], runs(every, 5.1, 5.2, 6)])
     assert clear.choice is not None

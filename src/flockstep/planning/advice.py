@@ -4,6 +4,7 @@ requirements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ LEAVING = {
     "sent": "messages contain training samples (the inputs of the first layer)",
 }
 """Value of `Traits.samples` → text that says how samples leave the machines that store them."""
+SIMPLER = 1.1
+"""Largest time to the goal of a simpler strategy that is advised, as a multiple of the fastest one's."""
 SLOWER = 4.0
 """Factor by which communication is assumed to be slower under the requirement slow-links."""
 
@@ -83,8 +86,8 @@ def advise(
     """Recommend a strategy that meets the requirements.
 
     With trials in `found`, the choice is the simplest of the strategies whose median time lies within the range of the
-    fastest one's seeds: the one with the fewest hyper-parameters. One worker is the simplest of all, and chosen if its
-    own range overlaps with that of the fastest. `candidates` are the
+    fastest one's seeds and is at most `SIMPLER` times its median: the one with the fewest hyper-parameters. One worker
+    is the simplest of all, and chosen if its own range overlaps with that of the fastest. `candidates` are the
     strategies that were to be tried; if some of them were not tried, the advice says so.
 
     Without trials, the choice is the strategy with the highest predicted speed-up, or one worker if it meets the
@@ -201,9 +204,10 @@ def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[
     for one in left:
         found = tried.get(one.name)
         if found is not None and found.seconds is not None:
-            # Several workers are advised only where no seed was faster with one.
-            time = found.range[0] if one.strategy is None else found.seconds
-            level += [one] * (time <= fastest.range[1])
+            # Several workers are advised only where no seed was faster with one. A simpler strategy may cost `SIMPLER`.
+            alone = one.strategy is None
+            time, most = (found.range[0], math.inf) if alone else (found.seconds, SIMPLER * fastest.seconds)
+            level += [one] * (time <= min(fastest.range[1], most))
     return level
 
 
