@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
@@ -149,3 +150,30 @@ def test_an_unguarded_program_is_told_to_guard_its_call(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     assert ended.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')
+
+
+def test_a_long_temporary_folder_has_room_for_no_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    program = "import sys; from flockstep.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    words = [
+        "train",
+        "softmax",
+        "-s",
+        "bsp",
+        "-n",
+        "2",
+        "--steps",
+        "2",
+        "--target",
+        "0.01",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

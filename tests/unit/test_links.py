@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.member import Hello
 from flockstep.errors import PeerLost, ProtocolError
+from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, Line, LocalFrames, framed, unframed
-from flockstep.transports.wire import SenderIdentity
+from flockstep.transports.wire import PROTOCOL, SenderIdentity
 from support.processes import PATIENCE, wait_until
 
 MODEL = 8 << 20
@@ -143,6 +145,32 @@ def test_a_process_that_ended_is_gone_though_a_child_holds_its_socket(control: C
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_what_a_process_said_before_its_end_is_heard(control: Control) -> None:
+    said = f"from flockstep.transports.links import say_to_control; say_to_control({control.address!r}, b'failed')"
+    subprocess.run([sys.executable, "-c", said], check=True)
+    ((words, connection),) = control.heard()
+    connection.close()
+    assert words == b"failed"
+
+
+def test_what_a_communicator_says_is_read(control: Control, link: tuple[Line, LocalFrames]) -> None:
+    """It says that it is alive; unread, this would fill its socket and keep the supervisor from waiting."""
+    schema = Schema.of({"w": (1,)}, "float32")
+    hello = Hello(PROTOCOL, "run", 0, "bus", "host", "bsp", {}, schema, MODEL)
+    process, beside = ProcessLink(link[1], hello), Line(identity(0), control.address, 60)
+    beside.introduce(b"hello")
+    ((_, frames),) = control.heard()
+    process.beside = ProcessLink(frames, hello)
+    me = SenderIdentity("run", 0, schema.hash, MODEL)
+    for number in range(1, 100):
+        frames_of_it = framed(Message(0, "alive", number=number), me)
+        beside._send(frames_of_it)
+    assert process.receive() is None
+    assert not control.wait([process.frames, frames], 0.0)
+    beside.close()
+    process.close()
 
 
 def test_what_is_too_large_or_no_message_ends_the_connection(control: Control, link: tuple[Line, LocalFrames]) -> None:

@@ -72,6 +72,21 @@ def test_a_step_that_is_skipped_forgets_its_clip(by_module: bool) -> None:
     assert model.weight.grad.tolist() == [[3.0, 4.0]], "what was asked for a skipped step does not clip the next"
 
 
+def test_a_script_whose_condition_on_the_norm_skips_every_step_is_told() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    clipping = Clipping(FlatModule(model), Strategy.parse("all_reduce"), alone=False)
+
+    def train() -> None:
+        for _ in range(10):
+            clipping.skip()  # by zero_grad
+            if torch.isfinite(clipping.ask([model.weight], 0.1, 2.0, False)):
+                clipping.begin()
+
+    with pytest.warns(UserWarning, match=r"NaN until step\(\), so a condition on it") as told:
+        train()
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("strategy", ["all_reduce", "bsp"])
 def test_zero_grad_skips(strategy: str) -> None:
     model, optimizer = model_and_optimizer(strategy)

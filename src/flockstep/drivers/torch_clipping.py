@@ -21,6 +21,8 @@ WATCHED = 10
 """Number of first steps in which a gradient that changes between the backward pass and the optimizer's step is
 detected.
 """
+SKIPPED = 3
+"""Number of skipped steps in sequence, each with clipping, at which a script is told what the norm is meanwhile."""
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -70,6 +72,8 @@ class Clipping:
         self._asked: dict[tuple[object, ...], Clip] = {}
         """Calls since the previous step, by their parameters and arguments."""
         self._due: list[Clip] = []
+        self._skipped = 0
+        """Steps in sequence that the script has skipped after it had asked for clipping."""
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
@@ -102,6 +106,14 @@ class Clipping:
 
     def skip(self) -> None:
         """Cancel the requested clipping, because the script skips the step."""
+        self._skipped += bool(self._asked)
+        if self._asked and self._skipped == SKIPPED:
+            warnings.warn(
+                f"the script has called flockstep.clip_grad_norm_ {SKIPPED} times without optimizer.step(): "
+                "the norm that it returns is NaN until step(), so a condition on it, such as isfinite(norm), skips "
+                "every step; decide after step(), or pass error_if_nonfinite=True",
+                stacklevel=2,
+            )
         self._asked.clear()
 
     def end(self) -> None:
@@ -110,7 +122,7 @@ class Clipping:
 
     def begin(self) -> None:
         """Start a step, to which all clipping applies that was requested since the previous step."""
-        self._due = list(self._asked.values())
+        self._due, self._skipped = list(self._asked.values()), 0
         self._asked.clear()
 
     def apply(self) -> bool:

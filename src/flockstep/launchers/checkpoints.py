@@ -503,5 +503,6 @@ def require_resumable(checkpoint: Checkpoint, strategy: Strategy | None, workers
         )
     if manifest.config != config:
         raise ConfigurationError(
-            f"config.toml was changed after {where} was written; restore config.toml, or start another run"
+            f"config.toml is not the configuration with which {where} was written: it was changed since, or another "
+            "build of flockstep wrote it; restore config.toml, resume with that build, or start another run"
         )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from flockstep.drivers.place import SECRET
 from flockstep.drivers.process_group import OPENED, REASON
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
+from flockstep.records.scratch import place_of_sockets
 from flockstep.system import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
@@ -177,11 +179,13 @@ def _fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Iter
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     os.environ.update(environment)
     os.environ.pop(SECRET, None)  # the fork server, and all that it forks, would have it in their environment
+    folder, tempfile.tempdir = tempfile.tempdir, str(place_of_sockets())  # where the server's socket will be
     try:
         resource_tracker.ensure_running()  # starting the tracker unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         yield context
     finally:
+        tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for name, value in usual.items():
             if value is None:

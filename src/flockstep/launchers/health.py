@@ -19,7 +19,7 @@ the last messages of the process may still arrive.
 class Health:
     """Reports lost nodes after all their messages have arrived.
 
-    A node's link breaks if the node answers no heartbeat for the heartbeat timeout, or if the node closes its end. If
+    A node's link breaks if the node is stopped for longer than the heartbeat timeout, or if the node closes its end. If
     this host started the process, the exit code also shows that, and how, the process ended.
     """
 

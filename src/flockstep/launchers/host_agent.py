@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +50,13 @@ from flockstep.launchers.host_messages import (
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
+from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
-from flockstep.transports.host_channel import HostChannel
+from flockstep.transports.host_channel import MAX_PAYLOAD, HostChannel
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.links import Control, LocalFrames
 from flockstep.transports.sealed import LinkForged
@@ -345,6 +345,12 @@ class HostAgent:
         also = {self._channel.fileno(): self._channel.blocked} if connected else {}
         sends = connected and self._files.waiting and self._channel.backlog <= AHEAD
         self._control.wait(() if full else self._frames.values(), 0.0 if sends else seconds, also)
+        with undisturbed():  # half a message would look like a broken protocol
+            self._exchange(full)
+
+    def _exchange(self, full: bool) -> None:
+        """Handle and forward what has arrived; nothing of the processes if the queue for the coordinator is `full`."""
+        Control.flush(self._frames.values())
         for message, payloads in self._received():
             self._handle(message, payloads)
         for data, connection in self._control.heard():
@@ -396,7 +402,7 @@ class HostAgent:
         """Forward messages of a process, at most so many; return whether none is left."""
         with contextlib.suppress(ProtocolError):  # the connection is closed then
             for _ in range(MESSAGES):
-                if (parts := frames.receive(sys.maxsize)) is None:
+                if (parts := frames.receive(MAX_PAYLOAD)) is None:
                     return True
                 self._send(FramesOf(link), *parts)
             return False

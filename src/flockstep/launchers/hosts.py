@@ -737,6 +737,8 @@ class RemoteHosts(OtherHosts):
     def _handle(self, host: Host, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
             case Heard():
+                if message.link in host.frames or len(payloads) != 1:
+                    raise ProtocolError(f"an agent names the connection {message.link} twice, or without a message")
                 host.frames[message.link] = RemoteFrames(host, message.link)
                 self._heard.append((bytes(payloads[0]), host.frames[message.link]))
             case FramesOf():

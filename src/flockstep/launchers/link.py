@@ -58,6 +58,9 @@ class ProcessLink:
         Raises:
             ProtocolError: the message breaks the protocol.
         """
+        if self.beside is not None:  # a communicator says nothing but that it is alive
+            while self.beside.receive() is not None:
+                pass
         frames = self.frames.receive(self._me.model_bytes + MAX_CODING)
         return None if frames is None else unframed(frames, self.address, self._me)
 

@@ -422,9 +422,10 @@ class Supervisor:
         shown = 0.0
         while not all(one._state.over for one in self._calls) or not self._scripts_ended():
             self._poll()
-            for one in list(self._calls):
-                one._turn(result)
-            self._changes.look()
+            with undisturbed():  # half a message would look like a broken protocol
+                for one in list(self._calls):
+                    one._turn(result)
+                self._changes.look()
             if self.outcome.change is not None and self._all_losses_known():
                 return
             if time.monotonic() - shown > 0.25:
@@ -504,6 +505,7 @@ class Supervisor:
         sources = [one.frames for link in links for one in (link, link.beside) if one is not None]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         with undisturbed():
+            Control.flush(sources)
             self._hosts.pump()
         return arrived or self._hosts.waiting
 

@@ -55,14 +55,20 @@ def require_private(folder: Path) -> None:
         )
 
 
+def place_of_sockets() -> Path:
+    """Return the temporary folder or, if its path is too long for sockets, `SHORT`."""
+    usual = tempfile.gettempdir()
+    return Path(SHORT if len(os.fsencode(usual)) > LONGEST and os.access(SHORT, os.W_OK) else usual)
+
+
 @contextlib.contextmanager
 def scratch(place: Path | None = None) -> Iterator[Path]:
     """Context manager that creates a private folder owned by this process in `place`, by default the temporary folder
     or, if its path is too long for sockets, `SHORT`, and removes the folders there that killed processes have left.
     """
-    pid, usual = os.getpid(), tempfile.gettempdir()
+    pid = os.getpid()
     if place is None:
-        place = Path(SHORT if len(os.fsencode(usual)) > LONGEST and os.access(SHORT, os.W_OK) else usual)
+        place = place_of_sockets()
     sweep(place)
     folder = private_folder(place)
     try:

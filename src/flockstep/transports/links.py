@@ -91,8 +91,10 @@ class _ProcessState:
             self._next_look = now + self._heartbeat / LOOKS
             try:
                 state = self._file.read_text().rpartition(")")[2].split()[0]
-            except OSError:
+            except (FileNotFoundError, ProcessLookupError):
                 state = "X"
+            except OSError:  # this process has too many open files
+                return False
             if state in "ZX":  # a child that it forked may keep the connection open
                 return True
             self._stopped = None if state not in "Tt" else now if self._stopped is None else self._stopped
@@ -215,37 +217,42 @@ class Control:
             while True:
                 self._unknown.append(LocalFrames(self._socket.accept()[0], self._heartbeat))
         for connection in list(self._unknown):
+            gone = connection.disconnected()  # before it is heard: what it said before its end counts
             try:
                 frames = connection.receive(0, CONTROL_BYTES)
             except ProtocolError:  # a stranger
-                frames = None
-            if frames is not None or connection.disconnected():
+                frames, gone = None, True
+            if frames is not None or gone:
                 self._unknown.remove(connection)
             if frames is not None:
                 yield bytes(frames[0]), connection
-            elif connection.disconnected():
+            elif gone:
                 connection.close()
 
     def wait(self, connections: Iterable[Frames], seconds: float, also: Mapping[int, bool] | None = None) -> bool:
-        """Wait up to `seconds` until a process connects or a message arrives; return whether one has. Meanwhile queued
-        messages are sent.
+        """Wait up to `seconds` until a process connects or a message arrives; return whether one has. `flush` is due
+        afterwards.
 
         `also` holds further file descriptors to wait for: file descriptor → whether to wait also until the descriptor
         accepts output.
         """
-        poll, own = select.poll(), dict[int, LocalFrames]()
+        poll, own = select.poll(), set[int]()
         poll.register(self._socket, select.POLLIN)
         for one in (*self._unknown, *connections):
             if isinstance(one, LocalFrames) and not one.ended:
-                own[one.fileno()] = one
+                own.add(one.fileno())
                 poll.register(one, select.POLLIN | (select.POLLOUT if one.blocked else 0))
         for descriptor, writes in (also or {}).items():
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if writes else 0))
         ready = poll.poll(seconds * 1000)
-        for descriptor, what in ready:
-            if what & select.POLLOUT and descriptor in own:
-                own[descriptor].flush()
         return any(what & ~select.POLLOUT or descriptor not in own for descriptor, what in ready)
+
+    @staticmethod
+    def flush(connections: Iterable[Frames]) -> None:
+        """Send as much of what is queued as the connections accept."""
+        for one in connections:
+            if isinstance(one, LocalFrames):
+                one.flush()
 
     def close(self) -> None:
         """Close the socket, and the connections of processes that have not said who they are."""
@@ -296,7 +303,7 @@ class Line:
         """Send frames, and wait until the socket has accepted them: the caller may change the array afterwards."""
         self._connection.send(frames)
         while self._connection.blocked and not self._connection.disconnected():
-            select.select([], [self._connection], [], PAUSE)
+            _poll(self._connection.fileno(), select.POLLOUT, PAUSE)
             self._connection.flush()
         if self._connection.disconnected():
             raise PeerLost("this process has no connection to the supervisor of the run")
@@ -312,11 +319,19 @@ class Line:
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for a message from the supervisor."""
-        select.select(self.descriptors, [], [], seconds)
+        _poll(-1 if self._connection.ended else self._connection.fileno(), select.POLLIN, seconds)
 
     def close(self) -> None:
         """Close the link. Closing the link again has no effect."""
         self._connection.close()
+
+
+def _poll(descriptor: int, what: int, seconds: float) -> None:
+    """Wait up to `seconds` until a descriptor is ready, or until then if it is -1; its number may be any."""
+    poll = select.poll()
+    if descriptor >= 0:
+        poll.register(descriptor, what)
+    poll.poll(seconds * 1000)
 
 
 def say_to_control(control: str, data: bytes) -> None:
