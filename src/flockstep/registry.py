@@ -426,7 +426,9 @@ def unknown(noun: str, name: str) -> UnknownName:
     known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
     further = _FURTHER.get(noun, "")
     error = UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=further)
-    return error if further else UnknownName(f"{error}; a custom {noun} needs --import FILE, where FILE registers it")
+    if further or "did you mean" in str(error):
+        return error
+    return UnknownName(f"{error}; a custom {noun} needs --import FILE, where FILE registers it")
 
 
 def is_custom(noun: str, name: str) -> bool:

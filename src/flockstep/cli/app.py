@@ -83,6 +83,9 @@ def run(arguments: list[str]) -> int:
         return _say(_unknown_option(error) or _missing(error) or error, 2, said["debug"])
     except KeyboardInterrupt as error:
         return _say(Interrupted(str(error) or "interrupted"), INTERRUPTED, said["debug"])
+    except BrokenPipeError:  # who read the output wants no more of it
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - Python writes what is left at its end
+        return 1
     except OSError as error:  # a folder that cannot be written to, a full disk
         return _say(error, 1, said["debug"])
 

@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from flockstep.cli.plug_ins import plugged_in
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.options import Opt, options_of
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -130,11 +130,9 @@ class PanelCommand(click.Command):
         """Write the options under their headings."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (row := parameter.get_help_record(ctx)) is not None:
-                heading = (
-                    "Arguments" if isinstance(parameter, click.Argument) else getattr(parameter, "panel", "Options")
-                )
-                panels.setdefault(heading, []).append(row)
+            row = parameter.get_help_record(ctx)
+            if row is not None and not isinstance(parameter, click.Argument):  # click itself writes those
+                panels.setdefault(getattr(parameter, "panel", "Options"), []).append(row)
         for heading, rows in panels.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
@@ -215,6 +213,18 @@ class CommandGroup(click.Group):
         if module:
             self.commands[name] = command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names, and the other words.
+
+        Raises:
+            UnknownName: there is no such command; the message names the nearest.
+        """
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UnknownName.among("command", args[0], list(self.table), command="flockstep --help")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings."""

@@ -27,6 +27,6 @@ def plugged_in(name: str) -> Any:
     for found in entry_points(group="flockstep.commands", name=name):
         return found.load()
     raise ConfigurationError(
-        f"flockstep {name} belongs to the distribution flockstep-lab, which is not installed; install it with pip "
-        "install flockstep-lab, or in a clone with pip install -e lab"
+        f"flockstep {name} belongs to the distribution flockstep-lab, which is not installed; install it in "
+        "a clone of the repository with pip install -e lab"
     )

@@ -88,6 +88,8 @@ def launch(options: FunctionOptions) -> LaunchResult:
             f"launch takes a function, got {type(function).__name__}; write one with def, and give its arguments as "
             "args=(…,)"
         )
+    if not isinstance(options.args, (tuple, list)):
+        raise ConfigurationError(f"args must be a tuple of the function's arguments, got {options.args!r}; write (…,)")
     name = getattr(function, "__name__", type(function).__name__).strip("<>")
     config = replace(configured("launch", options, name, "as the script says"), prefix=None)
     record = RunFolder(folder(options.out, f"launch-{name}"))

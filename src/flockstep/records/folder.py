@@ -343,7 +343,7 @@ class RunFolder:
             summary = self.read_summary()
         except ConfigurationError:
             return "a damaged"
-        if not summary.steps and not self.result_file.exists():
+        if not summary.steps and summary.status != "finished":
             return None
         return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
 
