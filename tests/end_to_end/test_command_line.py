@@ -95,7 +95,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["report", "nowhere"], "there is no folder nowhere; name the folder of a run or of a comparison"),
         (["resume", "nowhere"], "there is no folder nowhere; name the folder of a run"),
         (["report", "."], "contains no run: config.toml is missing; name the folder of a run or of a comparison"),
-        (["trian", "softmax"], "No such command 'trian'"),
+        (["trian", "softmax"], "no command is called 'trian'; did you mean 'train'?"),
         *((words, f"flockstep {words[0]} needs a strategy after -s, such as all_reduce, ") for words in NO_STRATEGY),
         (
             ["plan", "softmax", "--need", "elastic"],

@@ -246,7 +246,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
             {"strategy": "gossip"},
             "was written by a run of gossip, but the run's config.toml names all_reduce; restore config.toml",
         ),
-        ({"config": "0"}, "config.toml was changed after"),
+        ({"config": "0"}, "config.toml is not the configuration with which"),
         (
             {"workers": 3},
             "holds the state of 3 workers, the run's config.toml says 2; restore config.toml, and resume with -n 2",
@@ -258,8 +258,9 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
 
     config = RunFolder(run).read_config()
     RunFolder(run).write_config(replace(config, lr=7.0))
-    assert f"config.toml was changed after {last} was written; restore config.toml, or start another run" in refused(
-        run
+    assert (
+        f"config.toml is not the configuration with which {last} was written: it was changed since, or another build of "
+        "flockstep wrote it; restore config.toml, resume with that build, or start another run" in refused(run)
     )
     RunFolder(run).write_config(config)
 

@@ -46,7 +46,7 @@ def test_a_record_is_its_owners_unless_it_is_shared(
 ) -> None:
     """A run on real processes with checkpoints, in a folder of the user's own that was open."""
     (tmp_path / "run").mkdir(mode=0o755)
-    words = ["train", "softmax", "-s", "bsp", "-n", "2", "--steps", "20", "--checkpoint-every", "5", *options]
+    words = ["train", "softmax", "-s", "bsp", "-n", "2", "--steps", "600", "--checkpoint-every", "100", *options]
     ended = RealRun(words, tmp_path / "run").end()
     assert ended.code == 0, ended.err
     assert (tmp_path / "run" / "checkpoints").is_dir()

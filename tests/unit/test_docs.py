@@ -234,7 +234,7 @@ def test_commands_are_understood() -> None:
         ("train digits -s bsp --wrong", "No such option '--wrong'"),
         ("train digits -s bsb", "no strategy is called 'bsb'"),
         ("train digit -s bsp", "no workload is called 'digit'"),
-        ("trian digits", "No such command 'trian'"),
+        ("trian digits", "no command is called 'trian'; did you mean 'train'?"),
         ("train -s bsp", "Missing parameter: job"),
         ("compare digits -s bsp -s ps(shards=0)", "shards must be >= 1, got 0"),
         ("simulate softmax -s bsp --network 1mbut", "no network is called '1mbut'"),

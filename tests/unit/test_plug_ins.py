@@ -22,8 +22,8 @@ def test_where_the_lab_is_missing_a_sentence_says_how_to_install_it(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **group: ())
     assert run(["bench", "codecs"]) == 2
     assert capsys.readouterr().err == (
-        "flockstep: flockstep bench belongs to the distribution flockstep-lab, which is not installed; install it with "
-        "pip install flockstep-lab, or in a clone with pip install -e lab\n"
+        "flockstep: flockstep bench belongs to the distribution flockstep-lab, which is not installed; install it in "
+        "a clone of the repository with pip install -e lab\n"
     )
     assert run(["--help"]) == 0
     assert "bench" in capsys.readouterr().out

@@ -244,7 +244,7 @@ def test_a_script_that_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Pa
     shards = tuple(disk.write_shard(folder, rank, 20, arrays) for rank in range(2))
     manifest = disk.Manifest(disk.FORMAT, __version__, "all_reduce", 2, config.digest, 1.0, shards)
     disk.write_manifest(folder, msgspec.structs.replace(manifest, config="0"))
-    refused("config.toml was changed after")
+    refused("config.toml is not the configuration with which")
     disk.write_manifest(folder, manifest)
     file.write_text("import flockstep  # changed\n")
     refused("script.py has changed since the run began")
