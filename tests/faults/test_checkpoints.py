@@ -259,8 +259,8 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
     config = RunFolder(run).read_config()
     RunFolder(run).write_config(replace(config, lr=7.0))
     assert (
-        f"config.toml is not the configuration with which {last} was written: it was changed since, or another build of "
-        "flockstep wrote it; restore config.toml, resume with that build, or start another run" in refused(run)
+        f"config.toml is not the configuration with which {last} was written: it was changed since, or another build "
+        "of flockstep wrote it; restore config.toml, resume with that build, or start another run" in refused(run)
     )
     RunFolder(run).write_config(config)
 
