@@ -61,16 +61,14 @@ def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook
     assert "none was tried" in " ".join(none.sentences)
 
 
-@pytest.mark.parametrize(("alone", "choice"), [((3.2, 3.6, 4.0), ALONE), ((3.5, 3.6, 4.0), "all_reduce")])
-def test_several_workers_are_advised_where_no_seed_was_faster_with_one(
+@pytest.mark.parametrize(("alone", "choice"), [((3.2, 3.3, 4.0), ALONE), ((3.2, 3.35, 4.0), "all_reduce")])
+def test_one_worker_is_advised_where_it_takes_at_most_a_tenth_longer(
     alone: tuple[float, ...], choice: str, outlook: Outlook
 ) -> None:
-    """The median of one worker is beyond the range of the others in both cases."""
-
     def several(name: str, times: tuple[float, ...]) -> Found:
         return Found(name, tuple(replace(tried(name, time).trials[0], seed=seed) for seed, time in enumerate(times)))
 
-    found = [several(ALONE, alone), several("all_reduce", (2.6, 3.0, 3.4))]
+    found = [several(ALONE, alone), several("all_reduce", (2.6, 3.02, 3.4))]
     advised = advise(outlook, (), found, [ALONE, "all_reduce"]).choice
     assert advised is not None
     assert advised.name == choice
@@ -119,7 +117,7 @@ def test_the_simplest_is_chosen_within_the_range_of_the_fastest(outlook: Outlook
     assert slower.choice is outlook.alone
     assert slower.sentences == (
         (
-            "Use one worker with learning rate 0.1: in trials on the job, none of 1 strategy was faster; the best "
-            "trained 39 % as fast."
+            "Use one worker with learning rate 0.1: in trials on the job, none of 1 strategy was faster by "
+            "more than a tenth; the best trained 39 % as fast."
         ),
     )

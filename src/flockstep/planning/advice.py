@@ -4,7 +4,6 @@ requirements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +85,9 @@ def advise(
     """Recommend a strategy that meets the requirements.
 
     With trials in `found`, the choice is the simplest of the strategies whose median time lies within the range of the
-    fastest one's seeds and is at most `SIMPLER` times its median: the one with the fewest hyper-parameters. One worker
-    is the simplest of all, and chosen if its own range overlaps with that of the fastest. `candidates` are the
-    strategies that were to be tried; if some of them were not tried, the advice says so.
+    fastest one's seeds and is at most `SIMPLER` times its median: the one with the fewest hyper-parameters, and one
+    worker before all. `candidates` are the strategies that were to be tried; if some of them were not tried, the advice
+    says so.
 
     Without trials, the choice is the strategy with the highest predicted speed-up, or one worker if it meets the
     requirements and no speed-up reaches `criteria.MARGIN`.
@@ -200,15 +199,9 @@ def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[
     fastest = tried.get(left[0].name)
     if fastest is None or fastest.seconds is None:
         return left[:1]
-    level = list[StepPrediction]()
-    for one in left:
-        found = tried.get(one.name)
-        if found is not None and found.seconds is not None:
-            # Several workers are advised only where no seed was faster with one. A simpler strategy may cost `SIMPLER`.
-            alone = one.strategy is None
-            time, most = (found.range[0], math.inf) if alone else (found.seconds, SIMPLER * fastest.seconds)
-            level += [one] * (time <= min(fastest.range[1], most))
-    return level
+    most = min(fastest.range[1], SIMPLER * fastest.seconds)
+    times = [tried[one.name].seconds if one.name in tried else None for one in left]
+    return [one for one, seconds in zip(left, times, strict=True) if seconds and seconds <= most]
 
 
 def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:

@@ -90,7 +90,8 @@ def _measured_first(case: Case, choice: StepPrediction) -> str:
         others = [case.found[one.name] for one in case.left[1:] if one.name in case.found]
         times = [one.seconds for one in others if one.seconds is not None]
         best = f"; the best trained {as_much(own.seconds / min(times), 'fast')}" if own.seconds and times else ""
-        return f"{use}: in trials on the job, none of {many(len(others), 'strategy', 'strategies')} was faster{best}."
+        among = many(len(others), "strategy", "strategies")
+        return f"{use}: in trials on the job, none of {among} was faster by more than a tenth{best}."
     use = f"{use} on {many(choice.workers, 'worker')}: in trials on the job"
     if alone is None or alone.seconds is None or own.seconds is None:
         return f"{use}, it reached the goal first; one worker did not reach the goal."
