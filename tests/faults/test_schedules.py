@@ -105,7 +105,8 @@ class Passage:
             program.append(str(steps))
         else:
             words, program = paced_train(folder, strategy, workers, steps), []
-            words += ["--schedule", JOB_SCHEDULES[schedule]]
+            # with the job's own rate of 1, mpca diverges without any event where a round of averaging lasts many steps
+            words += ["--schedule", JOB_SCHEDULES[schedule], "--lr", "0.1"]
         bounds = ["--min-workers", "1", "--max-workers", "3"] if workers == 3 else []
         words += ["--checkpoint-every", "10", *bounds, *program]
         self.run = RealRun(words, folder / "run", torch=self._script)

@@ -51,7 +51,8 @@ class PenalizedAveraging(Strategy):
     last step. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the
     optimizer like that of the loss. ŵ at step t is the last average, of snapshots taken at step s, extrapolated by
     gamma (t - s) times its change per step. Steps are the worker's own; the snapshots of a round differ in time by as
-    much as the average takes to travel down the tree.
+    much as the average takes to travel down the tree. If rho times the learning rate is near 1/2 or above and a round
+    lasts many steps, the replicas follow their own extrapolation and diverge: lower gamma, or the rate.
 
     After their last steps the workers continue with rounds until a round contains final replicas only. A single worker
     has no rounds.
