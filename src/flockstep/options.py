@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from flockstep.errors import ConfigurationError
 
@@ -363,3 +365,16 @@ def options_of(structure: type) -> dict[str, tuple[Opt, Any, dataclasses.Field[A
 def options_of_kind(kind: str) -> tuple[tuple[str, Opt], ...]:
     """Return the names and the options of the settings that runs of a kind have; of every kind for "all"."""
     return tuple((name, found[0]) for group in GROUPS[kind] for name, found in options_of(group).items())
+
+
+def require_numbers(options: Any) -> None:
+    """Raise `ConfigurationError` if a field of a structure of options takes a number and holds something else."""
+    structure: type = type(options)
+    for name, (_, hint, _) in options_of(structure).items():
+        kinds, value = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}, getattr(options, name)
+        if not kinds <= {int, float, NoneType} or (value is None and NoneType in kinds):
+            continue
+        whole = int in kinds
+        if not isinstance(value, Integral if whole else Real):
+            what, example = ("a whole number", 4) if whole else ("a number", 0.1)
+            raise ConfigurationError(f"{name} must be {what}, got {value!r}; write it like {name}={example}")

@@ -182,6 +182,21 @@ def test_a_text_for_a_list_of_a_single_run_is_refused(name: str) -> None:
             flockstep.run("softmax", "asgd", steps=3, imports="one")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"workers": "8"}, "workers must be a whole number, got '8'; write it like workers=4"),
+        ({"lr": "0.1"}, "lr must be a number, got '0.1'; write it like lr=0.1"),
+        ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+    ],
+)
+def test_a_value_that_is_no_number_is_refused_by_a_sentence(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        flockstep.simulate("quadratic", "asgd", **arguments)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
 COMPARISON = 'import flockstep\nflockstep.compare("softmax", ["bsp"], workers=2, steps=2)\n'
 RUN = 'import flockstep\nif __name__ == "__main__":\n    flockstep.run("softmax", "bsp", workers=2, steps=2)\n'
 

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from flockstep.cli import show
+from flockstep.cli import options as o
 from flockstep.errors import ConfigurationError, printable
-from flockstep.messages import node_name
-from flockstep.records.flight import FlightEvent, last_heard
-from flockstep.records.folder import Record, RunFolder
+
+if TYPE_CHECKING:
+    from flockstep.records.flight import FlightEvent
 
 SHOWN = 12
 """Number of last events that are shown for each process."""
 
 
-def show_flight(folder: Path, as_json: bool) -> None:
-    """Print what is known about each lost node, then the last events of every process; with `as_json`, all events."""
+def flight(folder: o.RunFolderArgument, as_json: o.Json = False) -> None:
+    """Show what the processes of a run last did before a fault: messages, waits and steps."""
+    import msgspec
+
+    from flockstep.cli import show
+    from flockstep.records.flight import last_heard
+    from flockstep.records.folder import RunFolder
+
     record = RunFolder(folder).read()
+    lost = []
+    for loss in record.summary.lost:
+        lost += [f"{loss.seconds:.3f} s: {loss.reason}"]
+        lost += [f"  {sentence}" for sentence in last_heard(record.flight, loss)]
     if as_json:
         flights = {name: msgspec.to_builtins(events) for name, events in record.flight.items()}
-        show.json({"folder": str(folder), "lost": lost_nodes(record), "flight": flights})
+        show.json({"folder": str(folder), "lost": lost, "flight": flights})
         return
     if not record.flight:
         raise ConfigurationError(
             f"{folder} holds no flight recorder, because no fault occurred in this run; name another run"
         )
-    for sentence in lost_nodes(record):
+    for sentence in lost:
         print(printable(sentence))
     for name, events in record.flight.items():
         print(f"{printable(name)}: the last {min(SHOWN, len(events))} of {len(events)} events")
@@ -35,19 +43,10 @@ def show_flight(folder: Path, as_json: bool) -> None:
             print(f"  {printable(line(event))}")
 
 
-def lost_nodes(record: Record) -> list[str]:
-    """Return sentences about each lost node: when the node was declared lost, which node received its last message,
-    and which nodes waited for the node.
-    """
-    found = []
-    for event in record.summary.lost:
-        found.append(f"{event.seconds:.3f} s: {event.reason}")
-        found += [f"  {sentence}" for sentence in last_heard(record.flight, event)]
-    return found
-
-
 def line(event: FlightEvent) -> str:
     """Describe an event in one line of text."""
+    from flockstep.messages import node_name
+
     peer = "" if event.peer is None else node_name(event.peer)
     size = f", {event.nbytes} bytes" if event.nbytes else ""
     what = {

@@ -1,5 +1,5 @@
-"""`flockstep list`: a summary of all kinds of components, one kind, or one component, as text, JSON or
-documentation.
+"""`flockstep list` and `flockstep systems`: the components of every kind, and the systems of the literature, as text,
+JSON or documentation.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 from flockstep import registry
-from flockstep.cli import show as output
+from flockstep.cli import options as o
 from flockstep.errors import ConfigurationError, UnknownName
-
-if TYPE_CHECKING:
-    from flockstep.topologies.base import Topology
+from flockstep.options import Arg, Opt
 
 ABOUT = {
     "strategy": "when workers exchange data, with which workers, and which data",
@@ -53,6 +51,10 @@ DESCRIBED = ("cluster", "model")
 """Kinds of built-in descriptions that a plan accepts, in addition to the kinds of components."""
 
 
+SYSTEM_COLUMNS = {"system": 0, "parallelism": 4, "optimization": 3, "scheduling": 2, "exchange": 0, "topology": 1}
+"""Column of the table of systems → rank; a narrow terminal leaves out the columns of the highest rank first."""
+
+
 def nouns() -> list[str]:
     """Names of all kinds of components, and of the kinds of built-in descriptions (models and clusters)."""
     return [*registry.nouns(), *DESCRIBED]
@@ -63,11 +65,6 @@ def plural(noun: str) -> str:
     if noun in ("feedback", "compute"):
         return noun
     return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-
-
-def singular(noun: str) -> str:
-    """Return the singular of a kind of component given in the plural; any other word is returned unchanged."""
-    return next((one for one in nouns() if noun in (one, plural(one))), noun)
 
 
 def names(noun: str) -> list[str]:
@@ -89,6 +86,50 @@ def complete(incomplete: str) -> list[str]:
     return [name for name in dict.fromkeys(known) if name.startswith(incomplete)]
 
 
+def list_components(
+    what: Annotated[
+        str | None,
+        Arg(
+            help="A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
+            complete=complete,
+        ),
+    ] = None,
+    everything: Annotated[bool, Opt(names=("--all",), help="Show every component of every kind.")] = False,
+    imports: o.Imports = (),
+    as_json: o.Json = False,
+) -> None:
+    """List the components: a summary of all kinds, all components of one kind, or one component with its arguments."""
+    from flockstep.cli.show import json
+
+    if imports:
+        from flockstep.frameworks.job import import_components
+
+        import_components(imports)
+    found: list[dict[str, Any]]
+    show: Callable[[list[dict[str, Any]]], None]
+    noun = next((one for one in nouns() if what in (one, plural(one))), what)
+    if what is None and not everything:
+        found, show = summary(), _show_summary
+    elif noun is None or noun in nouns():
+        found, show = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)], _show_rows
+    else:
+        found, show = [described(one, noun) for one in nouns() if noun in names(one)], _show_described
+        about = f"{noun} is a system of the literature; flockstep systems '{noun}' describes it."
+        found += [
+            {"noun": one, "name": noun, "write": noun, "summary": about, "about": about, "arguments": []}
+            for one in registry.nouns()
+            if noun in registry.catalog(one)
+        ]
+        if not found:
+            known = [name for one in nouns() for name in (one, plural(one), *names(one))]
+            known += [name for one in registry.nouns() for name in registry.catalog(one)]
+            raise UnknownName.among("kind or component", noun, known, nouns())
+    if as_json:
+        json(found)
+    else:
+        show(found)
+
+
 def summary() -> list[dict[str, Any]]:
     """Return the rows of the summary: for each kind the number of components, the decision that such a component
     makes, and the names.
@@ -107,82 +148,43 @@ def summary() -> list[dict[str, Any]]:
     ]
 
 
-def show(what: str | None, everything: bool, as_json: bool) -> None:
-    """Print the lists of `flockstep list`: a summary of all kinds, one kind, or one component.
-
-    Raises:
-        UnknownName: `what` is neither a kind nor the name of a component.
-    """
-    found: list[dict[str, Any]]
-    tell: Callable[[list[dict[str, Any]]], None]
-    noun = None if what is None else singular(what)
-    if what is None and not everything:
-        found, tell = summary(), _show_summary
-    elif noun is None or noun in nouns():
-        found, tell = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)], _show_rows
-    else:
-        found, tell = [described(one, str(what)) for one in nouns() if what in names(one)], _show_described
-        found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalog(one)]
-        if not found:
-            raise _unknown(str(what))
-    if as_json:
-        output.json(found)
-    else:
-        tell(found)
-
-
-def _unknown(what: str) -> UnknownName:
-    known = [name for noun in nouns() for name in (noun, plural(noun), *names(noun))]
-    known += [name for noun in registry.nouns() for name in registry.catalog(noun)]
-    return UnknownName.among("kind or component", what, known, nouns())
-
-
 def _show_summary(rows: list[dict[str, Any]]) -> None:
+    from flockstep.cli.show import page
     from flockstep.report.terminal import TableColumn, TextTable
 
     columns = (TableColumn("kind", text=True), TableColumn("number"), TableColumn("what it decides", text=True))
-    cells = [[row["plural"], str(row["count"]), row["summary"] + _and_custom(row["custom"])] for row in rows]
-    page = output.page()
-    page.print(TextTable(columns, cells))
-    page.print(
+    custom = [f"; custom: {', '.join(row['custom'])}" if row["custom"] else "" for row in rows]
+    cells = [[row["plural"], str(row["count"]), row["summary"] + one] for row, one in zip(rows, custom, strict=True)]
+    page().print(TextTable(columns, cells))
+    page().print(
         "\nflockstep list strategies shows all components of a kind; flockstep list topk shows one component; "
         "--all shows everything."
     )
-    page.print("flockstep systems lists the systems of the literature by name.", highlight=False)
-
-
-def _and_custom(names: list[str]) -> str:
-    return f"; custom: {', '.join(names)}" if names else ""
+    page().print("flockstep systems lists the systems of the literature by name.", highlight=False)
 
 
 def _show_rows(rows: list[dict[str, Any]]) -> None:
+    from flockstep.cli.show import page
     from flockstep.report.terminal import TableColumn, TextTable
 
-    page = output.page()
-    narrow = page.width < ROOM_FOR_ARGUMENTS and any(row["write"] != row["name"] for row in rows)
+    width = page().width
+    narrow = width < ROOM_FOR_ARGUMENTS and any(row["write"] != row["name"] for row in rows)
     headings = {"noun": "kind", "name" if narrow else "write": "write", "summary": "what it is"}
     if len({row["noun"] for row in rows}) == 1:
         del headings["noun"]
     columns = [TableColumn(heading, text=True) for heading in headings.values()]
-    left_out = (
-        f"Left out to fit {page.width} columns: arguments; flockstep list {rows[0]['name']} shows those of one name."
-    )
-    notes = [left_out] if narrow else []
-    page.print(TextTable(columns, [[row[name] for name in headings] for row in rows], notes=notes))
-
-
-def _system(noun: str, name: str) -> dict[str, Any]:
-    """A system of the literature, whose name is written like a component's."""
-    about = f"{name} is a system of the literature; flockstep systems '{name}' describes it."
-    return {"noun": noun, "name": name, "write": name, "summary": about, "about": about, "arguments": []}
+    left_out = f"Left out to fit {width} columns: arguments; flockstep list {rows[0]['name']} shows those of one name."
+    cells = [[row[name] for name in headings] for row in rows]
+    page().print(TextTable(columns, cells, notes=[left_out] if narrow else []))
 
 
 def _show_described(found: list[dict[str, Any]]) -> None:
     from rich.markup import escape
 
+    from flockstep.cli.show import page as page_of_output
     from flockstep.report.formatting import lines
 
-    page = output.page()
+    page = page_of_output()
     for one in found:
         head = lines(f"{one['write']}  ({one['noun']})", page.width)
         page.print("\n".join(f"[bold]{escape(line)}[/bold]" for line in head), highlight=False)
@@ -206,9 +208,9 @@ def described(noun: str, name: str) -> dict[str, Any]:
     from flockstep.expression import fields_of
 
     kind = registry.load(noun, name)
-    types = fields_of(kind)
+    types = {key: hint.__name__ if isinstance(hint, type) else str(hint) for key, hint in fields_of(kind).items()}
     arguments = [
-        {"name": field.name, "type": _type(types[field.name]), "default": _default(field)}
+        {"name": field.name, "type": types[field.name].replace("typing.", ""), "default": _default(field)}
         for field in dataclasses.fields(kind)
         if field.name in types
     ]
@@ -225,74 +227,50 @@ def listing(noun: str) -> list[dict[str, str]]:
     if noun not in nouns():
         raise UnknownName.among("kind", noun, nouns())
     if noun in DESCRIBED:
-        return _clusters() if noun == "cluster" else _models()
+        rows = [(name, name, _cluster(name) if noun == "cluster" else _model(name)) for name in names(noun)]
+        return [{"noun": noun, "name": name, "write": text, "summary": about} for name, text, about in rows]
     from flockstep.expression import fields_of
     from flockstep.topologies.base import Topology
+    from flockstep.topologies.facts import stated
 
     rows = []
     for name in registry.names(noun):
         kind = registry.load(noun, name)
-        arguments = ", ".join(_argument(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind))
+        defaults = {field.name: _default(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind)}
+        arguments = ", ".join(key if value is None else f"{key}={value}" for key, value in defaults.items())
         about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
         if registry.is_custom(noun, name):
             about = f"Custom: {about or kind.__qualname__}"
-        if issubclass(kind, Topology):
-            about += f" {_stated(kind())}"
-        rows.append(
-            {"noun": noun, "name": name, "write": f"{name}({arguments})" if arguments else name, "summary": about}
-        )
-    rows += [
-        {"noun": noun, "name": name, "write": name, "summary": f"short for {text}"}
-        for name, text in registry.aliases(noun).items()
-    ]
-    return rows
+        for n in (8, 4) if issubclass(kind, Topology) else ():
+            # as many workers as the topology accepts
+            with contextlib.suppress(ConfigurationError):
+                about += f" On {n} workers: {stated(kind(), n)}."
+                break
+        rows.append((name, f"{name}({arguments})" if arguments else name, about))
+    rows += [(name, name, f"short for {text}") for name, text in registry.aliases(noun).items()]
+    return [{"noun": noun, "name": name, "write": text, "summary": about} for name, text, about in rows]
 
 
-def _clusters() -> list[dict[str, str]]:
-    """A row for each cluster that is built in."""
+def _cluster(name: str) -> str:
+    """Describe a cluster that is built in."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.report import formatting
 
-    rows = []
-    for name in names("cluster"):
-        shape = load_cluster(name)
-        size = f"{shape.workers} workers on {shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
-        wire = shape.slowest
-        link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {formatting.seconds(wire.latency)}"
-        about = f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
-        rows.append({"noun": "cluster", "name": name, "write": name, "summary": about})
-    return rows
+    shape = load_cluster(name)
+    size = f"{shape.workers} workers on {shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
+    wire = shape.slowest
+    link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {formatting.seconds(wire.latency)}"
+    return f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
 
 
-def _models() -> list[dict[str, str]]:
-    """A row for each reference model."""
+def _model(name: str) -> str:
+    """Describe a reference model."""
     from flockstep.costs.reference import MODELS, reference
 
-    rows = []
-    for name, known in MODELS.items():
-        shape = reference(name)
-        layers = sum(1 for layer in shape.layers if layer.parameters)
-        about = (
-            f"{shape.parameters:,} parameters in {layers} layers; layers without parameters are not counted. "
-            f"{known.source}."
-        )
-        rows.append({"noun": "model", "name": name, "write": name, "summary": about})
-    return rows
-
-
-def _stated(topology: Topology) -> str:
-    """What holds of a topology, on as many workers as it takes."""
-    from flockstep.topologies.facts import stated
-
-    for n in (8, 4):
-        with contextlib.suppress(ConfigurationError):
-            return f"On {n} workers: {stated(topology, n)}."
-    return ""
-
-
-def _type(hint: Any) -> str:
-    """A field's type as people write it."""
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    shape = reference(name)
+    layers = sum(1 for layer in shape.layers if layer.parameters)
+    counted = f"{shape.parameters:,} parameters in {layers} layers; layers without parameters are not counted."
+    return f"{counted} {MODELS[name].source}."
 
 
 def _default(field: dataclasses.Field[object]) -> str | None:
@@ -306,6 +284,56 @@ def _default(field: dataclasses.Field[object]) -> str | None:
     return None if field.default is dataclasses.MISSING else repr(field.default)
 
 
-def _argument(field: dataclasses.Field[object]) -> str:
-    default = _default(field)
-    return field.name if default is None else f"{field.name}={default}"
+def systems(
+    name: Annotated[str | None, Arg(help="Name of one system, to show all its details.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """List the systems of the literature, each with its place in the taxonomy, derived from its composition."""
+    from rich.markup import escape
+
+    from flockstep.cli import show
+    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.strategies.base import Strategy
+    from flockstep.systems import catalog
+
+    if name is None:
+        rows = [known.row() for known in catalog.systems()]
+        columns = [TableColumn(heading, text=True, rank=rank) for heading, rank in SYSTEM_COLUMNS.items()]
+        if as_json:
+            show.json(rows)
+        else:
+            show.page().print(TextTable(columns, [[row[heading] for heading in SYSTEM_COLUMNS] for row in rows]))
+        return
+    known = catalog.system(name)
+    found: dict[str, Any] = {
+        **known.row(),
+        "citation": known.citation,
+        "algorithm": known.algorithm,
+        "differs": known.differs,
+        "modes": [
+            {
+                "mode": mode.name,
+                "strategy": str(strategy),
+                "partition": mode.partition,
+                "delivery": strategy.traits.delivery,
+            }
+            for mode, strategy in ((mode, Strategy.parse(mode.runs)) for mode in known.modes)
+        ],
+    }
+    if as_json:
+        show.json(found)
+        return
+    page = show.page()
+    page.print(f"[bold]{escape(found['system'])}[/]")
+    lines = [(label, found[label]) for label in ("citation", "algorithm", "differs", *list(SYSTEM_COLUMNS)[1:])]
+    for mode in found["modes"]:
+        split = "" if mode["partition"] == "none" else f", --partition '{mode['partition']}'"
+        lines.append((mode["mode"] or "composition", mode["strategy"] + split))
+    for label, text in lines:
+        if text:
+            page.print(f"  {label:13} {escape(text)}", soft_wrap=True, highlight=False)
+    if found["modes"]:
+        run = f"-s '{found['system']}' -n 4"
+        if (first := found["modes"][0])["partition"] != "none":
+            run = f"-s '{first['strategy']}' --partition '{first['partition']}' -n 4"
+        page.print(f"  {'run it':13} flockstep simulate digits {escape(run)}", highlight=False)

@@ -1,4 +1,4 @@
-"""The commands that look something up: components, systems, layers, published results, this installation."""
+"""The commands that look at layers of models, at layouts of parameters, and at this installation."""
 
 from __future__ import annotations
 
@@ -9,44 +9,6 @@ from click.exceptions import Exit
 from flockstep.cli import options as o
 from flockstep.errors import Interrupted
 from flockstep.options import Arg, Opt
-
-
-def _kinds(incomplete: str) -> list[str]:
-    from flockstep.cli.listing import complete
-
-    return complete(incomplete)
-
-
-def list_components(
-    what: Annotated[
-        str | None,
-        Arg(
-            help="A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
-            complete=_kinds,
-        ),
-    ] = None,
-    everything: Annotated[bool, Opt(names=("--all",), help="Show every component of every kind.")] = False,
-    imports: o.Imports = (),
-    as_json: o.Json = False,
-) -> None:
-    """List the components: a summary of all kinds, all components of one kind, or one component with its arguments."""
-    from flockstep.cli import listing
-
-    if imports:
-        from flockstep.frameworks.job import import_components
-
-        import_components(imports)
-    listing.show(what, everything, as_json)
-
-
-def systems(
-    name: Annotated[str | None, Arg(help="Name of one system, to show all its details.")] = None,
-    as_json: o.Json = False,
-) -> None:
-    """List the systems of the literature, each with its place in the taxonomy, derived from its composition."""
-    from flockstep.cli.systems import show_systems
-
-    show_systems(name, as_json)
 
 
 def layers(

@@ -17,7 +17,7 @@ from click.exceptions import Exit
 
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.folders import folder as folder
-from flockstep.options import CommonOptions, Opt, options_of
+from flockstep.options import Arg, CommonOptions, Opt, options_of
 
 if TYPE_CHECKING:
     from flockstep.launchers.continuing import Continuation
@@ -30,6 +30,7 @@ Imports = Annotated[tuple[str, ...], options_of(CommonOptions)["imports"][0]]
 Json = Annotated[
     bool, Opt(help="Print one JSON document on standard output, and progress on standard error.", names=("--json",))
 ]
+RunFolderArgument = Annotated[Path, Arg(help="Folder of the run.", metavar="RUN")]
 Resumes = Annotated[
     bool,
     Opt(
@@ -112,98 +113,140 @@ FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 def gathered(
     context: click.Context,
     where: HostOptions,
-    workers: int,
-    arguments: Sequence[str] = (),
+    config: RunConfig,
+    place: Path,
+    script: Sequence[str] = (),
     output: Output | None = None,
-) -> Iterator[Gathering | None]:
-    """Context manager that joins a run over several hosts and yields this process's part in the run; None if all
-    processes are on this host.
+) -> Iterator[tuple[Gathering | None, RunConfig]]:
+    """Context manager that joins a run over several hosts. It yields this process's part in the run, or None if all
+    processes are on this host, and the run's configuration, whose default transport is then one that connects hosts.
+
+    With --on slurm outside an allocation, the command is run in a Slurm job of its own, and this process exits with the
+    job's exit code. On a host other than the coordinator, options that have no effect there are reported.
 
     Args:
         context: the command.
         where: the command's options about hosts.
-        workers: number of workers.
-        arguments: arguments of a launched script.
-        output: which of the scripts' output is shown, and how.
-
-    Raises:
-        ConfigurationError: options are missing, or do not go together.
-    """
-    if (coordinating := context.obj.get("gathering")) is not None:  # of flockstep coordinate
-        yield coordinating
-        return
-    if where.hosts is not None:
-        with _by_ssh(context, where, arguments, output) as found:
-            yield found
-        return
-    refuse(context, ("ssh",), "is for hosts that ssh reaches; add --hosts")
-    if where.on != "slurm":
-        refuse(context, ("remote_python",), "is for hosts that ssh reaches; add --hosts")
-        refuse(context, ("slurm_options",), "is for a Slurm job; add --on slurm")
-    if where.on == "local":
-        for option, value in given_options(context, FOR_SUBMISSION):
-            raise ConfigurationError(f"{option} {value:g} is for a cluster; add --on slurm or --on ray")
-        yield _by_hand(context, where)
-        return
-    others = (*BY_HAND, *(("host_address",) if where.on == "ray" else ()))
-    refuse(context, others, f"is for hosts that you start yourself; leave it out with --on {where.on}")
-    from flockstep.launchers.output import SHOWN
-
-    on = _on_slurm if where.on == "slurm" else _on_ray
-    with on(context, where, workers, arguments, output or SHOWN) as found:
-        yield found
-
-
-def _on_ray(
-    context: click.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
-) -> contextlib.AbstractContextManager[Gathering]:
-    """Context manager: nodes of a Ray cluster."""
-    from flockstep.launchers.ray import ray_cluster
-
-    reserved = where.cpus_per_worker, where.gpus_per_worker
-    return ray_cluster(workers, where.nodes, *reserved, where.timeout, arguments, output)
-
-
-def _on_slurm(
-    context: click.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
-) -> contextlib.AbstractContextManager[Gathering]:
-    """Context manager: the hosts of the allocation of this process."""
-    from flockstep.launchers.slurm import slurm_allocation
-
-    refuse(context, FOR_SUBMISSION, "applies when a job is submitted, and this command runs inside a job; leave it out")
-    python = where.remote_python or sys.executable
-    return slurm_allocation(workers, where.nodes, python, where.timeout, where.host_address, arguments, output)
-
-
-def leave_to_slurm(
-    context: click.Context, where: HostOptions, workers: int, place: Path, script: Sequence[str] = ()
-) -> None:
-    """Run this command in a Slurm job of its own, and exit with the job's exit code, if --on slurm is given outside an
-    allocation.
-
-    Args:
-        context: the command.
-        where: the command's options about hosts.
-        workers: number of workers.
+        config: the run's configuration.
         place: folder of the run's record.
-        script: a launched script and its arguments, which are the last words of the command.
+        script: a launched script and its arguments, if these are the last words of the command.
+        output: which of the scripts' output is shown, and how; None: all of it.
 
     Raises:
-        ConfigurationError: options do not go together, or Slurm refuses the job.
+        ConfigurationError: options are missing, or do not go together, or Slurm refuses the job.
         RunError: Slurm has ended the job.
     """
-    from flockstep.launchers.slurm import in_allocation, submitted
+    words: list[str] = []
+    if config.kind == "launch":
+        from flockstep.launchers.script import program_of
 
-    if where.on != "slurm" or where.hosts is not None or in_allocation(os.environ):
-        return
-    for option, value in given_options(context, ("ssh", "host_address", *BY_HAND)):
-        raise ConfigurationError(f"{option} {value} cannot be combined with --on slurm; leave {option} out")
-    words = context.obj["arguments"]
-    own = _without(FOR_SUBMISSION, words[: len(words) - len(script)])
-    nodes = 1 if where.nodes is None else where.nodes
-    reserved = where.cpus_per_worker, where.gpus_per_worker, where.slurm_options
+        words = program_of(config)[1]
+    with contextlib.ExitStack() as stack:
+        gathering: Gathering | None = context.obj.get("gathering")  # of flockstep coordinate
+        if gathering is None:
+            _refuse_misplaced(context, where)
+            if where.on == "slurm" and where.hosts is None:
+                from flockstep.launchers.slurm import in_allocation, submitted
+
+                if not in_allocation(os.environ):
+                    command, python = context.obj["arguments"], where.remote_python or sys.executable
+                    own = _without(FOR_SUBMISSION, command[: len(command) - len(script)])
+                    reserved = (
+                        1 if where.nodes is None else where.nodes,
+                        where.cpus_per_worker,
+                        where.gpus_per_worker,
+                        where.slurm_options,
+                    )
+                    raise Exit(submitted([*own, *script], place, config.workers, *reserved, python))
+            gathering = _hosts(context, where, config, words, output, stack)
+        if gathering is not None:
+            from flockstep.launchers.wait_monitor import on_stderr
+
+            for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
+                on_stderr(
+                    f"{option} has no effect on the host with --node-rank {gathering.node}: the coordinator writes the "
+                    "record and prints the outcome"
+                )
+            config = as_given(context, config)
+        yield gathering, config
+
+
+def _hosts(
+    context: click.Context,
+    where: HostOptions,
+    config: RunConfig,
+    words: Sequence[str],
+    output: Output | None,
+    stack: contextlib.ExitStack,
+) -> Gathering | None:
+    """The hosts that the options select, until `stack` ends; None if all processes are on this host."""
+    from flockstep.launchers.output import SHOWN
+
+    shown, reached = output or SHOWN, (where.timeout, where.host_address)
     python = where.remote_python or sys.executable
-    raise Exit(submitted([*own, *script], place, workers, nodes, *reserved, python))
+    if where.hosts is not None:
+        from flockstep.launchers.ssh import ssh_hosts
+
+        hosts = stack.enter_context(ssh_hosts(where.hosts, where.ssh, python, *reached, words, shown))
+        total = sum(hosts.shares)
+        if dict(given_options(context, ("workers",))) and config.workers != total:
+            raise ConfigurationError(
+                f"-n must be {total}, the number of workers in --hosts {where.hosts}, got {config.workers}; leave -n "
+                "out"
+            )
+        return hosts
+    if where.on == "slurm":
+        from flockstep.launchers.slurm import slurm_allocation
+
+        allocation = slurm_allocation(config.workers, where.nodes, python, *reached, words, shown)
+        return stack.enter_context(allocation)
+    if where.on == "ray":
+        from flockstep.launchers.ray import ray_cluster
+
+        reserved = where.cpus_per_worker, where.gpus_per_worker, where.timeout
+        return stack.enter_context(ray_cluster(config.workers, where.nodes, *reserved, words, shown))
+    nodes, rank, grows = where.nodes, where.node_rank, config.max_workers is not None
+    if nodes is None and where.coordinator is not None and grows:
+        nodes, rank = 1, rank or 0
+    if nodes is None:
+        return None
+    from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.meeting import meeting_at, read_secret
+
+    if rank is None or where.coordinator is None:
+        missing = "--node-rank" if rank is None else "--coordinator"
+        raise ConfigurationError(
+            f"a run over {nodes} hosts needs {missing}; for example: --nodes 2 --node-rank 0 --coordinator "
+            "10.0.0.1:29400 on the first host"
+        )
+    meeting = meeting_at(where.coordinator, read_secret(where.secret_file), *reached)
+    return Gathering(meeting, nodes, rank, where.separate_coordinator, grows)
+
+
+def _refuse_misplaced(context: click.Context, where: HostOptions) -> None:
+    """Refuse options that have no effect on the kind of hosts that the other options select."""
+    alone, inside = where.hosts is None, False
+    if alone and where.on == "slurm":
+        from flockstep.launchers.slurm import in_allocation
+
+        inside = in_allocation(os.environ)
+    local, slurm, ray = (alone and where.on == name for name in ("local", "slurm", "ray"))
+    why_not_hosts = "cannot be combined with --hosts; leave one of them out"
+    by_hand = where.nodes is not None or (where.coordinator is not None and context.params.get("max_workers"))
+    for applies, names, why in (
+        (not alone, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION), why_not_hosts),
+        (slurm and not inside, ("ssh", "host_address", *BY_HAND), "cannot be combined with --on slurm; leave it out"),
+        (alone, ("ssh",), "is for hosts that ssh reaches; add --hosts"),
+        (local or ray, ("remote_python",), "is for hosts that ssh reaches; add --hosts"),
+        (local or ray, ("slurm_options",), "is for a Slurm job; add --on slurm"),
+        (local, FOR_SUBMISSION, "is for a cluster; add --on slurm or --on ray"),
+        (slurm or ray, BY_HAND, f"is for hosts that you start yourself; leave it out with --on {where.on}"),
+        (ray, ("host_address",), "is for hosts that you start yourself; leave it out with --on ray"),
+        (inside, FOR_SUBMISSION, "applies when a job is submitted, and this command runs inside a job; leave it out"),
+        (local and not by_hand, (*BY_HAND, "timeout", "host_address"), "is for several hosts; add --nodes"),
+    ):  # fmt: skip
+        if applies:
+            refuse(context, names, why)
 
 
 def _without(names: Iterable[str], words: Sequence[str]) -> list[str]:
@@ -219,109 +262,28 @@ def _without(names: Iterable[str], words: Sequence[str]) -> list[str]:
     return kept
 
 
-@contextlib.contextmanager
-def _by_ssh(
-    context: click.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
-) -> Iterator[Gathering]:
-    """Context manager: the hosts of --hosts."""
-    refuse(
-        context, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION), "cannot be combined with --hosts; leave one of them out"
-    )
-    from flockstep.launchers.output import SHOWN
-    from flockstep.launchers.ssh import ssh_hosts
-
-    assert where.hosts is not None
-    python = where.remote_python or sys.executable
-    reached = where.timeout, where.host_address
-    with ssh_hosts(where.hosts, where.ssh, python, *reached, arguments, output or SHOWN) as found:
-        for _, value in given_options(context, ("workers",)):
-            if value != sum(found.shares):
-                raise ConfigurationError(
-                    f"-n must be {sum(found.shares)}, the number of workers in --hosts {where.hosts}, got {value}; "
-                    "leave -n out"
-                )
-        yield found
+def as_given(context: click.Context, config: RunConfig) -> RunConfig:
+    """Return the configuration without a transport, if the command line names none."""
+    named = any(given_options(context, ("transport",)))
+    return config if named else dataclasses.replace(config, transport=None)
 
 
-def refuse_by_hand(context: click.Context, where: HostOptions) -> None:
-    """Refuse the options for hosts that the user starts by hand, because the processes of such hosts end after one run.
-
-    Raises:
-        ConfigurationError: such an option is given.
-    """
-    alone = where.on == "local" and where.hosts is None
-    refuse(
-        context,
-        (*BY_HAND, *(("nodes", "timeout", "host_address") if alone else ())),
-        "is for hosts that you start yourself, and the processes on such hosts end with one run, but a comparison has "
-        "several runs; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run",
-    )
-
-
-def _by_hand(context: click.Context, where: HostOptions) -> Gathering | None:
-    """This host's part in a run over several; None without --nodes.
-
-    Raises:
-        ConfigurationError: options are missing, or do not go together.
-    """
-    grows = context.params.get("max_workers") is not None
-    if where.nodes is None and where.coordinator is not None and grows:
-        where = dataclasses.replace(where, nodes=1, node_rank=where.node_rank or 0)
-    if where.nodes is None:
-        refuse(context, (*BY_HAND, "timeout", "host_address"), "is for several hosts; add --nodes")
-        return None
-    from flockstep.launchers.gathering import Gathering
-    from flockstep.launchers.meeting import meeting_at, read_secret
-
-    if where.node_rank is None or where.coordinator is None:
-        missing = "--node-rank" if where.node_rank is None else "--coordinator"
-        raise ConfigurationError(
-            f"a run over {where.nodes} hosts needs {missing}; for example: --nodes 2 --node-rank 0 --coordinator "
-            "10.0.0.1:29400 on the first host"
-        )
-    meeting = meeting_at(where.coordinator, read_secret(where.secret_file), where.timeout, where.host_address)
-    return Gathering(meeting, where.nodes, where.node_rank, where.separate_coordinator, grows)
-
-
-def continued(
-    context: click.Context, config: RunConfig, place: Path, gathering: Gathering | None, as_json: bool
-) -> Continuation:
-    """If the folder of a command's run has a checkpoint, continue the run and print the outcome.
+def begun_before(context: click.Context, config: RunConfig, place: Path) -> Continuation:
+    """Return whether a command with --resume continues the run that its folder holds.
 
     Args:
         context: the command.
         config: the run's configuration with all defaults filled in.
         place: folder of the record.
-        gathering: the hosts of the run; None: all processes are on this host.
-        as_json: print the outcome as JSON.
 
     Raises:
         ConfigurationError: --out is missing, or the folder holds another run, or one that has ended.
     """
-    from flockstep.cli.runs import resume_one
     from flockstep.launchers.continuing import continuation
 
     if not any(given_options(context, ("out",))):
         raise ConfigurationError("--resume needs the folder of the run; add --out")
-    named = any(given_options(context, ("transport",)))
-    found = continuation(config if named else dataclasses.replace(config, transport=None), place)
-    if found.resumes:
-        resume_one(place, as_json, None, gathering)
-    return found
-
-
-def over_hosts(context: click.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
-    """Return the configuration of a run over several hosts, whose default transport is one that connects hosts. On a
-    host other than the coordinator, this function reports the given options that have no effect on that host.
-    """
-    from flockstep.launchers.wait_monitor import on_stderr
-
-    for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
-        on_stderr(
-            f"{option} has no effect on the host with --node-rank {gathering.node}: the coordinator writes the "
-            "record and prints the outcome"
-        )
-    return config if list(given_options(context, ("transport",))) else dataclasses.replace(config, transport=None)
+    return continuation(as_given(context, config), place)
 
 
 def refuse(context: click.Context, names: Iterable[str], why: str) -> None:

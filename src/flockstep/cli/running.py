@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,9 @@ from click.exceptions import Exit
 
 from flockstep.cli import options as o
 from flockstep.errors import ConfigurationError
+from flockstep.experiments.folders import folder
 from flockstep.experiments.options import (
+    ON_PROCESSES,
     STRATEGY,
     CompareOptions,
     RecordOptions,
@@ -31,7 +34,6 @@ from flockstep.options import (
     options_of,
 )
 
-RunFolderArgument = Annotated[Path, Arg(help="Folder of the run.", metavar="RUN")]
 Count = partial(Opt, names=("--workers", "-n"), least=1, advice="use 1 for one worker")
 
 
@@ -66,33 +68,32 @@ def train(
     as_json: o.Json = False,
 ) -> None:
     """Train for real, in processes on this machine or on several."""
-    from flockstep.cli.runs import run_one
+    from flockstep.cli import runs
     from flockstep.drivers.setup import check, prepare
+    from flockstep.launchers.train import train_for
 
-    config = configured("train", options, str(options.job), str(options.strategy))
-    place, overwrite = o.folder(options.out, f"{options.job}-{options.strategy}"), options.overwrite
+    config, overwrite = configured("train", options), options.overwrite
+    place = folder(options.out, f"{options.job}-{options.strategy}")
     if where.on == "slurm":
         check(config)  # before it waits for its turn
-    o.leave_to_slurm(context, where, options.workers, place)
-    with o.gathered(context, where, options.workers) as gathering:
-        if gathering is not None:
-            config = o.over_hosts(context, config, gathering)
+    with o.gathered(context, where, config, place) as (gathering, config):
         if gathering is not None and not gathering.coordinates:
-            from flockstep.launchers.train import train_for
-
             train_for(gathering, config)
             return
         if resumes:
-            found = o.continued(context, prepare(config)[2], place, gathering, as_json)
-            if found.resumes:
+            begun = o.begun_before(context, prepare(config)[2], place)
+            if begun.resumes:
+                runs.resume_one(place, as_json, None, gathering)
                 return
-            overwrite |= found.overwrites
-        run_one(config, place, as_json, options.target is not None, overwrite, gathering)
+            overwrite |= begun.overwrites
+        with runs.names_record(place):
+            summary = runs.run(config, place, f"{config.job}, {config.title}", overwrite, gathering)
+        runs.conclude(summary, place, as_json, must_reach=options.target is not None)
 
 
 def resume(
     context: click.Context,
-    folder: RunFolderArgument,
+    folder: o.RunFolderArgument,
     where: o.HostOptions,
     workers: Annotated[
         int | None, Count(help="Number of workers with which the run continues (default: the number that the run had).")
@@ -102,13 +103,11 @@ def resume(
     """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
     from flockstep.launchers.output import Output, to_terminal
-    from flockstep.launchers.script import program_of
     from flockstep.records.folder import RunFolder
 
     config = RunFolder(folder).read_config()
-    many = config.workers if workers is None else workers
-    o.leave_to_slurm(context, where, many, folder)
-    with o.gathered(context, where, many, program_of(config)[1], Output.of(config, to_terminal)) as gathering:
+    asked = config if workers is None else replace(config, workers=workers)
+    with o.gathered(context, where, asked, folder, output=Output.of(config, to_terminal)) as (gathering, _):
         if gathering is not None and not gathering.coordinates:
             raise ConfigurationError(
                 f"flockstep resume runs on the host with --node-rank 0, got {gathering.node}; on the other hosts "
@@ -136,10 +135,10 @@ def join(
     host_address: o.HostAddress = "",
 ) -> None:
     """Add workers to a run in progress: on this machine or, for a run of flockstep train, on another host."""
-    from flockstep.launchers.join_requests import ask
-    from flockstep.records.folder import RunFolder
-
     if Path(run).exists() or ":" not in run:
+        from flockstep.launchers.join_requests import ask
+        from flockstep.records.folder import RunFolder
+
         o.refuse(
             context,
             ("job", "imports", "secret_file", "timeout", "host_address"),
@@ -157,33 +156,60 @@ def join(
 
 def simulate(options: SimulateOptions, as_json: o.Json = False) -> None:
     """Train in virtual time: real gradients, modeled seconds."""
-    from flockstep.cli.runs import run_one
+    from flockstep.cli import runs
     from flockstep.experiments.single import simulated
 
-    place = o.folder(options.out, f"{options.job}-{options.strategy}")
-    run_one(simulated(options), place, as_json, options.target is not None, options.overwrite)
+    config, place = simulated(options), folder(options.out, f"{options.job}-{options.strategy}")
+    with runs.names_record(place):
+        summary = runs.run(config, place, f"{config.job}, {config.title}", options.overwrite)
+    runs.conclude(summary, place, as_json, must_reach=options.target is not None)
 
 
 def compare(context: click.Context, options: CompareOptions, where: o.HostOptions, as_json: o.Json = False) -> None:
     """Run several strategies on a job or a script, print a ranked table, and write one self-contained report.html."""
-    from flockstep.cli.compare import compare_all
-    from flockstep.experiments.comparison import grid_of
-    from flockstep.experiments.options import ON_PROCESSES
+    from flockstep.cli import runs, show
+    from flockstep.experiments.comparison import carry_out_all, grid_of
     from flockstep.launchers.output import Output
+    from flockstep.records.config import RunConfig
+    from flockstep.records.summary import Summary
+    from flockstep.report import formatting
 
     grid = grid_of(options)
     if grid.base.kind == "simulate":
         o.refuse(context, options_of(o.HostOptions), ON_PROCESSES)
-    o.refuse_by_hand(context, where)
-    place = o.folder(options.out, f"compare-{options.job}")
+    alone = where.on == "local" and where.hosts is None
+    o.refuse(
+        context,
+        (*o.BY_HAND, *(("nodes", "timeout", "host_address") if alone else ())),
+        "is for hosts that you start yourself, and the processes on such hosts end with one run, but a comparison has "
+        "several runs; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run",
+    )
+    place = folder(options.out, f"compare-{options.job}")
     if where.on == "slurm":
         grid.groups(place)  # what is invalid is told before it waits for its turn
-    o.leave_to_slurm(context, where, options.workers, place)
-    with o.gathered(context, where, options.workers, options.arguments, Output("none")) as gathering:
+    began, finished, ran = time.monotonic(), 0, 0
+
+    def say(line: str) -> None:
+        nonlocal finished
+        finished += 1
+        show.note(line)
+
+    with o.gathered(context, where, grid.base, place, output=Output("none")) as (gathering, config):
         if gathering is not None:
-            grid = replace(grid, base=gathering.over(o.over_hosts(context, grid.base, gathering)))
-        code = compare_all(grid, place, as_json, gathering)
-    raise Exit(code)
+            grid = replace(grid, base=gathering.over(config))
+
+        def execute(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
+            nonlocal ran
+            rest = grid.count - finished - 1
+            if ran and rest:
+                title += f", {rest} more in about {formatting.seconds((time.monotonic() - began) / ran * rest)}"
+            ran += 1
+            # one worker alone needs no other host
+            hosts = gathering if config.workers == grid.base.workers else None
+            return runs.run(config, folder, title, overwrite, hosts)
+
+        found = carry_out_all(grid, place, execute, say, lambda found: runs.conclude_comparison(found, as_json))
+    raise Exit(1 if found.failures else 0)
 
 
 def launch(
@@ -195,40 +221,39 @@ def launch(
     as_json: o.Json = False,
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
-    from flockstep.cli.runs import launch_one
+    from flockstep.cli import runs, show
+    from flockstep.launchers import script as scripts
     from flockstep.launchers.output import Output
-    from flockstep.launchers.script import require_script, script_of_module, with_strategy
 
     context.obj["debug"] |= debug
-    script, words, overwrite = options.script, list(options.arguments), options.overwrite
-    config = configured("launch", options, str(script), "as the script says")
+    config, overwrite = (
+        configured("launch", options, str(options.script), scripts.AS_THE_SCRIPT_SAYS),
+        options.overwrite,
+    )
     config = replace(config, output=None, prefix=None, rank_output=None)
     if options.strategy is not None:
-        config = with_strategy(config, options.strategy)
-    folder = None if options.rank_output is None else Path(options.rank_output)
-    shown = Output(options.output or "all", bool(options.prefix), folder)
-    command, name = [str(script), *words], f"launch-{script.stem}"
-    if options.module:
-        name, words = f"launch-{script}", command
-        script = script_of_module(str(script))
-    place = o.folder(options.out, name)
+        config = scripts.with_strategy(config, options.strategy)
+    outputs = None if options.rank_output is None else Path(options.rank_output)
+    shown = Output(options.output or "all", bool(options.prefix), outputs)
+    script, words = scripts.program_of(config)
+    place = folder(options.out, f"launch-{options.script if options.module else options.script.stem}")
     if where.on == "slurm":
-        require_script(script)  # before it waits for its turn
-    o.leave_to_slurm(context, where, options.workers, place, command)
-    with o.gathered(context, where, options.workers, words, shown) as gathering:
-        if gathering is not None:
-            config = o.over_hosts(context, config, gathering)
+        scripts.require_script(script)  # before it waits for its turn
+    last = [config.job, *config.arguments]
+    with o.gathered(context, where, config, place, script=last, output=shown) as (gathering, config):
         if gathering is not None and not gathering.coordinates:
-            from flockstep.launchers.script import launch_for
-
-            launch_for(gathering, script, words, config, shown, overwrite)
+            scripts.launch_for(gathering, script, words, config, shown, overwrite)
             return
         if resumes:
-            found = o.continued(context, shown.kept_in(config), place, gathering, as_json)
-            if found.resumes:
+            begun = o.begun_before(context, shown.kept_in(config), place)
+            if begun.resumes:
+                runs.resume_one(place, as_json, None, gathering)
                 return
-            overwrite |= found.overwrites
-        launch_one(script, words, config, place, as_json, shown, overwrite, gathering)
+            overwrite |= begun.overwrites
+        with runs.names_record(place), show.beside_scripts() as (standings, sink):
+            output = replace(shown, show=sink)
+            summary = scripts.launch(script, words, config, place, output, overwrite, standings, gathering)
+        runs.conclude_launch(summary, place, as_json)
 
 
 def secret() -> None:
@@ -259,17 +284,17 @@ def report(
     imports: o.Imports = (),
 ) -> None:
     """Write an HTML report of recorded runs."""
-    from flockstep.cli.compare import report as draw
+    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.experiments.comparison import runs_in
+    from flockstep.planning.check import for_report
     from flockstep.records.config import MetricTarget
+    from flockstep.records.folder import RunFolder
+    from flockstep.report.html import write_report
 
-    print(draw(folders, out, cluster, imports, None if target is None else MetricTarget.parse(target)))
-
-
-def flight(folder: RunFolderArgument, as_json: o.Json = False) -> None:
-    """Show what the processes of a run last did before a fault: messages, waits and steps."""
-    from flockstep.cli.flight import show_flight
-
-    show_flight(folder, as_json)
+    goal = None if target is None else MetricTarget.parse(target)
+    found = [run for given in folders for run in runs_in(given)]
+    predictions = for_report(found, None if cluster is None else load_cluster(cluster), imports)
+    print(write_report([RunFolder(one).read() for one in found], out, predictions=predictions, target=goal))
 
 
 def track(

@@ -1,10 +1,9 @@
-"""Carries out the single runs of the commands train, simulate, launch and resume."""
+"""What the commands print about runs: the outcome of one run, and the ranked table of a comparison."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,18 @@ from click.exceptions import Exit
 
 from flockstep.cli import show
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.experiments.single import carry_out
+from flockstep.experiments.single import carry_on, carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary, trained_apart
 from flockstep.report import formatting
+from flockstep.report.medians import spreads
+from flockstep.report.ranking import names
 from flockstep.report.table import gradient_notes, table
 
 if TYPE_CHECKING:
+    from flockstep.experiments.comparison import Comparison
     from flockstep.launchers.gathering import Gathering
-    from flockstep.launchers.output import Output
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering: Gathering | None = None) -> Summary:
@@ -38,42 +39,23 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering:
         return carry_out(config, folder, overwrite, standings=standings, gathering=gathering, say=say).summary
 
 
-def run_one(
-    config: RunConfig,
-    folder: Path,
-    as_json: bool,
-    must_reach: bool,
-    overwrite: bool,
-    gathering: Gathering | None = None,
-) -> None:
-    """Train or simulate with a configuration, then print the outcome and the folder of the record."""
-    with _names_record(folder):
-        summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
-    conclude(summary, folder, as_json, must_reach)
-
-
 def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gathering | None = None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
-    from flockstep.launchers.script import resume_script
-    from flockstep.launchers.train import resume
-
     config = RunFolder(folder).read_config()
     if gathering is not None and workers is None:
         workers = gathering.over(config).workers  # hosts that --hosts names have numbers of workers
     if config.kind == "launch":
-        from flockstep.cli.script_display import beside_scripts
-
-        with _names_record(folder), beside_scripts() as (standings, sink):
-            summary = resume_script(folder, sink, standings, workers, gathering)
-        _say_launched(summary, folder, as_json)
-        return
-    with _names_record(folder), show.standings(f"resuming {folder}") as standings:
-        summary = resume(folder, standings, workers, gathering)
-    conclude(summary, folder, as_json, False)
+        with names_record(folder), show.beside_scripts() as (standings, sink):
+            summary = carry_on(folder, workers, lambda nodes, steps: standings(nodes), gathering, sink)
+        conclude_launch(summary, folder, as_json)
+    else:
+        with names_record(folder), show.standings(f"resuming {folder}") as standings_of_job:
+            summary = carry_on(folder, workers, standings_of_job, gathering)
+        conclude(summary, folder, as_json, must_reach=False)
 
 
 @contextlib.contextmanager
-def _names_record(folder: Path) -> Iterator[None]:
+def names_record(folder: Path) -> Iterator[None]:
     """If the run fails, or is interrupted, after it has begun, name the folder of the record on standard error."""
     before = RunFolder(folder).begun
     try:
@@ -84,27 +66,8 @@ def _names_record(folder: Path) -> Iterator[None]:
         raise
 
 
-def launch_one(
-    script: Path,
-    arguments: Sequence[str],
-    config: RunConfig,
-    folder: Path,
-    as_json: bool,
-    output: Output,
-    overwrite: bool,
-    gathering: Gathering | None = None,
-) -> None:
-    """Run a user's script; show the output of the selected ranks, and the progress of all ranks."""
-    from flockstep.cli.script_display import beside_scripts
-    from flockstep.launchers.script import launch
-
-    with _names_record(folder), beside_scripts() as (standings, sink):
-        shown = replace(output, show=sink)
-        summary = launch(script, arguments, config, folder, shown, overwrite, standings, gathering)
-    _say_launched(summary, folder, as_json)
-
-
-def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
+def conclude_launch(summary: Summary, folder: Path, as_json: bool) -> None:
+    """Print the outcome of a launched script, whose own output fills standard output."""
     if as_json:
         show.json(as_data(summary, folder))
     else:
@@ -131,6 +94,24 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
         show.note(f"flockstep: {text}")
     if not summary.useful or (must_reach and sentence is not None):
         raise Exit(1)
+
+
+def conclude_comparison(found: Comparison, as_json: bool) -> None:
+    """Print the ranked table of a comparison."""
+    first = [group.runs[0] for group in found.chosen]
+    late = [] if found.repeated else filter(None, map(missed, first, names(first)))
+    ways = gradient_notes([run.config for run in found.drawn])
+    for sentence in [*late, *ways, *found.failures, *found.caveats]:
+        show.note(f"flockstep: {sentence}")
+    if as_json:
+        medians = [group.document(group in found.chosen) for group in found.groups] if found.repeated else []
+        rows = [as_data(run.summary, run.folder) for run in found.runs]
+        show.json({"report": str(found.report), "runs": rows, "medians": medians})
+        return
+    show.page().print(table(found.summaries, found.seeds))
+    if found.repeated:
+        show.page().print(spreads(found.groups, found.chosen))
+    print(f"report: {found.report}")
 
 
 def missed(summary: Summary, name: str | None = None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ from flockstep.errors import printable
 from flockstep.report.progress import ProgressCallback
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.progress import Progress
     from rich.table import Table
 
     from flockstep.launchers.node_progress import NodeProgress
+    from flockstep.launchers.output import Sink
     from flockstep.messages import Address
 
 
@@ -59,6 +62,10 @@ BAR = 16
 """Width of a progress bar in columns of the terminal."""
 SHOWN = 16
 """Largest number of workers in the live table; the remaining workers are only counted."""
+REDRAWS = 0.1
+"""Longest time in seconds for which lines of output are held back, so that many lines redraw the table only once."""
+MOST_HELD = 1 << 18
+"""Number of held-back bytes above which the script waits until the terminal has shown its output."""
 
 
 @contextmanager
@@ -195,3 +202,79 @@ def node_table(nodes: dict[Address, NodeProgress]) -> Table:
     if len(nodes) > SHOWN:
         table.add_row(f"… {len(nodes) - SHOWN} more")
     return table
+
+
+@contextmanager
+def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, NodeProgress]], None], Sink]]:
+    """Context manager that yields two functions: one shows the nodes of a run, the other prints the output of scripts.
+
+    Without a terminal, only output is printed.
+
+    The table disappears as soon as a script prints a carriage return, as progress bars do; otherwise the table and the
+    progress bar would overwrite each other.
+    """
+    from flockstep.launchers.output import to_terminal
+
+    if not console.is_terminal:
+        yield lambda nodes: None, to_terminal
+        return
+    from rich.live import Live
+
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        display = _ScriptDisplay(live)
+        flushing = threading.Thread(target=display.flush_often, daemon=True)
+        flushing.start()
+        try:
+            yield display.show, display.take
+        finally:
+            display.stop()
+            flushing.join()
+
+
+class _ScriptDisplay:
+    def __init__(self, live: Live):
+        self._live = live
+        self._lock = threading.Lock()
+        self._waiting = bytearray()
+        self._stopped = threading.Event()
+
+    def show(self, nodes: dict[Address, NodeProgress]) -> None:
+        """Show the state of every node."""
+        if not self._stopped.is_set():
+            self._live.update(node_table(nodes))
+
+    def take(self, stream: int, data: bytes) -> None:
+        """Show whole lines above the table."""
+        from flockstep.launchers.output import OUT, to_terminal
+
+        if b"\r" in data.replace(b"\r\n", b"\n"):
+            self.stop()
+        with self._lock:
+            if self._stopped.is_set() or (stream == OUT and not sys.stdout.isatty()):
+                to_terminal(stream, data)
+            else:
+                self._waiting += data
+            if len(self._waiting) >= MOST_HELD:
+                self._flush()
+
+    def flush_often(self) -> None:
+        """Show waiting lines every `REDRAWS` seconds, until the table goes."""
+        while not self._stopped.wait(REDRAWS):
+            with self._lock:
+                self._flush()
+
+    def stop(self) -> None:
+        """Show what waits, and remove the table."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._flush()
+                self._stopped.set()
+                self._live.stop()
+
+    def _flush(self) -> None:
+        from rich.text import Text
+
+        if self._waiting:
+            text = self._waiting.decode(errors="replace").removesuffix("\n")
+            self._waiting.clear()
+            console.print(Text.from_ansi(text), soft_wrap=True)

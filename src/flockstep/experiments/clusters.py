@@ -75,7 +75,7 @@ def on_ray(options: RayOptions) -> RunResult:
     """
     from flockstep.launchers.ray import ray_cluster
 
-    config = configured("train", options, str(options.job), str(options.strategy))
+    config = configured("train", options)
     reserved = options.cpus_per_worker, options.gpus_per_worker
     with ray_cluster(options.workers, options.nodes, *reserved, options.timeout) as gathering:
         place = folder(options.out, f"{options.job}-{options.strategy}")
@@ -141,7 +141,7 @@ def on_spark(options: SparkOptions) -> RunResult:
 
     data = options.rows, options.x, options.y, options.test
     with spark_stage(*data, str(options.job), options.seed, options.timeout) as (gathering, held_out):
-        config = configured("train", options, str(options.job), str(options.strategy))
+        config = configured("train", options)
         config = replace(config, workers=gathering.nodes, facts=held_out.facts)
         place = folder(options.out, f"{Path(str(options.job)).stem}-{options.strategy}")
         train(config, place, overwrite=options.overwrite, gathering=gathering, test=held_out)

@@ -18,6 +18,7 @@ from flockstep.experiments.single import RunResult
 from flockstep.launchers import function_entry
 from flockstep.launchers.children import GUARD
 from flockstep.launchers.output import OUT, Output
+from flockstep.launchers.script import AS_THE_SCRIPT_SAYS
 from flockstep.launchers.script import launch as launch_script
 from flockstep.options import BadGradientOptions, CommonOptions, Opt, ProcessOptions, Workers
 from flockstep.records.access import write_whole
@@ -91,7 +92,7 @@ def launch(options: FunctionOptions) -> LaunchResult:
     if not isinstance(options.args, (tuple, list)):
         raise ConfigurationError(f"args must be a tuple of the function's arguments, got {options.args!r}; write (…,)")
     name = getattr(function, "__name__", type(function).__name__).strip("<>")
-    config = replace(configured("launch", options, name, "as the script says"), prefix=None)
+    config = replace(configured("launch", options, name, AS_THE_SCRIPT_SAYS), prefix=None)
     record = RunFolder(folder(options.out, f"launch-{name}"))
     before = record.begun
     with scratch() as place:

@@ -25,6 +25,7 @@ from flockstep.options import (
     Workers,
     options_of,
     options_of_kind,
+    require_numbers,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P,
             for name in kwargs:
                 if name not in signature.parameters:
                     raise UnknownName.among(f"argument of flockstep.{function.__name__}", name, signature.parameters)
-            return function(structure(*args, **kwargs))
+            options = structure(*args, **kwargs)
+            require_numbers(options)
+            return function(options)
 
         described = options_of(structure)
         signature = inspect.signature(structure)
@@ -193,8 +196,9 @@ def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P,
     return decorate
 
 
-def configured(kind: Kind, options: Any, job: str, strategy: str) -> RunConfig:
-    """Return the configuration of a run that a structure of options describes.
+def configured(kind: Kind, options: Any, job: str | None = None, strategy: str | None = None) -> RunConfig:
+    """Return the configuration of a run that a structure of options describes; `job` and `strategy` replace those of
+    the structure.
 
     Raises:
         ConfigurationError: a value is invalid.
@@ -224,6 +228,7 @@ def configured(kind: Kind, options: Any, job: str, strategy: str) -> RunConfig:
     for name in ("shared", "module", "prefix"):
         if name in given:
             given[name] = given[name] or None
+    job, strategy = job or str(options.job), str(options.strategy) if strategy is None else strategy
     return RunConfig(kind=kind, job=job, strategy=strategy, **given)
 
 

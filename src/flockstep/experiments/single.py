@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from flockstep.messages import Address
     from flockstep.records.events import Event
 
+Standings = Callable[["dict[Address, NodeProgress]", int], Any]
+"""Type of functions that are called with the state of every node of a real run, and the number of steps of a worker; 0
+if it is not known.
+"""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -92,7 +97,7 @@ def run(options: TrainOptions) -> RunResult:
         ConfigurationError: an argument is invalid; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """
-    config = configured("train", options, str(options.job), str(options.strategy))
+    config = configured("train", options)
     return carry_out(config, folder(options.out, f"{options.job}-{options.strategy}"), options.overwrite)
 
 
@@ -113,13 +118,8 @@ def resume(out: Path | str, workers: int | None = None) -> RunResult:
         CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed again; the record is complete up to the failure.
     """
-    from flockstep.launchers import script, train
-
-    if RunFolder(Path(out)).read_config().kind == "launch":
-        script.resume_script(Path(out), workers=workers)
-    else:
-        train.resume(Path(out), workers=workers)
-    return RunResult.read(Path(out))
+    carry_on(Path(out), workers)
+    return RunResult.read(out)
 
 
 @takes(SimulateOptions)
@@ -134,13 +134,14 @@ def simulate(options: SimulateOptions) -> RunResult:
         RunError: the run failed; the record is complete up to the failure.
     """
     place = folder(options.out, f"{options.job}-{options.strategy}")
-    return carry_out(simulated(options), place, options.overwrite, watch=options.watch)
+    return carry_out(
+        simulated(options), place, options.overwrite, watch=options.watch or (lambda done, total, seconds: None)
+    )
 
 
 def simulated(options: SimulateOptions) -> RunConfig:
     """Return the configuration of a simulation, with the links and times of its cluster."""
-    config = configured("simulate", options, str(options.job), str(options.strategy))
-    return on_cluster(config, cluster_of(options))
+    return on_cluster(configured("simulate", options), cluster_of(options))
 
 
 def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None:
@@ -164,8 +165,7 @@ def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
-    """Return the configuration of a simulation, changed to the links and times of a cluster; unchanged if `shape` is
-    None.
+    """Return the configuration of a simulation, changed to the links and times of a cluster, if there is one.
 
     Raises:
         ConfigurationError: the cluster cannot have the configured number of workers.
@@ -181,8 +181,8 @@ def carry_out(
     config: RunConfig,
     folder: Path,
     overwrite: bool = False,
-    watch: Watch | None = None,
-    standings: Callable[[dict[Address, NodeProgress], int], Any] | None = None,
+    watch: Watch = lambda done, total, seconds: None,
+    standings: Standings = lambda nodes, steps: None,
     gathering: Gathering | None = None,
     say: Sink | None = None,
 ) -> RunResult:
@@ -203,20 +203,35 @@ def carry_out(
         ConfigurationError: the configuration is invalid; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """
-    tell = standings or (lambda nodes, steps: None)
     if config.kind == "simulate":
         from flockstep.launchers import simulate as virtual
 
-        virtual.simulate(config, folder, watch or (lambda done, every, t: None), overwrite)
+        virtual.simulate(config, folder, watch, overwrite)
     elif config.kind == "launch":
         from flockstep.launchers import script
         from flockstep.launchers.output import Output, to_terminal
 
         output = Output("none", show=say or to_terminal)
         program, words = script.program_of(config)
-        script.launch(program, words, config, folder, output, overwrite, lambda nodes: tell(nodes, 0), gathering)
+        script.launch(program, words, config, folder, output, overwrite, lambda nodes: standings(nodes, 0), gathering)
     else:
         from flockstep.launchers import train as real
 
-        real.train(config, folder, tell, overwrite, gathering)
+        real.train(config, folder, standings, overwrite, gathering)
     return RunResult.read(folder)
+
+
+def carry_on(
+    folder: Path,
+    workers: int | None = None,
+    standings: Standings = lambda nodes, steps: None,
+    gathering: Gathering | None = None,
+    say: Sink | None = None,
+) -> Summary:
+    """Continue a run of either kind from its newest checkpoint; see `resume` and `carry_out`."""
+    from flockstep.launchers import script, train
+    from flockstep.launchers.output import to_terminal
+
+    if RunFolder(folder).read_config().kind == "launch":
+        return script.resume_script(folder, say or to_terminal, lambda nodes: standings(nodes, 0), workers, gathering)
+    return train.resume(folder, standings, workers, gathering)
