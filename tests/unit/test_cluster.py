@@ -16,7 +16,8 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
 from flockstep.nodes import Cluster
-from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.job_profile import JobProfile
+from flockstep.planning.rehearsal import Conditions, rehearse
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, SharedCores
 from flockstep.simulation.fair import FairLink
@@ -223,7 +224,9 @@ def test_a_built_in_cluster_runs_at_any_size(name: str) -> None:
         model, network = shape.compute(0.1, workers), shape.network(workers)
         assert ComputeModel.parse(str(model)) == model
         assert Network.parse(str(network)) == network
-        told = rehearse(Strategy.parse("ps(consistency=bsp)"), workers, 1e5, model, network, steps=4)
+        told = rehearse(
+            JobProfile("x", 25_000), Strategy.parse("ps(consistency=bsp)"), workers, Conditions(model, network), steps=4
+        )
         assert told.seconds_per_step > 0.05
     assert shape.link.latency > 0
     assert sum(size for _, size in shape.placed(1024)) == 1024
@@ -482,7 +485,8 @@ def test_all_reduce_in_virtual_time_sums_by_host() -> None:
     network = read_cluster(HOSTS.format(count=2, workers=2, fair="true")).network()
     took = {}
     for text in ("all_reduce", "all_reduce(ring)"):
-        found = rehearse(Strategy.parse(text), 4, 4e6, ConstantTime(0.0), network, steps=8)
+        at = Conditions(ConstantTime(0.0), network)
+        found = rehearse(JobProfile("x", 10**6), Strategy.parse(text), 4, at, steps=8)
         took[text] = found.seconds_per_step
     assert took["all_reduce"] == pytest.approx(4e6 / 2.5e6, rel=0.1)
     assert took["all_reduce(ring)"] > 1.3 * took["all_reduce"]

@@ -7,7 +7,8 @@ import pytest
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address, server
 from flockstep.nodes import Cluster
-from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.job_profile import JobProfile
+from flockstep.planning.rehearsal import Conditions, rehearse
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Fabric, Link, Network, Transit
@@ -125,7 +126,8 @@ def test_impossible_spreads_and_backlogs_are_refused(name: str) -> None:
 
 
 def step(strategy: str, network: Network) -> float:
-    return rehearse(Strategy.parse(strategy), 4, 1e6, ConstantTime(1e-6), network, steps=20).seconds_per_step
+    at = Conditions(ConstantTime(1e-6), network)
+    return rehearse(JobProfile("job", 250_000), Strategy.parse(strategy), 4, at, steps=20).seconds_per_step
 
 
 def test_a_barrier_at_a_server_costs_both_ways_where_a_link_overlaps_them() -> None:

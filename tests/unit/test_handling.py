@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.rehearsal import Conditions, rehearse
 from flockstep.planning.step_prediction import on_cluster
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, ConstantTime
@@ -23,14 +23,14 @@ from flockstep.simulation.law import late_of, mean_of
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
-NBYTES = 4000.0
+TASK, NBYTES = JobProfile("job", 1000), 4000.0
 NETWORK = Network.parse("link(1e6, 0.001)")
 BUSY = (NBYTES + HEADER_BYTES) / 1e6
 
 
 def seconds(text: str, work: Overheads, workers: int = 4) -> float:
-    law = ConstantTime(0.01)
-    return rehearse(Strategy.parse(text), workers, NBYTES, law, NETWORK, work=work, steps=8).seconds_per_step
+    at = Conditions(ConstantTime(0.01), NETWORK, work)
+    return rehearse(TASK, Strategy.parse(text), workers, at, steps=8).seconds_per_step
 
 
 def test_a_server_handles_one_message_after_the_other() -> None:
@@ -56,10 +56,8 @@ def test_bytes_that_cores_copy_slow_the_gradients_on_these_cores() -> None:
     """Four workers on two cores that send NBYTES to two neighbors, and receive as much, while the gradients go on."""
 
     def step(cost: float, compute: str) -> float:
-        law = ComputeModel.parse(compute)
-        work = Overheads(copy=cost)
-        strategy = Strategy.parse("dpsgd(topology=ring)")
-        return rehearse(strategy, 4, NBYTES, law, NETWORK, work=work, steps=12).seconds_per_step
+        at = Conditions(ComputeModel.parse(compute), NETWORK, Overheads(copy=cost))
+        return rehearse(TASK, Strategy.parse("dpsgd(topology=ring)"), 4, at, steps=12).seconds_per_step
 
     cost = 0.001 / NBYTES
     own, cores = "constant(0.05)", "shared_cores(constant(0.05), 2, turns=true)"

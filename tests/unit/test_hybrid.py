@@ -54,7 +54,7 @@ from flockstep.planning.plan import plan
 from flockstep.planning.rehearsal import Rehearsal
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
-from flockstep.planning.step_prediction import rehearsed_split
+from flockstep.planning.step_prediction import rehearsed
 from flockstep.planning.ways_surrogate import WaysShape
 from flockstep.records.events import StepEvent
 from flockstep.simulation.handling import Handled, Longer
@@ -188,7 +188,7 @@ def test_a_surrogate_stands_for_a_larger_model(strategy: str, partition: str) ->
 
 
 def split_rehearsal(strategy: str, site: Site, shape: SplitShape) -> Rehearsal:
-    return rehearsed_split(Strategy.parse(strategy), site, 4, shape, site.compute(4))
+    return rehearsed(Strategy.parse(strategy), site, 4, split=shape)
 
 
 @pytest.mark.parametrize("collective", few(["ring", "recursive_doubling", "binomial_tree"], "recursive_doubling"))

@@ -15,7 +15,7 @@ from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rehearsal import SURE, Rehearsal, rehearse
+from flockstep.planning.rehearsal import SURE, Conditions, Rehearsal, rehearse
 from flockstep.planning.step_prediction import predict_step
 from flockstep.planning.surrogate import Unrehearsed, longest_cycle, scaled, shrunk
 from flockstep.records.config import RunConfig
@@ -48,11 +48,9 @@ def task() -> JobProfile:
     return task_of(JOB, None, load_job(JOB, 0))
 
 
-def rehearsed(text: str, **more: object) -> Rehearsal:
-    strategy, its = Strategy.parse(text), task()
-    laws = ComputeModel.parse(COMPUTE), Network.parse(NETWORK)
-    known = {"tensors": its.tensors, "optimizer": its.optimizer, "surrogate_batches": its.surrogate_batches, **more}
-    return rehearse(strategy, WORKERS, its.nbytes, *laws, dtype_bytes=its.itemsize, **known)  # type: ignore[arg-type]
+def rehearsed(text: str, its: JobProfile | None = None, steps: int | None = None) -> Rehearsal:
+    at = Conditions(ComputeModel.parse(COMPUTE), Network.parse(NETWORK))
+    return rehearse(its or task(), Strategy.parse(text), WORKERS, at, steps=steps)
 
 
 Recorded = Callable[[str], tuple[float, float]]
@@ -92,7 +90,8 @@ def test_few_steps_and_flat_tensors_are_not(recorded: Recorded) -> None:
     assert rehearsed("local_sgd(period=32)", steps=16).sent_bytes_per_step == 0 < sent
     for text in ("powersgd", "decoupled_momentum"):
         _, sent = recorded(text)
-        assert rehearsed(text, tensors=task().sizes).sent_bytes_per_step > 1.2 * sent
+        flat = dataclasses.replace(task(), tensors=tuple((size,) for size in task().sizes))
+        assert rehearsed(text, flat).sent_bytes_per_step > 1.2 * sent
 
 
 def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> Site:
@@ -112,10 +111,7 @@ def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(te
     """Two sites: steps are those of a run of 600, and bytes those of the model's own matrices."""
     strategy, site = Strategy.parse(text), Site(task(), load_cluster("two-sites"))
     found = predict_step(strategy, site, 4)
-    laws, its = (site.compute(4), site.cluster.network(4)), site.task
-    long = rehearse(
-        strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, surrogate_batches=its.surrogate_batches
-    )
+    long = rehearse(site.task, strategy, 4, Conditions(site.compute(4), site.cluster.network(4)), steps=600)
     assert found.sent_bytes == pytest.approx(long.sent_bytes_per_step, rel=0.05)
     assert found.seconds >= 0.95 * long.seconds_per_step
 
@@ -149,11 +145,12 @@ def test_gradients_that_take_no_time(text: str) -> None:
 
 
 def test_workers_of_different_speed_that_run_freely_each_count_at_their_own_pace() -> None:
-    law = ComputeModel.parse("speeds(constant(0.01), (1, 2, 4))")
-    free = rehearse(Strategy.parse("gossip"), 3, 4e4, law, Network.parse("link(1e9, 0.0001)"))
+    job = JobProfile("job", 10_000)
+    at = Conditions(ComputeModel.parse("speeds(constant(0.01), (1, 2, 4))"), Network.parse("link(1e9, 0.0001)"))
+    free = rehearse(job, Strategy.parse("gossip"), 3, at)
     assert free.steps_per_second == pytest.approx(100 * (1 + 1 / 2 + 1 / 4), rel=0.02)
     assert free.seconds_per_step == pytest.approx(0.01 * (1 + 2 + 4) / 3, rel=0.02)
-    bound = rehearse(Strategy.parse("all_reduce"), 3, 4e4, law, Network.parse("link(1e9, 0.0001)"))
+    bound = rehearse(job, Strategy.parse("all_reduce"), 3, at)
     assert bound.steps_per_second == pytest.approx(3 / bound.seconds_per_step)
     assert bound.seconds_per_step == pytest.approx(0.04, rel=0.05)
 
@@ -178,11 +175,9 @@ LARGE = JobProfile("large", 40_000_000, ((5000, 4000), (4000, 5000)))
 def test_sizes_shrink_with_the_stand_in(text: str) -> None:
     """160 MB take as long over a link as 1.6 MB over one a hundredth as fast."""
     law, strategy = ComputeModel.parse("constant(0.05)"), Strategy.parse(text)
-    large = rehearse(strategy, 4, LARGE.nbytes, law, Network.parse("link(1.25e9, 0.00005)"), tensors=LARGE.tensors)
-    small = rehearse(
-        scaled(strategy, 100), 4, LARGE.nbytes / 100, law, Network.parse("link(1.25e7, 0.00005)"),
-        tensors=((500, 400), (400, 500)),
-    )  # fmt: skip
+    little = JobProfile("little", LARGE.elements // 100, ((500, 400), (400, 500)))
+    large = rehearse(LARGE, strategy, 4, Conditions(law, Network.parse("link(1.25e9, 0.00005)")))
+    small = rehearse(little, scaled(strategy, 100), 4, Conditions(law, Network.parse("link(1.25e7, 0.00005)")))
     assert large.seconds_per_step == pytest.approx(small.seconds_per_step, rel=0.02)
     assert large.sent_bytes_per_step == pytest.approx(100 * small.sent_bytes_per_step, rel=0.02)
 
@@ -190,8 +185,7 @@ def test_sizes_shrink_with_the_stand_in(text: str) -> None:
 def test_what_no_stand_in_can_say_is_refused() -> None:
     site = dataclasses.replace(cluster(), task=LARGE)
     with pytest.raises(ConfigurationError, match="the messages depend on the shapes of matrices"):
-        rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
-                 tensors=LARGE.tensors)  # fmt: skip
+        rehearse(LARGE, Strategy.parse("powersgd"), 4, Conditions(site.compute(4), site.cluster.network(4)))
     with pytest.raises(ConfigurationError, match="only the size of this model is known"):
         predict_step(Strategy.parse("sufficient_factors"), site, 4)
 

@@ -18,7 +18,7 @@ from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_w
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.plan_text import short
 from flockstep.planning.record_imports import NotAskedFor, trusted
-from flockstep.planning.rehearsal import STEPS, rehearse
+from flockstep.planning.rehearsal import STEPS, Conditions, rehearse
 from flockstep.planning.step_prediction import StepPrediction, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
@@ -331,19 +331,9 @@ def _rehearsed_steps(config: RunConfig) -> int | None:
 
 def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) -> Figures:
     """The figures of a simulated run in which only gradients and messages take time."""
-    found = rehearse(
-        strategy,
-        config.workers,
-        task.nbytes,
-        ComputeModel.parse(config.compute or "constant(0)"),
-        _network(config),
-        tensors=task.tensors,
-        dtype_bytes=task.itemsize,
-        optimizer=task.optimizer,
-        steps=None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers)),
-        seed=config.seed,
-        surrogate_batches=task.surrogate_batches if strategy.traits.needs_job else None,
-    )
+    at = Conditions(ComputeModel.parse(config.compute or "constant(0)"), _network(config), seed=config.seed)
+    steps = None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers))
+    found = rehearse(task, strategy, config.workers, at, steps=steps)
     rate = found.steps_per_second * found.batches * task.batch
     return Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)
 

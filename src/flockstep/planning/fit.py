@@ -29,9 +29,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.nodes import Hosts
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.fit_durations import fit_law
-from flockstep.planning.job_profile import identity
+from flockstep.planning.job_profile import JobProfile, identity
 from flockstep.planning.record_imports import trusted
-from flockstep.planning.rehearsal import LEFT_OUT, rehearse
+from flockstep.planning.rehearsal import LEFT_OUT, Conditions, rehearse
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, HostsEvent, StepEvent
 from flockstep.records.folder import RunFolder
@@ -89,9 +89,7 @@ class _Run:
 
     config: RunConfig
     strategy: Strategy
-    model_bytes: float
-    tensors: tuple[int, ...]
-    itemsize: int
+    task: JobProfile
     compute: tuple[tuple[float, ...], ...]
     """Seconds of each worker's gradients, from the first one on."""
     seconds: float
@@ -126,19 +124,8 @@ class _Run:
     def takes(self, latency: float, bandwidth: float) -> float:
         """Seconds of a step over links of that latency and bandwidth."""
         events: list[Event] = []
-        rehearse(
-            self.strategy,
-            self.config.workers,
-            self.model_bytes,
-            _Again(self.compute),
-            self._network(latency, bandwidth),
-            tensors=self.tensors,
-            dtype_bytes=self.itemsize,
-            steps=self.steps,
-            seed=self.config.seed,
-            work=self.work,
-            listen=events.append,
-        )
+        at = Conditions(_Again(self.compute), self._network(latency, bandwidth), self.work, self.config.seed)
+        rehearse(self.task, self.strategy, self.config.workers, at, steps=self.steps, listen=events.append)
         return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
 
     def _network(self, latency: float, bandwidth: float) -> Network:
@@ -233,9 +220,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
     return _Run(
         config,
         Strategy.parse(config.strategy),
-        schema.nbytes,
-        tuple(entry.size for entry in schema.entries),
-        np.dtype(schema.dtype).itemsize,
+        JobProfile(config.job, schema.size, tuple((entry.size,) for entry in schema.entries), schema.dtype),
         tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps),
         usual_seconds(steps, length),
         hosts_in(events),
@@ -420,7 +405,7 @@ def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] 
     None if messages and bytes weigh the same in all records.
     """
     beyond = np.array([max(run.seconds - base, NOTHING * run.seconds) for run, base in zip(runs, free, strict=True)])
-    guess = np.array([beyond.mean() / 10, beyond.mean() / max(run.model_bytes for run in runs)])
+    guess = np.array([beyond.mean() / 10, beyond.mean() / max(run.task.nbytes for run in runs)])
     columns = [
         np.array([run.takes(*at) - base for run, base in zip(runs, free, strict=True)])
         for at in ((guess[0], math.inf), (0.0, 1 / guess[1]))

@@ -37,7 +37,7 @@ from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
-from flockstep.planning.step_prediction import StepPrediction, as_steady, at_most, has_versions, rehearsed_split
+from flockstep.planning.step_prediction import StepPrediction, as_steady, at_most, has_versions, rehearsed
 from flockstep.report.formatting import number, size
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
@@ -218,7 +218,7 @@ def predict_split(
     """
     shape, replicas, task = split_shape(site.task, partition), partition.replicas(workers), site.task
     law = as_steady(site.compute(workers)) if short else site.compute(workers)
-    found = rehearsed_split(strategy, site, workers, shape, law, SHORT if short else None)
+    found = rehearsed(strategy, site, workers, law, steps=SHORT if short else None, split=shape)
     rate = at_most(found.used * task.batch * found.steps_per_second / partition.parts, site, workers)
     seconds, late = found.seconds_per_step, found.staleness if has_versions(strategy) else None
     between = max(0.0, found.sent_bytes_per_step - found.bytes_between_parts) * partition.parts

@@ -11,9 +11,9 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from flockstep.drivers.runner import reporting_users_errors
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
-from flockstep.optimizers.base import Optimizer
+from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import (
     Shrunk,
@@ -45,41 +45,44 @@ from flockstep.strategies.base import Strategy, choose_result
 Means = np.ndarray[Any, np.dtype[np.float64]]
 ELEMENTS = 4096
 """Number of parameters of the surrogate that replaces a large model."""
-SMALL = 60_000
-"""Product of parameters and workers up to which a rehearsal always uses the model itself, not a smaller surrogate."""
-LARGE = 5e7
-"""Product of the parameters of a worker, the steps and the pairs of workers, up to which a rehearsal may use the model
-itself.
+SMALL, LARGE = 60_000, 5e7
+"""SMALL: product of parameters and workers up to which a rehearsal uses the model itself. LARGE: product of parameters,
+steps and pairs of workers up to which it does where no surrogate can stand for the model.
 """
-WORK = 4e8
-"""Largest product of parameters and steps, over all workers together, in a rehearsal."""
 STEPS = 40
-"""Default number of steps of a rehearsal whose length is fixed."""
+"""Usual number of steps of a rehearsal whose length is fixed."""
 LEFT_OUT = 0.25
 """Share of a rehearsal's steps, at the beginning, that is not counted, because a pipeline must first fill."""
-FEW, GRADIENTS = 4, 48
-"""Smallest number of counted steps of a rehearsal: FEW of each worker, and GRADIENTS of all workers together."""
-MOST, ALL, PATIENCE = 640, 4096, 1024
-"""Largest number of steps of a rehearsal: PATIENCE of all workers together. While nothing was sent or messages are
-still in transit, MOST of each worker and ALL of all workers together.
-"""
 SURE, SURE_OF_BYTES = 0.05, 0.15
 """Ranges of the seconds (SURE) and of the bytes (SURE_OF_BYTES) of a step, as shares of their means, at which a
 rehearsal ends. A range is twice the standard error of the mean.
 """
-BLOCKS = 8
-"""Number of blocks of steps from which the standard error of a mean is computed; fewer if the steps have fewer cycles.
+BLOCKS, GRADIENTS = 8, 48
+"""Smallest number of counted steps of a worker, which is the number of blocks that tell the standard error of a mean,
+and of all workers together.
 """
-GROWS = 1.4
-"""Factor by which delays grow with twice the steps, above which messages are assumed to accumulate, so that they are
-still in transit after any number of steps.
+LONGEST, PATIENCE = 640, 1024
+"""LONGEST: largest number of steps of a worker, while nothing was sent. PATIENCE: largest number of all workers
+together, otherwise.
 """
-CLOSE = 1e-6
-"""Relative difference between durations that counts as rounding."""
+PILED = 1.4
+"""Factor by which the time of the messages in transit grows with more steps, above which messages pile up."""
 ALIKE = 0.1
-"""Largest accepted relative difference between the bytes per step predicted with a surrogate and with a surrogate a
-quarter as large.
+"""Largest relative difference between the bytes that a surrogate and one of a quarter of its size send per step, as a
+sign that either stands for the model.
 """
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The machines and links of a rehearsal."""
+
+    compute: ComputeModel
+    """Durations of gradients."""
+    network: Network
+    work: Overheads = Overheads()
+    """Costs of nodes in addition to gradients."""
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,293 +105,276 @@ class Rehearsal:
     staleness: float | None
     """Mean staleness of updates in versions; None if the strategy counts no versions."""
     staleness_max: int | None
-    steps: int = STEPS
+    steps: int
     """Number of steps that every worker took."""
-    range: float = 0.0
+    range: float
     """Half the width of the range of `seconds_per_step`, as a share of `seconds_per_step`: two standard errors."""
-    batches: float = 1.0
+    batches: float
     """Mean number of batches for which one gradient is computed."""
-    workers: int = 1
-    used: float = 1.0
+    used: float
     """Share of the gradients that updates use; the other gradients are dropped or canceled."""
-    held: float = 0.0
+    held: float
     """Number of bytes of the state that the strategy keeps on a worker."""
-    exposure: float | None = None
+    exposure: float | None
     """Share of the slowest worker's delay that all workers suffer; None if random delays do not show the share."""
-    updates: bool = True
+    updates: bool
     """Whether any node recorded an update in the rehearsal."""
-    bytes_between_parts: float = 0.0
+    bytes_between_parts: float
     """Mean payload bytes per step that a worker sends to the other workers of its replica, if replicas are split."""
-
-    @property
-    def computing(self) -> float:
-        """Seconds of a step during which a worker computes or waits for a core."""
-        return self.utilization * self.seconds_per_step
-
-
-@dataclass
-class _Counts:
-    """The events of a run that a rehearsal uses."""
-
-    workers: int
-    steps: list[StepEvent] = field(default_factory=list)
-    nodes: list[NodeEvent] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    late: float = 0.0
-    """Seconds from the last step of any worker to the last message."""
-    held: float = 0.0
-    """Bytes of a worker's state at the end."""
-    servers: int = 0
-    """Number of servers that may drop gradients; 0 if none are dropped."""
-    updates: bool = False
-    """Whether any node recorded an update."""
-    between_parts: int = 0
-    """Bytes that the workers of split replicas sent to the other workers of their replicas."""
-
-    @property
-    def used(self) -> float:
-        """Share of the gradients that servers applied."""
-        return min(1.0, len(self.staleness) / (self.servers * len(self.steps))) if self.servers else 1.0
-
-    def take(self, event: Event) -> None:
-        """Store what the figures of the rehearsal need of an event of its record."""
-        if isinstance(event, StepEvent):
-            self.steps.append(event)
-        elif isinstance(event, NodeEvent):
-            self.nodes.append(event)
-        elif isinstance(event, UpdateEvent):
-            self.updates = True
-            if event.staleness is not None:
-                self.staleness.append(event.staleness)
-
-    def by_worker(self) -> list[list[StepEvent]]:
-        """The steps of each worker, in order."""
-        found: list[list[StepEvent]] = [[] for _ in range(self.workers)]
-        for step in self.steps:
-            found[step.rank].append(step)
-        return [mine for mine in found if mine]
-
-
-def _nothing(event: Event) -> None:
-    """Event listener that does nothing."""
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """The settings of a rehearsal, except its number of steps and the size of its surrogate."""
-
-    strategy: Strategy
-    workers: int
-    model_bytes: float
-    compute: ComputeModel
-    network: Network
-    shapes: tuple[Shape, ...]
-    surrogate_batches: SurrogateBatches
-    dtype_bytes: int = 4
-    optimizer: Optimizer | None = None
-    seed: int = 0
-    work: Overheads = Overheads()
-    listen: Callable[[Event], None] = _nothing
-    split: SplitShape | None = None
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas of the model, each of which one worker, or the workers of a split model, hold."""
-        return self.workers if self.split is None else self.split.partition.replicas(self.workers)
-
-    @property
-    def small(self) -> int:
-        """Number of parameters of the surrogate for a large model."""
-        return ELEMENTS if self.split is None else self.split.elements(ELEMENTS)
-
-    @property
-    def elements(self) -> int:
-        """Number of the model's parameters."""
-        return sum(map(math.prod, self.shapes))
-
-    def longest(self, elements: int) -> int:
-        """Largest number of steps of a rehearsal with a surrogate of `elements` parameters."""
-        return max(20, min(MOST, ALL // self.workers, int(WORK / (self.workers * elements))))
-
-    def run(self, elements: int, steps: int) -> tuple[_Counts, SurrogateEngine]:
-        """Run `steps` steps with a surrogate of about `elements` parameters."""
-        shapes = shrunk(self.shapes, elements)
-        replicas = self.replicas
-        engine = SurrogateEngine(
-            shapes, self.model_bytes, self.dtype_bytes, self.surrogate_batches, replicas, self.optimizer, self.seed
-        )
-        known = self.strategy if shapes == self.shapes else scaled(self.strategy, engine.factor)
-        cluster = known.cluster(replicas)
-        parts = np.array_split(np.arange(engine.train_size), replicas)
-        result = choose_result(known, None)
-        plan = Plan(
-            known, cluster, engine.optimizer, parts, self.surrogate_batches.batch, steps, self.seed, result, steps
-        )
-        traits = known.traits
-        drops = traits.server_optimizer and traits.delivery == "partial"
-        counts = _Counts(self.workers, servers=cluster.servers if drops else 0)
-
-        def both(event: Event) -> None:
-            counts.take(event)
-            self.listen(event)
-
-        compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
-        network = Handled(
-            self.network, self.work.message, self.work.receive, self.work.serve, engine.factor, self.work.copy
-        )
-        simulation: Simulation | SplitSimulation
-        if self.split is None:
-            simulation = Simulation(engine, plan, compute, network, both)
-        else:
-            simulation = SplitSimulation(self.split.model(engine), plan, compute, network, both)
-        with reporting_users_errors():
-            simulation.run()
-        if isinstance(simulation, SplitSimulation):
-            groups, counts.between_parts = simulation.groups, simulation.bytes_between_parts
-        else:
-            groups = [simulation]
-        states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]
-        counts.held = statistics.fmean(map(_bytes_in, states))
-        counts.late = max(0.0, simulation.now - max(step.seconds for step in counts.steps))
-        simulation.close()
-        return counts, engine
 
 
 def rehearse(
+    task: JobProfile,
     strategy: Strategy,
     workers: int,
-    model_bytes: float,
-    compute: ComputeModel,
-    network: Network,
+    at: Conditions,
     *,
-    tensors: Sequence[int | Shape] = (),
-    dtype_bytes: int = 4,
-    optimizer: Optimizer | None = None,
     steps: int | None = None,
-    seed: int = 0,
-    surrogate_batches: SurrogateBatches | None = None,
-    work: Overheads = Overheads(),  # noqa: B008
-    listen: Callable[[Event], None] = _nothing,
     split: SplitShape | None = None,
+    listen: Callable[[Event], None] | None = None,
 ) -> Rehearsal:
-    """Run `strategy` in virtual time on a surrogate for a model of `model_bytes` bytes.
+    """Run `strategy` in virtual time on a surrogate for the model of a task.
 
     Args:
+        task: the job, with the shapes of its tensors, on which codecs and buckets depend.
         strategy: the strategy to rehearse.
         workers: number of workers.
-        model_bytes: size of the model in bytes.
-        compute: compute model of the gradients.
-        network: network between the nodes.
-        tensors: shapes of the model's tensors, or their numbers of elements, on which codecs and buckets depend; empty
-            for one tensor.
-        dtype_bytes: number of bytes of an element.
-        optimizer: optimizer of the job; None for the default.
+        at: the machines and links.
         steps: number of steps; None to continue, by whole periods of the strategy, until the range is narrow.
-        seed: seed of the random draws.
-        surrogate_batches: the known properties of the job's samples.
-        work: costs of nodes in addition to gradients. listen: function that is called with every event; bytes in events
-            are bytes of the surrogate.
-        split: how the workers split each replica; `tensors` are then those of the split model, part by part, and every
-            worker of a replica counts a step for its gradient. None if every worker holds a whole replica.
+        split: how the workers split each replica; every worker of a replica then counts a step for its gradient. None
+            if every worker holds a whole replica.
+        listen: function that is called with every event; bytes in events are bytes of the surrogate.
 
     Raises:
         ConfigurationError: the strategy cannot run with this number of workers.
         Unrehearsed: no surrogate can replace the model, or the strategy sent nothing although it should have sent
             messages.
     """
-    strategy.check(workers if split is None else split.partition.replicas(workers))
+    stage = _Stage(task, strategy, workers, at, split, listen)
+    strategy.check(stage.replicas)
     if steps is not None and steps < 2:
         raise ConfigurationError(f"a rehearsal needs >= 2 steps, got {steps}; {STEPS} is usual")
-    if optimizer is not None:
-        require_steppable(strategy, optimizer)
-        optimizer = optimizer.on_servers  # an optimizer that only workers can step may not step a surrogate either
-    shapes = tuple((one,) if isinstance(one, int) else tuple(one) for one in tensors)
-    stage = _Stage(
-        strategy,
-        workers,
-        model_bytes,
-        compute,
-        network,
-        shapes or ((round(model_bytes / dtype_bytes),),),
-        surrogate_batches or SurrogateBatches(),
-        dtype_bytes,
-        optimizer,
-        seed,
-        work,
-        listen,
-        split,
-    )
-    return _staged(stage, steps)
-
-
-def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
-    """Rehearse the model itself if that is quick or no surrogate can replace it; otherwise a surrogate."""
-    whole, workers, small = stage.elements, stage.workers, stage.small
-    first = 2 if steps is None else steps
-    least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
-    short = least if steps is None else steps
-    if whole <= small or (workers * whole <= SMALL and _begun(stage, small, first) <= stage.longest(whole)):
+    if task.optimizer is not None:
+        require_steppable(strategy, task.optimizer)
+    whole, small = stage.elements, ELEMENTS if split is None else split.elements(ELEMENTS)
+    if whole <= small or (workers * whole <= SMALL and stage.first(small) <= LARGE / (workers * whole)):
         return _of_size(stage, whole, steps)
     try:
         if _by_shape(stage):
             raise Shrunk("the messages depend on the shapes of matrices")
-        few = _few(stage.strategy, stage.replicas)
-        if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.surrogate_batches)):
+        few = _few(strategy, stage.replicas)
+        if steps is None and few > 1 and (why := _unlike(replace(task, tensors=stage.shapes), strategy, few)):
             raise Shrunk(why)
         return _of_size(stage, small, steps)
     except Shrunk as reason:
-        most = int(LARGE / (workers**2 * whole))
-        if most < min(least, short):
+        # The model itself, for as many steps as that takes seconds and not minutes.
+        most, least = int(LARGE / (workers**2 * whole)), max(6, longest_cycle(strategy, LONGEST))
+        wanted = least if steps is None else steps
+        if most < min(least, wanted):
             raise Unrehearsed(
-                f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan "
+                f"{strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan "
                 "for a smaller model or fewer workers"
             ) from None
-    return _of_size(stage, whole, min(short, most))
+    return _of_size(stage, whole, min(wanted, most))
 
 
-def _begun(stage: _Stage, elements: int, first: int) -> int:
-    """Number of steps of the first attempt."""
-    longest = stage.longest(elements)
-    cycle = longest_cycle(stage.strategy, longest)
-    return max(first, _aligned(stage, _counted(stage, cycle, longest), cycle))
+@dataclass(frozen=True)
+class _Stage:
+    """A rehearsal, except its number of steps and the size of its surrogate."""
+
+    task: JobProfile
+    strategy: Strategy
+    workers: int
+    at: Conditions
+    split: SplitShape | None = None
+    listen: Callable[[Event], None] | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model, each of which one worker, or the workers of a split model, hold."""
+        return self.workers if self.split is None else self.split.partition.replicas(self.workers)
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the model's tensors; those of a split model are ordered part by part."""
+        return self.split.tensors if self.split is not None else self.task.tensors or ((self.task.elements,),)
+
+    @cached_property
+    def elements(self) -> int:
+        """Number of the model's parameters."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def sends(self) -> bool:
+        """Whether the workers have anything to send to each other."""
+        cell = self.strategy.taxonomy_entry
+        return self.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
+
+    def longest(self, elements: int) -> int:
+        """Largest number of steps of a rehearsal with a surrogate of `elements` parameters, even if nothing is sent."""
+        return max(20, min(LONGEST, 4 * PATIENCE // self.workers, int(LARGE / (self.workers * elements))))
+
+    def first(self, elements: int) -> int:
+        """Number of steps of the first attempt to predict a mean."""
+        longest = self.longest(elements)
+        cycle = longest_cycle(self.strategy, longest)
+        return _total(self.counted(cycle, longest), cycle)
+
+    def counted(self, cycle: int, longest: int) -> int:
+        """Number of steps that the first attempt counts: an even number of cycles."""
+        least = max(BLOCKS, math.ceil(GRADIENTS / self.workers))
+        return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
+
+    def run(self, elements: int, steps: int) -> _Run:
+        """Run `steps` steps with a surrogate of about `elements` parameters."""
+        task, at, replicas, shapes = self.task, self.at, self.replicas, shrunk(self.shapes, elements)
+        if self.split is not None:
+            batches = SurrogateBatches(task.batch)
+        else:
+            batches = task.surrogate_batches if self.strategy.traits.needs_job else SurrogateBatches()
+        # An optimizer that only workers can step may not step a surrogate either.
+        optimizer = None if task.optimizer is None else task.optimizer.on_servers
+        engine = SurrogateEngine(shapes, task.nbytes, task.itemsize, batches, replicas, optimizer, at.seed)
+        known = self.strategy if shapes == self.shapes else scaled(self.strategy, engine.factor)
+        cluster, result = known.cluster(replicas), choose_result(known, None)
+        parts = np.array_split(np.arange(engine.train_size), replicas)
+        plan = Plan(known, cluster, engine.optimizer, parts, batches.batch, steps, at.seed, result, steps)
+        drops = known.traits.server_optimizer and known.traits.delivery == "partial"
+        run = _Run(self.workers, engine, cluster.servers if drops else 0, self.listen)
+        work = at.work
+        compute = Longer(at.compute, work.step) if work.step else at.compute
+        network = Handled(at.network, work.message, work.receive, work.serve, engine.factor, work.copy)
+        simulation: Simulation | SplitSimulation
+        if self.split is None:
+            simulation = Simulation(engine, plan, compute, network, run.take)
+        else:
+            simulation = SplitSimulation(self.split.model(engine), plan, compute, network, run.take)
+        with reporting_users_errors():
+            simulation.run()
+        if isinstance(simulation, SplitSimulation):
+            groups, run.between_parts = simulation.groups, simulation.bytes_between_parts
+        else:
+            groups = [simulation]
+        states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]
+        run.held = statistics.fmean(map(_bytes_in, states))
+        run.late = max(0.0, simulation.now - max(step.seconds for mine in run.steps for step in mine))
+        simulation.close()
+        return run
+
+
+class _Run:
+    """The events of one run that a rehearsal uses, and what the events add up to."""
+
+    def __init__(
+        self, workers: int, engine: SurrogateEngine, dropping: int, listen: Callable[[Event], None] | None
+    ) -> None:
+        """`dropping`: number of servers that may drop gradients; 0 if none are dropped."""
+        self.engine, self.held, self.between_parts = engine, 0.0, 0
+        self.late = 0.0
+        """Seconds from the last step of any worker to the last message."""
+        self._dropping, self._listen = dropping, listen
+        self.steps: list[list[StepEvent]] = [[] for _ in range(workers)]
+        self._nodes: list[NodeEvent] = []
+        self._staleness: list[int] = []
+        self._updates = False
+
+    def take(self, event: Event) -> None:
+        """Store what the figures of the rehearsal need of an event."""
+        if isinstance(event, StepEvent):
+            self.steps[event.rank].append(event)
+        elif isinstance(event, NodeEvent):
+            self._nodes.append(event)
+        elif isinstance(event, UpdateEvent):
+            self._updates = True
+            if event.staleness is not None:
+                self._staleness.append(event.staleness)
+        if self._listen is not None:
+            self._listen(event)
+
+    def counted(self, count: int, cycle: int) -> tuple[bool, list[list[StepEvent]]]:
+        """Return whether the workers keep up with each other, and the steps of each worker that count: the last
+        `count`, in whole cycles if possible, without the beginning.
+
+        If workers do not keep up with each other, their steps count only while all train, because the slow ones are
+        then alone on the links; all steps count of a worker that has hardly begun by then.
+        """
+        whole = [mine for mine in self.steps if mine]
+        end = min(mine[-1].seconds for mine in whole)
+        together = [[step for step in mine if step.seconds <= end] for mine in whole]
+        most = max(map(len, whole))
+        abreast = most - min(map(len, together)) <= max(2, cycle, SURE * most)
+        if not abreast:
+            whole = [few if len(few) >= 4 else mine for few, mine in zip(together, whole, strict=True)]
+        found = []
+        for mine in whole:
+            kept = (
+                count if len(mine) >= _total(count, 1) else min(count, max(1, math.floor(len(mine) * (1 - LEFT_OUT))))
+            )
+            found.append(mine[-(kept - kept % cycle if kept >= cycle else kept) :])
+        return abreast, found
+
+    def figures(self, counted: list[list[StepEvent]], cycle: int, steps: int) -> Rehearsal:
+        """Return the means over the counted steps of each worker."""
+        periods = [statistics.fmean(map(_took, mine)) for mine in counted]
+        busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
+        whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [
+            s for mine in counted for s in mine
+        ]
+        sent, factor, workers = statistics.fmean(map(_sent, whole)), self.engine.factor, len(self.steps)
+        by_workers = sum(node.sent_bytes for node in self._nodes if node.node >= 0)
+        by_server = max((node.sent_bytes for node in self._nodes if node.node < 0), default=0)
+        late = self._staleness[int(LEFT_OUT * len(self._staleness)) :]
+        gradients = sum(map(len, self.steps))
+        return Rehearsal(
+            statistics.fmean(periods),
+            sum(1 / period for period in periods if period) if any(periods) else math.inf,
+            sum(busy) / sum(periods) if any(periods) else 1.0,
+            factor * sent,
+            factor * sent * workers * by_server / by_workers if by_workers else 0.0,
+            statistics.fmean(step.messages_sent for step in whole),
+            statistics.fmean(late) if late else None,
+            max(late, default=None),
+            steps,
+            range=0.0,
+            batches=self.engine.batches,
+            used=min(1.0, len(self._staleness) / (self._dropping * gradients)) if self._dropping else 1.0,
+            held=factor * self.held,
+            exposure=None,
+            updates=self._updates,
+            bytes_between_parts=factor * self.between_parts / gradients,
+        )
 
 
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
-    if steps is None:
-        return _until_sure(stage, elements)
-    counts, engine = stage.run(elements, steps)
-    first = max(1, int(LEFT_OUT * max(step.step for step in counts.steps)))
-    counted = [[step for step in mine if step.step > first] for mine in counts.by_worker()]
-    found = _summary([mine for mine in counted if mine], counts, engine, 1, steps)
-    every = sum(node.steps for node in counts.nodes if node.node >= 0) / stage.workers
-    return replace(found, server_sent_bytes_per_step=engine.factor * _busiest(counts) / every)
-
-
-def _until_sure(stage: _Stage, elements: int) -> Rehearsal:
-    """Rehearse with more and more steps, until the ranges of their means are narrow and something was sent."""
+    """Rehearse with a surrogate of about `elements` parameters."""
+    if steps is not None:
+        run = stage.run(elements, steps)
+        first = max(1, int(LEFT_OUT * max(step.step for mine in run.steps for step in mine)))
+        after = [[step for step in mine if step.step > first] for mine in run.steps]
+        return run.figures([mine for mine in after if mine], 1, steps)
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
-    count = _counted(stage, cycle, longest)
-    late = dict[int, float]()
+    count, late = stage.counted(cycle, longest), math.inf
     while True:
-        steps = _aligned(stage, count, cycle)
-        counts, engine = stage.run(elements, steps)
-        late[steps] = counts.late
-        abreast, every = _together(counts.by_worker(), cycle)
-        counted = [_whole(mine, count, cycle) for mine in every]
-        found = _summary(counted, counts, engine, cycle, steps)
-        silent = not found.sent_bytes_per_step and not found.server_sent_bytes_per_step and _sends(stage)
-        early = _filling(late, max(map(_period, counted)))
-        found = _with_means_of_law(found, stage, counted, cycle, abreast)
+        steps = _total(count, cycle)
+        run = stage.run(elements, steps)
+        abreast, counted = run.counted(count, cycle)
+        found = _with_means_of_law(run.figures(counted, cycle, steps), stage, counted, cycle, abreast)
         mean, error = _mean_and_error(_blocks(counted, cycle, _sent).mean(0))
         unsure = max(found.range / SURE, 2 * error / (SURE_OF_BYTES * mean) if mean else 0.0)
+        silent = stage.sends and not found.sent_bytes_per_step and not found.server_sent_bytes_per_step
         cycles = min(map(len, counted)) // cycle
-        incomplete = silent or early or (not abreast and cycles < 2)
+        # Messages that travel longer than the steps left out have not filled the links yet. Where they pile up, more
+        # are in transit after more steps, and no number of steps is enough.
+        filling = run.late > LEFT_OUT * steps * found.seconds_per_step and run.late <= PILED * late
+        late = run.late
+        untold = silent or filling or (not abreast and cycles < 2)
         # A standard error halves with four times the steps, so its square says how many more steps are needed.
-        wanted = count * max(2.0 if incomplete else 1.0, unsure**2)
+        wanted = min(4.0, max(2.0 if untold else 1.0, unsure**2)) * count
+        # Patience is for steps that differ. It does not end a rehearsal before there are blocks that could differ.
         few = cycles < (BLOCKS if unsure > 1 else 2)
-        most = longest if silent or few else min(longest, MOST if early else PATIENCE // stage.workers)
-        more = min(cycle * math.ceil(min(wanted, 4 * count) / cycle), _shortened(most, cycle))
+        most = longest if silent or few or filling else min(longest, PATIENCE // stage.workers)
+        more = min(cycle * math.ceil(wanted / cycle), _shortened(most, cycle))
         if more <= count:
             break
         count = more
@@ -400,60 +386,17 @@ def _until_sure(stage: _Stage, elements: int) -> Rehearsal:
     return found
 
 
-def _filling(late: dict[int, float], period: float) -> bool:
-    """Whether messages may be in transit for longer than the ignored steps last, without piling up."""
-    lengths = sorted(late)[-2:]
-    grows = len(lengths) == 2 and late[lengths[1]] > GROWS * late[lengths[0]]
-    return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
-
-
-def _counted(stage: _Stage, cycle: int, longest: int) -> int:
-    """Number of steps that the first attempt counts: an even number of cycles."""
-    least = max(BLOCKS, math.ceil(GRADIENTS / stage.workers))
-    return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
-
-
-def _length(counted: int) -> int:
-    """Total number of steps."""
-    return counted + max(2, math.ceil(LEFT_OUT * counted))
-
-
-def _aligned(stage: _Stage, counted: int, cycle: int) -> int:
+def _total(counted: int, cycle: int) -> int:
     """Total number of steps, such that the first counted step is the second after a multiple of `cycle`: its event is
     the first that tells of the waiting in a cycle, because it tells of the waiting before its gradient.
     """
-    left_out = _length(counted) - counted
+    left_out = max(2, math.ceil(LEFT_OUT * counted))
     return counted + left_out + (1 - left_out) % cycle
 
 
 def _shortened(total: int, cycle: int) -> int:
     """Largest number of steps, in whole cycles, that can be counted in a rehearsal of `total` steps."""
     return int(total / (1 + LEFT_OUT)) // cycle * cycle
-
-
-def _together(steps: list[list[StepEvent]], cycle: int) -> tuple[bool, list[list[StepEvent]]]:
-    """Whether workers keep up with each other; if not, the steps that they took while all trained.
-
-    All steps count of a worker that has hardly begun by then.
-    """
-    end = min(mine[-1].seconds for mine in steps)
-    found = [[step for step in mine if step.seconds <= end] for mine in steps]
-    most = max(map(len, steps))
-    if most - min(map(len, found)) <= max(2, cycle, SURE * most):
-        return True, steps
-    return False, [few if len(few) >= FEW else mine for few, mine in zip(found, steps, strict=True)]
-
-
-def _whole(steps: list[StepEvent], count: int, cycle: int) -> list[StepEvent]:
-    """The last `count` steps, in whole cycles if possible, without the beginning."""
-    kept = count if len(steps) >= _length(count) else min(count, max(1, math.floor(len(steps) * (1 - LEFT_OUT))))
-    return steps[-(kept - kept % cycle if kept >= cycle else kept) :]
-
-
-def _sends(stage: _Stage) -> bool:
-    """Whether the workers have anything to send to each other."""
-    cell = stage.strategy.taxonomy_entry
-    return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
 
 def _with_means_of_law(
@@ -466,43 +409,41 @@ def _with_means_of_law(
     many draws is known, too. The delay is therefore a control variate: a regression over blocks of steps shows its
     share in the time spent waiting, and only the rest of that time is uncertain.
     """
-    draws = _draws(stage, counted)
-    added, exposure = 0.0, None
+    law, extra = stage.at.compute, stage.at.work.step
+    computing = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
+    waiting = [statistics.fmean(map(_waited, mine)) for mine in counted]
+    draws, exposure, unsure = _draws(stage, counted), None, None
     if draws is None:
-        computing = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
-        periods = [_period(mine) for mine in counted]
         blocks = _blocks(counted, cycle, _took)
     else:
-        computing = []
-        for mine, times in zip(counted, draws, strict=True):
-            took = statistics.fmean(step.compute_seconds for step in mine) - stage.work.step
-            longer = took / float(times[-len(mine) :].mean())  # than the draws, as for several batches
-            computing.append(longer * mean_of(stage.compute, mine[0].rank) + stage.work.step)
+        # A gradient takes longer than its draw if it is computed for several batches.
+        computing = [
+            (took - extra) / float(times[-len(mine) :].mean()) * mean_of(law, mine[0].rank) + extra
+            for took, mine, times in zip(computing, counted, draws, strict=True)
+        ]
         waited = _blocks(counted, cycle, _waited)
+        blocks = waited + np.array(computing)[:, None]
         if abreast:
             added, unsure, exposure = _longer_waits(stage, waited.mean(0), draws, cycle)
-        periods = [
-            seconds + max(0.0, statistics.fmean(map(_waited, mine)) + added)
-            for seconds, mine in zip(computing, counted, strict=True)
-        ]
-        blocks = waited + np.array(computing)[:, None]
-        if not abreast and waited.mean() <= SURE * blocks.mean():
+            waiting = [max(0.0, seconds + added) for seconds in waiting]
+        elif waited.mean() <= SURE * blocks.mean():
             exposure = 0.0
+    periods = [one + other for one, other in zip(computing, waiting, strict=True)]
     seconds = statistics.fmean(periods)
     if not seconds:
         return found
-    if not abreast:
-        rate = sum(1 / period for period in periods)
-        unsure = 2 * _mean_and_error((1 / blocks).sum(0))[1] / rate
-    else:
+    if abreast:
         rate = stage.workers / seconds
-        unsure = (2 * _mean_and_error(blocks.mean(0))[1] if draws is None else unsure) / seconds
+        width = (2 * _mean_and_error(blocks.mean(0))[1] if unsure is None else unsure) / seconds
+    else:
+        rate = sum(1 / period for period in periods)
+        width = 2 * _mean_and_error((1 / blocks).sum(0))[1] / rate
     return replace(
         found,
         seconds_per_step=seconds,
         steps_per_second=rate,
         utilization=sum(computing) / sum(periods),
-        range=unsure,
+        range=width,
         exposure=exposure,
     )
 
@@ -511,14 +452,15 @@ def _draws(stage: _Stage, counted: list[list[StepEvent]]) -> list[Means] | None:
     """The durations that the compute model drew for the gradient before each worker's counted steps, and for theirs;
     None if gradients were canceled, or share cores, so that the model's mean is not the mean time of computing.
     """
-    if stage.compute.sharing is not None or not mean_of(stage.compute):
+    law = stage.at.compute
+    if law.sharing is not None or not mean_of(law):
         return None
     found = []
     for mine in counted:
-        draws = np.array(list(itertools.islice(stage.compute.stream(stage.seed, mine[0].rank), mine[-1].step)))
+        draws = np.array(list(itertools.islice(law.stream(stage.at.seed, mine[0].rank), mine[-1].step)))
         draws = draws[max(0, mine[0].step - 2) :]
-        took = (np.array([step.compute_seconds for step in mine]) - stage.work.step) / draws[-len(mine) :]
-        if took.min() < (1 - CLOSE) * min(1.0, took.max()):
+        took = (np.array([step.compute_seconds for step in mine]) - stage.at.work.step) / draws[-len(mine) :]
+        if took.min() < (1 - 1e-6) * min(1.0, took.max()):
             return None
         found.append(draws)
     return found
@@ -529,17 +471,18 @@ def _longer_waits(stage: _Stage, waited: Means, draws: list[Means], cycle: int) 
     waiting time, and the share of the slowest worker's delay that all workers suffer, None if it is unknown.
     """
     mean, error = _mean_and_error(waited)
-    usual = late_of(stage.compute, stage.workers, cycle)
+    usual = late_of(stage.at.compute, stage.workers, cycle)
     cycles = (min(map(len, draws)) - 1) // cycle
     if not cycles:
         return 0.0, 2 * error + usual, None
     sums = np.array([times[: cycles * cycle].reshape(cycles, cycle).sum(1) for times in draws]) / cycle
     had = _in_blocks(sums.max(0) - sums.mean(0))
-    off, square = usual - float(had.mean()), float(((had - had.mean()) ** 2).sum())
-    if len(had) < BLOCKS or square <= (CLOSE * usual) ** 2:
+    apart = had - had.mean()
+    off, square = usual - float(had.mean()), float(apart @ apart)
+    if len(had) < BLOCKS or square <= (1e-6 * usual) ** 2:
         return 0.0, 2 * error + abs(off), None
-    exposure = max(0.0, float((had - had.mean()) @ (waited - mean)) / square)
-    rest = waited - mean - exposure * (had - had.mean())
+    exposure = max(0.0, float(apart @ (waited - mean)) / square)
+    rest = waited - mean - exposure * apart
     error = math.sqrt(float(rest @ rest) / (len(had) - 2) * (1 / len(had) + off**2 / square))
     return exposure * off, 2 * error, exposure
 
@@ -547,12 +490,15 @@ def _longer_waits(stage: _Stage, waited: Means, draws: list[Means], cycle: int) 
 def _blocks(counted: list[list[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> Means:
     """Means of a measure for each worker (rows) in up to `BLOCKS` successive blocks of whole cycles (columns)."""
     cycles = min(map(len, counted)) // cycle
-    of_each = [np.array(list(map(measure, mine))) for mine in counted]
-    if not cycles:
-        return np.array([[values.mean()] for values in of_each])
-    return np.array([
-        _in_blocks(values[: len(values) // cycle * cycle].reshape(-1, cycle).mean(1), cycles) for values in of_each
-    ])  # fmt: skip
+    rows = []
+    for mine in counted:
+        values = np.array(list(map(measure, mine)))
+        if cycles:
+            values = _in_blocks(values[: len(values) // cycle * cycle].reshape(-1, cycle).mean(1), cycles)
+        else:
+            values = values.mean(keepdims=True)
+        rows.append(values)
+    return np.array(rows)
 
 
 def _in_blocks(values: Means, most: int = BLOCKS) -> Means:
@@ -574,46 +520,8 @@ def _waited(step: StepEvent) -> float:
     return step.wait_seconds + step.comm_seconds
 
 
-def _period(steps: list[StepEvent]) -> float:
-    return statistics.fmean(map(_took, steps))
-
-
 def _sent(step: StepEvent) -> float:
     return step.sent_bytes
-
-
-def _busiest(counts: _Counts) -> int:
-    """Bytes that the busiest server sent."""
-    return max((node.sent_bytes for node in counts.nodes if node.node < 0), default=0)
-
-
-def _summary(
-    counted: list[list[StepEvent]], counts: _Counts, engine: SurrogateEngine, cycle: int, steps: int
-) -> Rehearsal:
-    """The result of a rehearsal; `counted`: the counted steps of each worker."""
-    periods = [_period(mine) for mine in counted]
-    busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
-    whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [s for mine in counted for s in mine]
-    sent = statistics.fmean(map(_sent, whole))
-    every = sum(node.sent_bytes for node in counts.nodes if node.node >= 0)
-    late = counts.staleness[int(LEFT_OUT * len(counts.staleness)) :]
-    return Rehearsal(
-        statistics.fmean(periods),
-        sum(1 / period for period in periods if period) if any(periods) else math.inf,
-        sum(busy) / sum(periods) if any(periods) else 1.0,
-        engine.factor * sent,
-        engine.factor * sent * counts.workers * _busiest(counts) / every if every else 0.0,
-        statistics.fmean(step.messages_sent for step in whole),
-        statistics.fmean(late) if late else None,
-        max(late, default=None),
-        steps,
-        batches=engine.batches,
-        workers=counts.workers,
-        used=counts.used,
-        held=engine.factor * counts.held,
-        updates=counts.updates,
-        bytes_between_parts=engine.factor * counts.between_parts / len(counts.steps),
-    )
 
 
 def _bytes_in(state: Any) -> int:
@@ -626,31 +534,6 @@ def _bytes_in(state: Any) -> int:
         return sum(map(_bytes_in, state))
     fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
     return sum(_bytes_in(getattr(state, one.name)) for one in fields)
-
-
-@lru_cache(maxsize=512)
-def _unlike(
-    strategy: Strategy, workers: int, shapes: tuple[Shape, ...], surrogate_batches: SurrogateBatches
-) -> str | None:
-    """Reason why a surrogate is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
-    nbytes = 4 * sum(map(math.prod, shapes))
-    stage = _Stage(strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, surrogate_batches)
-    try:
-        begun = _begun(stage, ELEMENTS, 2)
-        for steps in (FEW, begun) if strategy.traits.fixed_steps else (begun,):  # of those that send seldom, more
-            large, small = (_of_size(stage, size, steps) for size in (ELEMENTS, ELEMENTS // 4))
-            if large.sent_bytes_per_step:
-                break
-    except Shrunk as why:
-        return str(why)
-    for name in ("sent_bytes_per_step", "messages_per_step"):
-        one, other = getattr(large, name), getattr(small, name)
-        if abs(one - other) > ALIKE * max(one, other):
-            return (
-                f"the strategy sends a different share of a model of {ELEMENTS:,} elements than of a model of "
-                f"{ELEMENTS // 4:,}, so a small model cannot stand for the real model"
-            )
-    return None
 
 
 def _by_shape(stage: _Stage) -> bool:
@@ -667,3 +550,26 @@ def _few(strategy: Strategy, workers: int) -> int:
     except ConfigurationError:
         return workers
     return min(2, workers)
+
+
+@lru_cache(maxsize=512)
+def _unlike(task: JobProfile, strategy: Strategy, workers: int) -> str | None:
+    """Reason why a surrogate is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
+    stage = _Stage(task, strategy, workers, Conditions(ConstantTime(1.0), Ideal()))
+    sizes = (ELEMENTS, ELEMENTS // 4)
+    try:
+        # Few steps tell enough of a strategy that sends in each of them.
+        for steps in (4, stage.first(ELEMENTS)) if strategy.traits.fixed_steps else (stage.first(ELEMENTS),):
+            large, small = (_of_size(stage, size, steps) for size in sizes)
+            if large.sent_bytes_per_step:
+                break
+    except Shrunk as why:
+        return str(why)
+    for name in ("sent_bytes_per_step", "messages_per_step"):
+        one, other = getattr(large, name), getattr(small, name)
+        if abs(one - other) > ALIKE * max(one, other):
+            return (
+                f"the strategy sends a different share of a model of {sizes[0]:,} elements than of a model of "
+                f"{sizes[1]:,}, so a small model cannot stand for the real model"
+            )
+    return None

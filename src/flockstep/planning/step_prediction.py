@@ -12,9 +12,8 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rehearsal import Rehearsal, rehearse
+from flockstep.planning.rehearsal import Conditions, Rehearsal, rehearse
 from flockstep.planning.split_shape import SplitShape
-from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Wrapper
@@ -178,57 +177,26 @@ def rehearsed(
     law: ComputeModel | None = None,
     *,
     steps: int | None = None,
+    split: SplitShape | None = None,
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law` replaces the cluster's compute model.
+    `law` replaces the cluster's compute model. `split` says how workers split each replica. A rehearsal of a given
+    number of `steps` uses a small surrogate.
     """
-    task, coding = site.task, 1.0
+    replicas = workers if split is None else split.partition.replicas(workers)
+    coding = 1.0 if split is None else _share_encoded(strategy, site, replicas)
     while True:
-        work = site.work(strategy, workers, coding)
-        found = _known(
-            strategy,
-            workers,
-            task.nbytes,
+        at = Conditions(
             site.compute(workers) if law is None else law,
             site.cluster.network(workers),
-            tensors=task.tensors,
-            dtype_bytes=task.itemsize,
-            optimizer=task.optimizer,
-            steps=steps,
-            surrogate_batches=task.surrogate_batches if strategy.traits.needs_job else None,
-            work=work,
+            site.work(strategy, replicas, coding),
         )
+        found = _known(site.task, strategy, workers, at, steps=steps, split=split)
         once = site.encoded(strategy)
-        if coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
+        if split is not None or coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
             return found
         coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
-
-
-def rehearsed_split(
-    strategy: Strategy, site: Site, workers: int, shape: SplitShape, law: ComputeModel, steps: int | None = None
-) -> Rehearsal:
-    """Rehearse a strategy whose replicas are split into the parts of `shape`, with the costs of the site's machines and
-    links.
-
-    `law` is the compute model of the gradients of the whole model. A rehearsal of a given number of `steps` uses a
-    small surrogate.
-    """
-    task, replicas = site.task, shape.partition.replicas(workers)
-    return _known(
-        strategy,
-        workers,
-        task.nbytes,
-        law,
-        site.cluster.network(workers),
-        tensors=shape.tensors,
-        dtype_bytes=task.itemsize,
-        optimizer=task.optimizer,
-        steps=steps,
-        surrogate_batches=SurrogateBatches(task.batch),
-        work=site.work(strategy, replicas, _share_encoded(strategy, site, replicas)),
-        split=shape,
-    )
 
 
 def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> StepPrediction:
@@ -240,7 +208,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         seconds,
         found.utilization,
         found.sent_bytes_per_step,
-        _through_server(strategy, found),
+        _through_server(strategy, found, workers),
         found.staleness if versions else None,
         found.staleness_max if versions else None,
         at_most(found.used * found.batches * task.batch * found.steps_per_second, site, workers),
@@ -256,9 +224,9 @@ def has_versions(strategy: Strategy) -> bool:
     return strategy.traits.delivery == "synchronous" or strategy.traits.server_optimizer
 
 
-def _through_server(strategy: Strategy, found: Rehearsal) -> float:
+def _through_server(strategy: Strategy, found: Rehearsal, workers: int) -> float:
     """Bytes through the busiest server for each step that a worker takes."""
-    server, workers = found.server_sent_bytes_per_step, found.workers
+    server = found.server_sent_bytes_per_step
     return server + workers * found.sent_bytes_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.job_profile import JobProfile, Site
-from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.rehearsal import Conditions, rehearse
 from flockstep.planning.step_prediction import exposure
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime
@@ -131,7 +131,7 @@ def predicted(strategy: str, workers: int) -> tuple[float, float]:
     )
     network = site.cluster.network(workers)
     random, steady = (
-        rehearse(composed, workers, site.task.nbytes, compute, network, steps=REHEARSED).seconds_per_step
+        rehearse(site.task, composed, workers, Conditions(compute, network), steps=REHEARSED).seconds_per_step
         for compute in (law, ConstantTime(mean_of(law)))
     )
     return exposure(composed, site, workers), (random - steady) / late_of(law, workers)
