@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn, optim
 
     from flockstep.communicator.communicator import Communicator
+    from flockstep.drivers.shards import shard as shard
     from flockstep.drivers.torch_buffers import Policy
     from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.errors import ConfigurationError as ConfigurationError
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from flockstep.testing.strategies import check_strategy as check_strategy
     from flockstep.trackers.track import track as track
 
-B = TypeVar("B")
-
 __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "experiments.comparison",
@@ -65,6 +64,7 @@ _HOMES = {
     "register": "registry",
     "resume": "experiments.single",
     "run": "experiments.single",
+    "shard": "drivers.shards",
     "simulate": "experiments.single",
     "track": "trackers.track",
 }
@@ -276,22 +276,6 @@ def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
     from flockstep.communicator import joining
 
     return joining.join(max_bytes, timeout)
-
-
-def shard(
-    loader: Iterable[B], epoch: int | None = None, private: bool = False, *, seed: int | None = None
-) -> Iterable[B]:
-    """Return this worker's part of the batches in `loader`.
-
-    In a run with one worker, the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
-    continues from a checkpoint. `seed` is the seed of the order of shuffled data, equal on all workers; without it,
-    loaders in use at the same time have different seeds. With `private`, the loader holds data of any size that only
-    this worker has: the worker uses all of these data, and an epoch ends on all workers together. See also
-    `flockstep.drivers.shards.shard`.
-    """
-    from flockstep.drivers.shards import shard
-
-    return shard(loader, epoch, private, seed=seed)
 
 
 def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
@@ -81,35 +81,17 @@ def parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Param
     if listed is not None:
         kinds = [get_args(listed)[0]]
     flag, required = bool in kinds, default is inspect.Parameter.empty
-    common: dict[str, Any] = {"type": bool if flag else _type(kinds, option), "shell_complete": _completion(option)}
-    common |= {"help": option.help, "metavar": option.metavar, "required": required}
-    common |= {} if required else {"default": None if listed is not None else default}
-    if option.positional:
-        return click.Argument([name], nargs=1 if listed is None else -1, **common)
-    names = option.names or (option.written(name),)
-    usual = option.shown or ("" if default is not None or option.usual is None else str(option.usual))
-    shown = not (required or flag or default in (None, ()))
-    many = listed is not None and not option.separated
-    made = PanelOption([name, *names], show_default=shown, is_flag=flag, multiple=many, **common)
-    made.panel, made.usual = option.panel, usual
-    return made
-
-
-def _type(kinds: list[Any], option: Opt) -> Any:
-    first = kinds[0]
-    if get_origin(first) is Literal:
-        return click.Choice(get_args(first))
-    if Path in kinds and str not in kinds[:1]:
-        return click.Path(path_type=Path)
-    if option.separated:
-        return NumbersType(whole=False)
-    numbers = [kind for kind in kinds if kind in (int, float)]
-    return NumberType(whole=numbers == [int]) if numbers and str not in kinds else str
-
-
-def _completion(option: Opt) -> Callable[..., list[CompletionItem]] | None:
-    if not option.nouns and option.complete is None:
-        return None
+    kind: Any = str
+    if flag:
+        kind = bool
+    elif get_origin(kinds[0]) is Literal:
+        kind = click.Choice(get_args(kinds[0]))
+    elif Path in kinds and kinds[0] is not str:
+        kind = click.Path(path_type=Path)
+    elif option.separated:
+        kind = NumbersType(whole=False)
+    elif str not in kinds and {int, float} & set(kinds):
+        kind = NumberType(whole=float not in kinds)
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from flockstep import registry
@@ -120,22 +102,39 @@ def _completion(option: Opt) -> Callable[..., list[CompletionItem]] | None:
         words = [word for noun in option.nouns for names in parts for word in names(noun)]
         return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
-    return complete
+    completes = option.nouns or option.complete is not None
+    common: dict[str, Any] = {"type": kind, "shell_complete": complete if completes else None, "help": option.help}
+    common |= {"metavar": option.metavar, "required": required}
+    common |= {} if required else {"default": None if listed is not None else default}
+    if option.positional:
+        return click.Argument([name], nargs=1 if listed is None else -1, **common)
+    shown = not (required or flag or default in (None, ()))
+    many = listed is not None and not option.separated
+    names = option.names or (option.written(name),)
+    made = PanelOption([name, *names], show_default=shown, is_flag=flag, multiple=many, **common)
+    made.panel = option.panel
+    made.usual = option.shown or ("" if default is not None or option.usual is None else str(option.usual))
+    return made
+
+
+def _write_panels(rows: Iterable[tuple[str, tuple[str, str]]], formatter: click.HelpFormatter) -> None:
+    """Write rows of `--help` under their headings."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for heading, row in rows:
+        panels.setdefault(heading, []).append(row)
+    for heading, found in panels.items():
+        with formatter.section(heading):
+            formatter.write_dl(found)
 
 
 class PanelCommand(click.Command):
     """A command whose help has a heading for each group of options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under their headings."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx)
-            if row is not None and not isinstance(parameter, click.Argument):  # click itself writes those
-                panels.setdefault(getattr(parameter, "panel", "Options"), []).append(row)
-        for heading, rows in panels.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)
+        """Write the options under their headings; click itself writes the arguments."""
+        options = [one for one in self.get_params(ctx) if not isinstance(one, click.Argument)]
+        rows = [(getattr(one, "panel", "Options"), one.get_help_record(ctx)) for one in options]
+        _write_panels([(heading, row) for heading, row in rows if row is not None], formatter)
 
 
 def command_of(function: Callable[..., None], name: str, settings: dict[str, Any] = SETTINGS) -> PanelCommand:
@@ -150,7 +149,11 @@ def command_of(function: Callable[..., None], name: str, settings: dict[str, Any
     parameters, defaults = [], {}
     for one, given in signature.parameters.items():
         if one in structures:
-            found = {key: (opt, hint, _default(field)) for key, (opt, hint, field) in options_of(hints[one]).items()}
+            missing, fields = inspect.Parameter.empty, options_of(hints[one]).items()
+            found = {
+                key: (opt, hint, missing if field.default is dataclasses.MISSING else field.default)
+                for key, (opt, hint, field) in fields
+            }
         else:
             described = [note for note in getattr(hints[one], "__metadata__", ()) if isinstance(note, Opt)]
             found = {one: (described[0], hints[one].__origin__, given.default)} if described else {}
@@ -175,10 +178,6 @@ def command_of(function: Callable[..., None], name: str, settings: dict[str, Any
 
     text = inspect.getdoc(function) or ""
     return PanelCommand(name, params=parameters, callback=call, help=text, context_settings=settings)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 class CommandEntry(NamedTuple):
@@ -228,14 +227,12 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings."""
-        panels: dict[str, list[tuple[str, str]]] = {}
+        rows = []
         for name, entry in self.table.items():
             command = None if entry.about else self.get_command(ctx, name)
             text = entry.about if command is None else command.get_short_help_str(limit=200)
-            panels.setdefault(entry.panel, []).append((name, text))
-        for heading, rows in panels.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)
+            rows.append((entry.panel, (name, text)))
+        _write_panels(rows, formatter)
 
 
 def group_of(table: Mapping[str, CommandEntry], own: PanelCommand, **settings: Any) -> CommandGroup:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from flockstep.costs.cluster_reading import load_cluster, usual_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.experiments.options import listed
+from flockstep.experiments.options import listed, takes
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
+from flockstep.options import Arg, Opt
 from flockstep.planning.advice import Advice, advise, asked, require_known, unfit
 from flockstep.planning.hybrid import HybridAdvice, HybridOptions, advise_hybrid
 from flockstep.planning.job_profile import task_of
@@ -63,40 +64,57 @@ class PlanResult:
         return "\n".join([*advice.sentences, *command, *(f"- {reason}" for reason in advice.reasons)])
 
 
-def plan(
-    what: str | Path,
-    cluster: str | Path | None = None,
-    *,
-    workers: int | None = None,
-    require: Sequence[str] = (),
-    strategies: Sequence[str] = (),
-    batch: int | None = None,
-    hours: float | None = None,
-    imports: Sequence[str] = (),
-    hybrid: bool = False,
-    partitions: Sequence[str] = (),
-    memory: str | None = None,
-    budget: float = BUDGET,
-) -> PlanResult:
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of a plan."""
+
+    what: Annotated[
+        str | Path,
+        Arg(help="A built-in workload, a reference model, or the path of a Python file with a function `job()`."),
+    ]
+    cluster: Annotated[
+        str | Path | None,
+        Opt(
+            help="A name in `flockstep list clusters`, or the path of a TOML file (default: here if this machine was "
+            "calibrated, otherwise laptop)."
+        ),
+    ] = None
+    _: KW_ONLY
+    workers: Annotated[int | None, Opt(help="Number of workers (default: all workers of the cluster).")] = None
+    require: Annotated[
+        Sequence[str],
+        Opt(help="Requirements on the run: any of unbalanced, reproducible, elastic, private, slow-links."),
+    ] = ()
+    strategies: Annotated[Sequence[str], Opt(help="The strategies to consider (default: all).")] = ()
+    batch: Annotated[int | None, Opt(help="Samples per worker and step (default: the job's).")] = None
+    hours: Annotated[float | None, Opt(help="Duration of the run in hours (default: the job's).")] = None
+    imports: Annotated[Sequence[str], Opt(help="Python files that register custom components.")] = ()
+    hybrid: Annotated[
+        bool,
+        Opt(help="Also predict models that are split over workers, and choose partition and strategy together."),
+    ] = False
+    partitions: Annotated[
+        Sequence[str],
+        Opt(help='The partitions to consider, such as "pipeline(2, 1f1b, 8)" (default: a search). Implies hybrid.'),
+    ] = ()
+    memory: Annotated[
+        str | None,
+        Opt(help='Memory of a worker, such as "16GB" (default: what the cluster states). Implies hybrid.'),
+    ] = None
+    budget: Annotated[
+        float,
+        Opt(
+            help="CPU seconds for trials, which measure in virtual time how many samples each strategy needs on the "
+            "job; 0 for no trials, so that a formula assumes the number. Split models are compared without trials."
+        ),
+    ] = BUDGET
+
+
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> PlanResult:
     """Predict the cost of every strategy on a cluster, and recommend a strategy, as `flockstep plan` does.
 
     The call sets the thread limits of the numerical libraries to 1.
-
-    Args:
-        what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
-        cluster: a name in `flockstep list clusters`, or the path of a TOML file; None for "here" if this machine was
-            calibrated, otherwise "laptop".
-        workers: number of workers; None for all workers of the cluster.
-        require: requirements on the run: any of unbalanced, reproducible, elastic, private, slow-links.
-        strategies: the strategies to consider; empty for all.
-        batch: samples per worker and step; None for the job's value. hours: duration of the run in hours; None for the
-            job's value.
-        imports: Python files that register custom components.
-        hybrid: also predict models that are split over workers, and choose partition and strategy together.
-        partitions: the partitions to consider, such as "pipeline(2, 1f1b, 8)"; empty for a search. Implies `hybrid`.
-        memory: memory of a worker, such as "16GB"; None for the memory that the cluster states. Implies `hybrid`.
-        budget: CPU seconds for trials, which measure in virtual time how many samples each strategy needs on the job; 0
-            for no trials, so that a formula assumes the number. Split models are compared without trials.
 
     Returns:
         The predictions and the advice.
@@ -104,21 +122,24 @@ def plan(
     Raises:
         ConfigurationError: a job, cluster, requirement or strategy does not exist.
     """
+    hours = options.hours
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the length of the job")
-    requirements, chosen = listed("require", require), listed("strategies", strategies)
+    requirements, chosen = listed("require", options.require), listed("strategies", options.strategies)
     require_known(requirements)
-    files = listed("imports", imports)
+    files = listed("imports", options.imports)
     import_components(files)
     length = None if hours is None else 3600 * hours
-    splits = HybridOptions.of(hybrid, listed("partitions", partitions), memory, chosen, files)
-    where = usual_cluster() if cluster is None else cluster
-    outlook = predicted(what, where, workers, batch, chosen, length, memory=splits.memory)
-    if budget > 0 and can_be_tried(outlook) and not splits.wanted:
+    splits = HybridOptions.of(options.hybrid, listed("partitions", options.partitions), options.memory, chosen, files)
+    where = usual_cluster() if options.cluster is None else options.cluster
+    outlook = predicted(
+        options.what, where, options.workers, options.batch, chosen, length=length, memory=splits.memory
+    )
+    if options.budget > 0 and can_be_tried(outlook) and not splits.wanted:
         whole = asked(outlook, requirements)
         out = () if chosen else [one.name for one in outlook.predictions if unfit(one, outlook, whole)]
         split = "by-label" if "unbalanced" in requirements else "iid"
-        race = Race(outlook, promising(outlook, leave=out), budget=budget, split=split)
+        race = Race(outlook, promising(outlook, leave=out), budget=options.budget, split=split)
         race.run()
         outlook = measured(outlook, race.found)
         return PlanResult(outlook, advise(outlook, requirements, race.found, race.asked), trials=race)
