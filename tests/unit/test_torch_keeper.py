@@ -19,7 +19,7 @@ def test_parameters_without_a_state_in_the_checkpoint_have_none_afterwards() -> 
     """A script may load a state before it is resumed; a parameter that had not been stepped begins without one."""
     model = nn.Linear(2, 1)
     flat, inner = FlatModule(model), torch.optim.Adam(model.parameters())
-    keeper = TorchKeeper(flat, inner, Buffers(model), False, lambda: False, SGD)
+    keeper = TorchKeeper(flat, inner, Buffers(model), False, str, SGD)
 
     def step(bias: bool) -> None:
         model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1) if bias else None
@@ -58,7 +58,7 @@ def test_all_buffers_are_restored_also_those_that_a_state_dict_leaves_out(policy
     keepers = []
     for one in (model, resumed):
         inner = torch.optim.SGD(one.parameters(), lr=0.1)
-        keepers.append(TorchKeeper(FlatModule(one), inner, Buffers(one, policy), False, lambda: False, SGD))
+        keepers.append(TorchKeeper(FlatModule(one), inner, Buffers(one, policy), False, str, SGD))
     model(x)
     resumed.load_state_dict(model.state_dict())
     kept = copy.deepcopy(keepers[0].between_steps())

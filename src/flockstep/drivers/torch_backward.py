@@ -1,10 +1,11 @@
-"""Overlaps communication with the backward pass: a strategy receives parts of the gradient as soon as torch has
-computed them.
+"""Watches backward passes: passes parts of the gradient to the strategy as soon as torch has computed them, and finds
+changes that a script makes to gradients between the backward pass and `step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,9 +15,14 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.drivers.loop import Loop
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.strategies.base import Strategy
 
 SENT = 1 << 16
 """Number of elements, at equal distances, that are compared in each part of a gradient."""
+WATCHED = 10
+"""Number of first steps in which a gradient that changes between the backward pass and the optimizer's step is
+detected.
+"""
 
 
 class BackwardHooks:
@@ -31,15 +37,12 @@ class BackwardHooks:
     """
 
     def __init__(self, flat: FlatModule, loop: Loop):
-        self._flat = flat
-        self._loop = loop
+        self._flat, self._loop = flat, loop
         loop.know_finite(lambda: flat.left)
         if loop.only_steps:
             flat.leave_gradients()
         self._hooks: list[RemovableHandle] = []
         self._offsets = [entry.offset for entry in flat.schema.entries]
-        self._complete = [False] * len(self._offsets)
-        self._next = len(self._offsets) - 1
         self.handed_from = flat.schema.size
         """First element of the part of this gradient that the strategy has used."""
         self.handed = False
@@ -47,9 +50,6 @@ class BackwardHooks:
         self._revised = False
         """Whether the script has changed a part since; nothing more is passed on before `step()`."""
         self._version = 0
-        self._sent: list[tuple[int, int, torch.Tensor]] = []
-        """Begin and end of each part that was passed on, and some of its bytes, because torch does not count writes
-        through `.data` and numpy."""
         self.paused = False
         """Whether backward passes only accumulate gradients, inside `no_sync`."""
         self.begin()
@@ -58,10 +58,12 @@ class BackwardHooks:
         """Start to watch the next backward pass."""
         if self._loop.awaited and not self._hooks:
             for index, parameter in enumerate(self._flat.parameters):
-                hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+                completed = partial(self._completed, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(completed))  # type: ignore[no-untyped-call]
         if self._hooks:
-            self._sent = []
+            self._sent: list[tuple[int, int, torch.Tensor]] = []
+            """Begin and end of each part that was passed on, and some of its bytes, because torch does not count
+            writes through `.data` and numpy."""
             self._complete = [False] * len(self._offsets)
             self._next = len(self._offsets) - 1
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
@@ -89,7 +91,7 @@ class BackwardHooks:
 
         Raises:
             ConfigurationError: the strategy has used a part and cannot take it back; the message of the error is
-            `refusal`.
+                `refusal`.
         """
         if self._loop.tentative:
             self._loop.revise()
@@ -110,14 +112,6 @@ class BackwardHooks:
             )
         self.begin()
 
-    def require_whole(self) -> None:
-        """Raise `ConfigurationError` if only a part of the current gradient has been sent."""
-        if self.handed:
-            raise ConfigurationError(
-                "sync() was called between backward() and step(), after part of the gradients had been sent; call it "
-                "after step()"
-            )
-
     def end(self) -> None:
         """Remove the hooks because the run has ended."""
         while self._hooks:
@@ -129,24 +123,17 @@ class BackwardHooks:
         parts = as_tensor(self._flat.grads[start:stop]), *self._flat.narrow_within(start, stop)
         return torch.cat([as_bytes(part[::step]) for part in parts])
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def completed(_: torch.Tensor) -> None:
-            self._completed(index)
-
-        return completed
-
-    def _completed(self, index: int) -> None:
+    def _completed(self, index: int, parameter: torch.Tensor) -> None:
         """Handle a parameter that has received its gradient."""
-        loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
-        if stop > self.handed_from:
+        loop, entry = self._loop, self._flat.schema.entries[index]
+        if entry.offset + entry.size > self.handed_from:
             self.revise(
-                f"{self._flat.schema.entries[index].name} got a second gradient before step(), after bucketed had "
-                "sent the first gradient; put every backward() except the last before step() into 'with "
-                "optimizer.no_sync():', and for a layer that runs twice under torch.utils.checkpoint pass "
-                "use_reentrant=False, or use all_reduce, which reads the gradients in step()"
+                f"{entry.name} got a second gradient before step(), after bucketed had sent the first gradient; put "
+                "every backward() except the last before step() into 'with optimizer.no_sync():', and for a layer that "
+                "runs twice under torch.utils.checkpoint pass use_reentrant=False, or use all_reduce, which reads the "
+                "gradients in step()"
             )
-        slope = self._flat.parameters[index].grad
-        graph = slope is not None and slope.requires_grad  # the script may compute a gradient of the gradient
+        graph = parameter.grad is not None and parameter.grad.requires_grad  # for a gradient of the gradient
         if self.paused or self._revised or graph:
             loop.listen()
             return
@@ -162,3 +149,49 @@ class BackwardHooks:
             loop.hand_over()
         loop.listen()
         self._version = self._flat.gradient_version
+
+
+class GradientChangeDetector:
+    """Warns once if a script changes gradients between backward and `step`, although the strategy combines the
+    gradients in `step`.
+    """
+
+    def __init__(self, flat: FlatModule, strategy: Strategy):
+        self._flat, self._strategy, self._left = flat, strategy, WATCHED
+        self._seen = set[int]()
+        """Indices of the parameters that backward has given a gradient."""
+        self._version = 0
+        """Torch's count of writes to the gradients, after the last gradient of backward."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(flat.parameters)
+        ]
+
+    def check(self, allowed: int = 0) -> bool:
+        """Look for changed gradients at the start of a step, and return whether there are any.
+
+        Each gradient may have been changed `allowed` times since backward.
+        """
+        if not self._hooks:
+            return False
+        parameters = self._flat.parameters
+        replaced = any(parameters[i].grad is not None and not self._flat.in_place(i) for i in self._seen)
+        written = bool(self._seen) and self._flat.gradient_version - self._version > allowed * len(self._seen)
+        self._seen.clear()
+        self._left -= 1
+        if replaced or written:
+            warnings.warn(
+                f"gradients were changed between backward() and step(), but {self._strategy} combines the gradients "
+                "in step(), so the change affected only each worker's own gradient; if the gradients were clipped, "
+                "use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
+                UserWarning,
+                stacklevel=4,
+            )
+        while self._hooks and (replaced or written or not self._left):
+            self._hooks.pop().remove()
+        return replaced or written
+
+    def _note(self, index: int, parameter: torch.Tensor) -> None:
+        if self._flat.in_place(index):  # not if the script computes a gradient of the gradient
+            self._seen.add(index)
+            self._version = self._flat.gradient_version

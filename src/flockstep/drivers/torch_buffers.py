@@ -6,22 +6,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.payloads import receive_pieces, send_pieces
+from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.frameworks.torch_state import bytes_of, packed, tensor_of, unpacked
 from flockstep.nodes import Worker
 
 Policy = Literal["mean", "rank0", "local"]
 POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
+
+
+def packed(value: Any) -> FlatArray:
+    """Return data, such as a `state_dict`, as bytes (uint8) that another rank can read, on any device.
+
+    Raises:
+        ConfigurationError: the value contains something that is not data.
+    """
+    return np.frombuffer(to_bytes(tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), value)), np.uint8)
+
+
+def unpacked(array: FlatArray) -> Any:
+    """Return the data whose bytes `packed` has returned on some rank."""
+    return from_bytes(to_host(array).tobytes())
 
 
 class Buffers:
@@ -114,29 +129,27 @@ class Buffers:
         root, held = min(me.rank, *me.peers), self._held()
         own = {name: _described(name, tensor) for name, tensor in held.items()}
         if me.rank == root:
-            send_pieces(me, me.peers, "held", packed({"policy": self.policy, "tensors": own}))
+            send_pieces(me, me.peers, "held", packed((self.policy, own)))
             for peer in me.peers:
                 with contextlib.suppress(PeerLost):
-                    for name in unpacked(await receive_pieces(me, peer, "wanted"))["names"]:
-                        send_pieces(me, [peer], "tensor", bytes_of(held[name]))
+                    names = unpacked(await receive_pieces(me, peer, "wanted"))
+                    send_pieces(me, [peer], "tensors", packed({name: held[name] for name in names}))
             return
-        first = unpacked(await receive_pieces(me, root, "held"))
-        if first["policy"] != self.policy:
+        policy, first = unpacked(await receive_pieces(me, root, "held"))
+        if policy != self.policy:
             raise ConfigurationError(
                 f"all ranks must pass the same buffers argument to distribute, got {self.policy!r} on rank {me.rank} "
-                f"and {first['policy']!r} on rank {root}; pass the same value on every rank"
+                f"and {policy!r} on rank {root}; pass the same value on every rank"
             )
-        wanted = self._wanted(own, first["tensors"], me.rank, root)
-        send_pieces(me, [root], "wanted", packed({"names": list(wanted)}))
-        for name, (_, kind, shape, _) in wanted.items():
-            value = tensor_of(await receive_pieces(me, root, "tensor"), getattr(torch, kind), shape)
+        send_pieces(me, [root], "wanted", packed(self._wanted(own, first, me.rank, root)))
+        for name, value in unpacked(await receive_pieces(me, root, "tensors")).items():
             self._put(name, value)
 
     def _wanted(
         self, own: Mapping[str, _Description], first: Mapping[str, _Description], rank: int, root: int
-    ) -> dict[str, _Description]:
-        """Descriptions of the tensors of rank `root` that this rank must take."""
-        wanted, buffers = {}, self._registered()
+    ) -> list[str]:
+        """Names of the tensors of rank `root` that this rank must take."""
+        wanted, buffers = [], self._registered()
         for name in {**first, **own}:
             mine, theirs = own.get(name), first.get(name)
             if mine == theirs:
@@ -144,12 +157,15 @@ class Buffers:
             alike = mine is None or theirs is None or mine[1] == theirs[1]
             same_shape = mine is not None and theirs is not None and mine[2] == theirs[2]
             if theirs is None or theirs[0] != "strided" or not alike or not (same_shape or name in buffers):
+                in_words = [
+                    "missing" if one is None else f"{one[0]} {one[1]} {tuple(one[2])}" for one in (theirs, mine)
+                ]
                 raise ConfigurationError(
                     f"{name} must be the same on all ranks and cannot be copied from rank {root}, where it is "
-                    f"{_in_words(theirs)}, to rank {rank}, where it is {_in_words(mine)}; build the model with the "
-                    "same values on every rank"
+                    f"{in_words[0]}, to rank {rank}, where it is {in_words[1]}; build the model with the same values "
+                    "on every rank"
                 )
-            wanted[name] = theirs
+            wanted.append(name)
         return wanted
 
     def _held(self) -> dict[str, torch.Tensor]:
@@ -175,7 +191,7 @@ class Buffers:
         if tensor is None:
             device = next(self._module.parameters(), value).device
             setattr(owner, last, value.to(device, copy=True))
-        elif tensor.shape == value.shape and not _is_expanded(tensor):
+        elif tensor.shape == value.shape and not _overlaps_itself(tensor):
             tensor.detach().copy_(value)
         elif not torch.equal(tensor, new := value.to(tensor.device, tensor.dtype, copy=True)):
             tensor.data = new
@@ -196,7 +212,7 @@ def _described(name: str, tensor: torch.Tensor) -> _Description:
         dense = tensor.layout == torch.strided
         entries = None if dense else tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
         parts = [tensor] if entries is None else [entries.indices(), entries.values()]
-        digests = [fingerprint(bytes_of(part)) for part in parts]
+        digests = [fingerprint(to_host(part.detach().reshape(-1))) for part in parts]
     except (NotImplementedError, RuntimeError, TypeError):
         raise ConfigurationError(
             f"the values of {name} must be comparable between ranks, got {layout} {kind} on {tensor.device}; give "
@@ -205,14 +221,18 @@ def _described(name: str, tensor: torch.Tensor) -> _Description:
     return layout, kind, list(tensor.shape), " ".join(digests)
 
 
-def _in_words(described: _Description | None) -> str:
-    return "missing" if described is None else f"{described[0]} {described[1]} {tuple(described[2])}"
-
-
-async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
+async def all_packed(me: Worker, own: FlatArray) -> dict[int, FlatArray]:
     """Return rank → packed buffers for every living rank; every rank calls this function."""
-    me.send_all(me.peers, "buffers", packed)
-    return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
+    me.send_all(me.peers, "buffers", own)
+    found = {me.rank: own}
+    for rank in me.peers:
+        with contextlib.suppress(PeerLost):
+            found[rank] = to_host((await me.receive("buffers", rank)).payload)
+        if rank not in found and rank not in me.lost:
+            raise ConfigurationError(
+                f"rank {rank} has called finish() already; call sync_buffers() on every rank before finish()"
+            )
+    return found
 
 
 def require_separate_statistics(module: torch.nn.Module, workers: int) -> None:
@@ -233,16 +253,6 @@ def require_separate_statistics(module: torch.nn.Module, workers: int) -> None:
     )
 
 
-async def _from(me: Worker, rank: int) -> FlatArray | None:
-    """The buffers that a rank sent; None if the rank died."""
-    with contextlib.suppress(PeerLost):
-        return to_host((await me.receive("buffers", rank)).payload)
-    if rank not in me.lost:
-        raise ConfigurationError(
-            f"rank {rank} has called finish() already; call sync_buffers() on every rank before finish()"
-        )
-    return None
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor share memory, as after `expand`."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,10 +16,6 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
 
-WATCHED = 10
-"""Number of first steps in which a gradient that changes between the backward pass and the optimizer's step is
-detected.
-"""
 SKIPPED = 3
 """Number of skipped steps in sequence, each with clipping, at which a script is told what the norm is meanwhile."""
 
@@ -38,20 +33,9 @@ class Clip:
     norm: torch.Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     """Norm of the combined gradient; NaN until the optimizer steps."""
 
-    def apply(self) -> None:
-        """Clip the current gradients of the parameters, with the norm and the limit of this call."""
-        self.norm.copy_(clip_now(self.parameters, self.max_norm, self.norm_type))
-
-    @property
-    def refused(self) -> bool:
-        """Whether the script has asked for an error in place of a step with this norm, because the norm is not
-        finite.
-        """
-        return self.strict and not bool(torch.isfinite(self.norm))
-
     def check(self) -> None:
         """Raise the error that torch raises for a norm that is not finite, if the script has asked for the error."""
-        if self.refused:
+        if self.strict and not bool(torch.isfinite(self.norm)):
             raise RuntimeError(
                 f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
                 "cannot be clipped; to clip anyway, pass error_if_nonfinite=False"
@@ -66,9 +50,7 @@ class Clipping:
 
     def __init__(self, flat: FlatModule, strategy: Strategy, alone: bool):
         """`alone`: there is no other worker whose gradients would be combined with this worker's."""
-        self.flat = flat
-        self.strategy = strategy
-        self._alone = alone
+        self.flat, self.strategy, self._alone = flat, strategy, alone
         self._asked: dict[tuple[object, ...], Clip] = {}
         """Calls since the previous step, by their parameters and arguments."""
         self._due: list[Clip] = []
@@ -80,19 +62,23 @@ class Clipping:
         """Clip now if each worker uses its own gradient; otherwise store the request until the gradients have been
         combined.
         """
-        if self not in self.live:  # the run is over: gradients are not combined
-            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         traits = self.strategy.traits
+        if self not in self.live or traits.clips == "own":  # the run is over, or gradients are not combined
+            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         if traits.clips == "none":
             raise CompositionError(
                 f"{self.strategy} updates parts of the parameters on several nodes, and no node knows the norm of the "
                 "whole gradient; use a strategy that updates all parameters on one node, such as all_reduce or bsp, "
                 "or clip each worker's own gradient with torch.nn.utils.clip_grad_norm_"
             )
-        if traits.clips == "own":
-            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
-        if traits.server_optimizer:
-            self._require_servable(parameters, norm_type, strict)
+        whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
+        if traits.server_optimizer and (not whole or float(norm_type) != 2.0 or strict):
+            raise CompositionError(
+                f"the server of {self.strategy} can clip only the Euclidean norm of the whole gradient, without an "
+                f"error for non-finite norms, got {len(parameters)} of {len(self.flat.parameters)} parameters, "
+                f"norm_type={norm_type}, error_if_nonfinite={strict}; use a strategy whose workers update the "
+                "parameters, such as all_reduce"
+            )
         clip = Clip(parameters, float(max_norm), float(norm_type), strict)
         call = (*map(id, parameters), max_norm, norm_type, strict)
         if call in self._asked:  # by a script that skips steps with the module's zero_grad
@@ -116,10 +102,6 @@ class Clipping:
             )
         self._asked.clear()
 
-    def end(self) -> None:
-        """Stop clipping combined gradients, because the run has ended."""
-        self.live.discard(self)
-
     def begin(self) -> None:
         """Start a step, to which all clipping applies that was requested since the previous step."""
         self._due, self._skipped = list(self._asked.values()), 0
@@ -129,8 +111,8 @@ class Clipping:
         """Clip the gradients that the optimizer is about to use; return whether the step may be taken."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
-                clip.apply()
-            return not any(clip.refused for clip in self._due)
+                clip.norm.copy_(clip_now(clip.parameters, clip.max_norm, clip.norm_type))
+            return not any(clip.strict and not bool(torch.isfinite(clip.norm)) for clip in self._due)
         return True
 
     def check(self) -> None:
@@ -146,16 +128,6 @@ class Clipping:
         """Norm to which a server clips the combined gradient of this step; 0 for no clipping."""
         return self._due[-1].max_norm if self._due else 0.0
 
-    def _require_servable(self, parameters: list[torch.Tensor], norm_type: float, strict: bool) -> None:
-        whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
-        if not whole or float(norm_type) != 2.0 or strict:
-            raise CompositionError(
-                f"the server of {self.strategy} can clip only the Euclidean norm of the whole gradient, without an "
-                f"error for non-finite norms, got {len(parameters)} of {len(self.flat.parameters)} parameters, "
-                f"norm_type={norm_type}, error_if_nonfinite={strict}; use a strategy whose workers update the "
-                "parameters, such as all_reduce"
-            )
-
 
 def clip_grad_norm_(
     of: object, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
@@ -165,13 +137,20 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to compute the norm without clipping")
-    clipping = getattr(of, "clipping", None)
-    if isinstance(clipping, Clipping):
+    if isinstance(clipping := getattr(of, "clipping", None), Clipping):
         return clipping.ask(list(clipping.flat.parameters), max_norm, norm_type, error_if_nonfinite)
-    wanted = _tensors(of)
-    held = {id(tensor) for tensor in wanted}
+    if isinstance(of, torch.optim.Optimizer):
+        of = [p for group in of.param_groups for p in group["params"]]
+    given = list(of) if isinstance(of, Iterable) and not isinstance(of, torch.Tensor) else [of]
+    wanted = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    if len(wanted) != len(given):
+        raise ConfigurationError(
+            f"clip_grad_norm_ takes an optimizer or parameters, got {type(of).__name__}; use the optimizer that "
+            "flockstep.distribute returned"
+        )
+    held = set(map(id, wanted))
     for candidate in Clipping.live:
-        if held & {id(p) for p in candidate.flat.parameters}:
+        if not held.isdisjoint(map(id, candidate.flat.parameters)):
             return candidate.ask(wanted, max_norm, norm_type, error_if_nonfinite)
     return clip_now(wanted, max_norm, norm_type, error_if_nonfinite, foreach)  # of one worker alone
 
@@ -188,71 +167,3 @@ def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> Non
             f"gradient; clip by norm instead"
         )
     torch.nn.utils.clip_grad_value_(parameters, limit)
-
-
-def _tensors(of: object) -> list[torch.Tensor]:
-    if isinstance(of, torch.Tensor):
-        return [of]
-    if isinstance(of, torch.optim.Optimizer):
-        return [p for group in of.param_groups for p in group["params"]]
-    given = list(of) if isinstance(of, Iterable) else [of]
-    tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
-    if len(tensors) != len(given):
-        raise ConfigurationError(
-            f"clip_grad_norm_ takes an optimizer or parameters, got {type(of).__name__}; use the optimizer that "
-            "flockstep.distribute returned"
-        )
-    return tensors
-
-
-class GradientChangeDetector:
-    """Warns once if a script changes gradients between backward and `step`, although the strategy combines the
-    gradients in `step`.
-    """
-
-    def __init__(self, flat: FlatModule, strategy: Strategy):
-        self._flat = flat
-        self._strategy = strategy
-        self._left = WATCHED
-        self._seen = set[int]()
-        """Indices of the parameters that backward has given a gradient."""
-        self._version = 0
-        """Torch's count of writes to the gradients, after the last gradient of backward."""
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(flat.parameters)
-        ]
-
-    def check(self, allowed: int = 0) -> bool:
-        """Look for changed gradients at the start of a step, and return whether there are any.
-
-        Each gradient may have been changed `allowed` times since backward.
-        """
-        if not self._hooks:
-            return False
-        gradients = {index: self._flat.parameters[index].grad for index in self._seen}
-        replaced = any(one is not None and not self._flat.in_place(index) for index, one in gradients.items())
-        written = bool(self._seen) and self._flat.gradient_version - self._version > allowed * len(self._seen)
-        self._seen.clear()
-        self._left -= 1
-        if replaced or written:
-            warnings.warn(
-                f"gradients were changed between backward() and step(), but {self._strategy} combines the gradients "
-                "in step(), so the change affected only each worker's own gradient; if the gradients were clipped, "
-                "use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
-                UserWarning,
-                stacklevel=4,
-            )
-        if replaced or written or not self._left:
-            self.end()
-        return replaced or written
-
-    def end(self) -> None:
-        """Remove the hooks that watch the gradients."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _note(self, index: int, parameter: torch.Tensor) -> None:
-        if self._flat.in_place(index):  # not if the script computes a gradient of the gradient
-            self._seen.add(index)
-            self._version = self._flat.gradient_version

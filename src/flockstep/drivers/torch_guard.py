@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -35,10 +34,8 @@ class Guard:
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
         """`server_side`: servers or other ranks step in place of the optimizer."""
-        self._flat = flat
+        self._flat, self._optimizer, self._server_side = flat, optimizer, server_side
         self._names = {id(p): entry.name for entry, p in zip(flat.schema.entries, flat.parameters, strict=True)}
-        self._optimizer = optimizer
-        self._server_side = server_side
         entries, size = flat.schema.entries, flat.schema.size
         places = torch.arange(0, size, max(1, size // COMPARED))
         if len(places) < size:
@@ -53,12 +50,19 @@ class Guard:
         """Torch's count of writes to the last parameter at its first gradient after the previous step."""
         self.unsent = False
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
-        watched = partial(_completed, weakref.ref(self))  # a module's hooks must not keep this object alive
         for earlier in list(self.live):
             if not self._names.keys().isdisjoint(earlier._names):
                 earlier.end()
         self.live.add(self)
-        self._hook = flat.parameters[-1].register_post_accumulate_grad_hook(watched)  # type: ignore[no-untyped-call]
+        me = weakref.ref(self)  # a module's hooks must not keep this object alive
+
+        def completed(parameter: torch.Tensor) -> None:
+            if (guard := me()) is not None:
+                if guard._backward is not None and guard._backward != parameter._version:
+                    guard.require_own_steps()
+                guard._backward = parameter._version
+
+        self._hook = flat.parameters[-1].register_post_accumulate_grad_hook(completed)  # type: ignore[no-untyped-call]
         self.note()
 
     def end(self) -> None:
@@ -67,15 +71,90 @@ class Guard:
         self._backward = None
         self._hook.remove()
 
-    def completed(self, parameter: torch.Tensor) -> None:
-        """Handle the gradient of the last parameter in a backward pass.
+    def note(self) -> None:
+        """Accept the current flat array as the module's state, and write its values to the parameters of narrower
+        dtypes.
+        """
+        self._flat.write_parameters()
+        self._backward = None
+        self._kept = [memory.index_select(0, places) for memory, places, _ in self._compared]
+        self._finite = torch.stack([torch.isfinite(each).all() for each in self._kept]).all()
+
+    def changed(self) -> str | None:
+        """Name of a parameter whose values have changed since the last call of `note`; None if no change is found.
+
+        A parameter that has the same values at another address returns to its place in the flat array.
+        """
+        flat = self._flat
+        for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
+            if parameter.data_ptr() != place.data_ptr():
+                one = parameter.detach()
+                alike = (one.dtype, one.device, one.shape) == (place.dtype, place.device, place.shape)
+                if not alike or not torch.equal(as_bytes(one.reshape(-1)), as_bytes(place.reshape(-1))):
+                    return entry.name
+                parameter.data = place
+        for (memory, places, start), kept in zip(self._compared, self._kept, strict=True):
+            now = memory.index_select(0, places)
+            if not torch.equal(as_bytes(now), as_bytes(kept)):  # bytes: NaN equals NaN
+                differs = (as_bytes(now) != as_bytes(kept)).view(len(places), -1).any(1).nonzero()
+                first = start + int(places[differs[0]])
+                return next(entry.name for entry in flat.schema.entries if first < entry.offset + entry.size)
+        return None
+
+    def not_finite(self) -> str | None:
+        """Return the name of the first parameter that contained NaN or infinity at the last call of `note`; None if all
+        compared values were finite.
+        """
+        if self._finite:
+            return None
+        named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
+        return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
+
+    def check(self) -> None:
+        """Compare the module with its state after the previous step.
 
         Raises:
-            ConfigurationError: the model has changed since an earlier backward pass, without a step.
+            ConfigurationError: a parameter was unfrozen, frozen, replaced or changed; the message names the parameter
+                and what to change.
         """
-        if self._backward is not None and self._backward != parameter._version:
-            self.require_own_steps()
-        self._backward = parameter._version
+        self.check_structure()
+        if self.unsent:
+            raise ConfigurationError(
+                "optimizer.load_state_dict() loaded a state that servers or other ranks do not have; call "
+                "optimizer.sync() on every rank before the next step, so that all ranks continue with the state of "
+                "rank 0"
+            )
+        if (changed := self.changed()) is not None:
+            how = "take a strategy whose workers step, such as all_reduce or local_sgd, and " * self._server_side
+            raise ConfigurationError(
+                f"parameter {changed} was changed between two steps outside the strategy; after loading parameters, "
+                "call optimizer.sync() on every rank, so that all ranks continue with the parameters of rank 0; to "
+                f"change parameters after every step, such as to clamp them, {how}register the change "
+                "with optimizer.register_step_post_hook; if another call of flockstep.distribute trains the "
+                "parameter, too, call finish() before that call, or make one call with one torch.nn.ModuleList of all "
+                "models"
+            )
+
+    def check_structure(self) -> None:
+        """Compare the set of trained parameters, and the optimizer's parameters, with those at `distribute`.
+
+        Raises:
+            ConfigurationError: something differs from the state at `distribute`.
+        """
+        before = self._names
+        if {id(p) for p in self._flat.module.parameters() if p.requires_grad} != before.keys():
+            here = {id(p): name for name, p in self._flat.module.named_parameters() if p.requires_grad}
+            new, old = (
+                [one[key] for key in one if key not in other] for one, other in ((here, before), (before, here))
+            )
+            raise ConfigurationError(
+                f"parameter {(new or old)[0]} was {'added or unfrozen' if new else 'removed or frozen'} after "
+                "flockstep.distribute, which exchanges the parameters that were trainable then; make this change "
+                "before distribute, keep a parameter that is frozen for a time trainable in a parameter group with "
+                "lr=0, and copy new weights to the old parameters, followed by optimizer.sync() on every rank"
+            )
+        if self._optimizer is not None:
+            require_same_parameters(self._flat, self._optimizer)
 
     def require_own_steps(self) -> None:
         """Raise `ConfigurationError` if the model has changed after a backward pass without a step of the strategy:
@@ -106,112 +185,6 @@ class Guard:
                 "let the optimizer make all its passes in step(self, closure), without a default, which flockstep "
                 "evaluates on all ranks under all_reduce"
             )
-
-    def check(self) -> None:
-        """Compare the module with its state after the previous step.
-
-        Raises:
-            ConfigurationError: a parameter was unfrozen, frozen, replaced or changed; the message names the parameter
-                and what to change.
-        """
-        self.check_structure()
-        if self.unsent:
-            raise ConfigurationError(
-                "optimizer.load_state_dict() loaded a state that servers or other ranks do not have; call "
-                "optimizer.sync() on every rank before the next step, so that all ranks continue with the state of "
-                "rank 0"
-            )
-        if (changed := self.changed()) is not None:
-            self._tell_changed(changed)
-
-    def changed(self) -> str | None:
-        """Name of a parameter whose values have changed since the last call of `note`; None if no change is found.
-
-        A parameter that has the same values at another address returns to its place in the flat array.
-        """
-        flat = self._flat
-        for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
-            if parameter.data_ptr() != place.data_ptr():
-                if not _same(parameter.detach(), place):
-                    return entry.name
-                parameter.data = place
-        values = [as_bytes(each) for each in self._elements()]
-        if torch.equal(torch.cat(values), self._kept):  # one truth value leaves the device
-            return None
-        before = torch.split(self._kept, [len(each) for each in values])
-        for now, kept, (_, places, start) in zip(values, before, self._compared, strict=True):
-            differs = (now != kept).view(len(places), -1).any(1).nonzero()
-            if len(differs):
-                first = start + int(places[differs[0]])
-                return next(entry.name for entry in flat.schema.entries if first < entry.offset + entry.size)
-        raise AssertionError("no such element")
-
-    def check_structure(self) -> None:
-        """Compare the set of trained parameters, and the optimizer's parameters, with those at `distribute`.
-
-        Raises:
-            ConfigurationError: something differs from the state at `distribute`.
-        """
-        before = self._names
-        if _trained(self._flat.module) != before.keys():
-            here = {id(p): name for name, p in self._flat.module.named_parameters() if p.requires_grad}
-            new, old = (
-                [one[key] for key in one if key not in other] for one, other in ((here, before), (before, here))
-            )
-            raise ConfigurationError(
-                f"parameter {(new or old)[0]} was {'added or unfrozen' if new else 'removed or frozen'} after "
-                "flockstep.distribute, which exchanges the parameters that were trainable then; make this change "
-                "before distribute, keep a parameter that is frozen for a time trainable in a parameter group with "
-                "lr=0, and copy new weights to the old parameters, followed by optimizer.sync() on every rank"
-            )
-        if self._optimizer is not None:
-            require_same_parameters(self._flat, self._optimizer)
-
-    def note(self) -> None:
-        """Accept the current flat array as the module's state, and write its values to the parameters of narrower
-        dtypes.
-        """
-        self._flat.write_parameters()
-        self._backward = None
-        elements = self._elements()
-        self._kept = torch.cat([as_bytes(each) for each in elements])
-        self._finite = torch.stack([torch.isfinite(each).all() for each in elements]).all()
-
-    def not_finite(self) -> str | None:
-        """Return the name of the first parameter that contained NaN or infinity at the last call of `note`; None if all
-        compared values were finite.
-        """
-        if self._finite:
-            return None
-        named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
-        return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
-
-    def _elements(self) -> list[torch.Tensor]:
-        """Copies of the compared elements."""
-        return [memory.index_select(0, places) for memory, places, _ in self._compared]
-
-    def _tell_changed(self, name: str) -> NoReturn:
-        """Raise the error about the changed parameter `name`."""
-        how = "take a strategy whose workers step, such as all_reduce or local_sgd, and " if self._server_side else ""
-        raise ConfigurationError(
-            f"parameter {name} was changed between two steps outside the strategy; after loading parameters, call "
-            "optimizer.sync() on every rank, so that all ranks continue with the parameters of rank 0; to change "
-            f"parameters after every step, such as to clamp them, {how}register the change with "
-            "optimizer.register_step_post_hook; if another call of flockstep.distribute trains the parameter, too, "
-            "call finish() before that call, or make one call with one torch.nn.ModuleList of all models"
-        )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-    return alike and torch.equal(as_bytes(one.reshape(-1)), as_bytes(other.reshape(-1)))
-
-
-def _completed(of: weakref.ref[Guard], parameter: torch.Tensor) -> None:
-    guard = of()
-    if guard is not None:
-        guard.completed(parameter)
 
 
 def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) -> None:
@@ -244,13 +217,3 @@ def require_unwrapped(module: torch.nn.Module, workers: int) -> None:
             "the module is wrapped in DistributedDataParallel, which averages gradients before the strategy sees them; "
             "pass the unwrapped module, and call the unwrapped module in the training loop"
         )
-
-
-def _trained(module: torch.nn.Module) -> set[int]:
-    """Ids of the trainable parameters; faster than `named_parameters`, which also builds names."""
-    found, modules = set[int](), [module]
-    while modules:
-        each = modules.pop()
-        found.update(id(p) for p in each._parameters.values() if p is not None and p.requires_grad)
-        modules += [child for child in each._modules.values() if child is not None]
-    return found

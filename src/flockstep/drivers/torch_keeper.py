@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import random as standard
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,32 +55,19 @@ class TorchKeeper:
         optimizer: torch.optim.Optimizer,
         buffers: Buffers,
         server_side: bool,
-        joining: Callable[[], bool],
+        why_not: Callable[[], str],
         rule: Callable[[], Optimizer],
     ):
-        """`server_side`: servers step in place of the optimizer. `joining`: whether the script is inside `join`.
-        `rule`: returns the optimizer in the form that servers execute now.
+        """`server_side`: servers step in place of the optimizer. `why_not`: returns the reason why the script cannot be
+        stopped now. `rule`: returns the optimizer in the form that servers execute now.
         """
         self._flat, self._optimizer, self._buffers, self._server_side = flat, optimizer, buffers, server_side
-        self._joining, self._rule = joining, rule
-        self.closures = False
-        """Whether the optimizer evaluates closures, and takes several steps of the strategy in one of its own."""
+        self._why_not, self._rule = why_not, rule
+        self._kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
     @property
     def refusal(self) -> str:
-        """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
-        if self.closures:
-            return (
-                f"flockstep.checkpoint does not work with {type(self._optimizer).__name__}, which may evaluate its "
-                "closure several times in a step; save state_dict()s, as docs/how-to/loops.md shows"
-            )
-        if self._joining():
-            return (
-                "flockstep.checkpoint does not work inside optimizer.join() or over private data, because ranks that "
-                "have used all their batches do not call it; give every rank the same number of batches "
-                "(flockstep.shard does)"
-            )
-        return ""
+        return self._why_not()
 
     def at_boundary(self) -> OptimizerContent:
         """Return the state of the optimizer at the point where the worker's program has stopped; tensors are not
@@ -123,7 +110,7 @@ class TorchKeeper:
             torch.get_rng_state(),
             torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None,
             np.random.get_state(),  # noqa: NPY002 - the stream that scripts use
-            random.getstate(),
+            standard.getstate(),
         )
 
     def restore_between_steps(self, kept: BetweenSteps, random: bool) -> None:
@@ -142,20 +129,12 @@ class TorchKeeper:
             group.update(settings)
         self._buffers.restore_values(kept.buffers)
         if random:
-            _restore_streams(kept, self._flat.parameters[0].device)
-
-    @property
-    def _kind(self) -> str:
-        kind = type(self._optimizer)
-        return f"{kind.__module__}.{kind.__qualname__}"
+            torch.set_rng_state(kept.torch_stream)
+            if kept.device_stream is not None:
+                device = self._flat.parameters[0].device
+                torch.get_device_module(device).set_rng_state(kept.device_stream, device)
+            np.random.set_state(kept.numpy_stream)  # noqa: NPY002 - the stream that scripts use
+            standard.setstate(kept.python_stream)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-
-def _restore_streams(kept: BetweenSteps, device: torch.device) -> None:
-    torch.set_rng_state(kept.torch_stream)
-    if kept.device_stream is not None:
-        torch.get_device_module(device).set_rng_state(kept.device_stream, device)
-    np.random.set_state(kept.numpy_stream)  # noqa: NPY002 - the stream that scripts use
-    random.setstate(kept.python_stream)

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 
-from flockstep.arrays.namespace import as_tensor, copied, to_device_of
+from flockstep.arrays.namespace import as_tensor, copied, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.torch_backward import BackwardHooks
+from flockstep.drivers.torch_backward import BackwardHooks, GradientChangeDetector
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, require_separate_statistics
-from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
-from flockstep.drivers.torch_closure import (
-    ClosureSteps,
-    evaluates_closures,
-    require_every_gradient,
-    require_mean_gradient,
-)
+from flockstep.drivers.torch_clipping import Clipping
 from flockstep.drivers.torch_guard import Guard, require_same_parameters, require_unwrapped
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
-from flockstep.drivers.torch_scaler import note_overflow
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings, settings_of
 from flockstep.frameworks.torch_state import set_unrounded
-from flockstep.nodes import BadGradients, BadGradientSettings
+from flockstep.nodes import BadGradients, BadGradientSettings, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.encoding import codecs_of
 
 
 class _UserOptimizer:
@@ -96,61 +94,67 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _require_usable(module, optimizer)
         self.inner = optimizer
         without = [parameter for parameter in module.parameters() if parameter.grad is None]
-        self.flat = FlatModule(module)
+        self.flat = flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
-        require_same_parameters(self.flat, optimizer)
-        closures = evaluates_closures(optimizer)
-        if closures:
-            require_mean_gradient(optimizer, strategy, bool(self.flat.narrow))
-            require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
+        require_same_parameters(flat, optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        self._searches = closure is not None and closure.default is inspect.Parameter.empty
+        """Whether the optimizer cannot step without a closure, which it may evaluate several times, as L-BFGS."""
+        if self._searches:
+            _require_mean_gradient(optimizer, strategy, bool(flat.narrow))
+            _require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
         server_side = strategy.traits.server_optimizer
         self._sliced = strategy.traits.memory == "slices"
-        self._spec: Optimizer = for_servers(optimizer, self.flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
-        stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
-        flat, packed = self.flat, self.buffers.packed
-        keeper = TorchKeeper(
-            flat, optimizer, self.buffers, server_side, lambda: self._consent.joining, lambda: self._spec
-        )
-        keeper.closures = closures
+        self._spec: Optimizer = for_servers(optimizer, flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
+        stepper = _UserOptimizer(flat, optimizer, self._prepare, holds=self._searches)
+        keeper = TorchKeeper(flat, optimizer, self.buffers, server_side, self._why_not_stopped, lambda: self._spec)
         self.loop = Loop(
-            flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients, keeper
+            flat.params,
+            flat.grads,
+            flat.schema,
+            strategy,
+            stepper,
+            self._spec,
+            self.buffers.packed,
+            True,
+            bad_gradients,
+            keeper,
         )
-        if closures:
-            require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
-        self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
+        if self._searches:
+            _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
+        alone = self.loop.workers == 1
+        self.clipping = Clipping(flat, strategy, alone)
         require_separate_statistics(module, self.loop.workers)
         require_unwrapped(module, self.loop.workers)
         self.loop.exchange("buffers", self.buffers.take_first)
-        self.flat.move_gradients(self.loop.gradients)
-        self.flat.gather_in_backward()  # before other hooks, which look at gradients in their places
-        self._backward = BackwardHooks(self.flat, self.loop)
-        combined = strategy.traits.clips != "own" and self.loop.workers > 1
-        self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
-        self._consent = Consent(self.flat, self.loop)
-        self._closures = ClosureSteps(self.loop, self._use_gradients) if closures else None
-        self.loop.watch = self._guard = Guard(self.flat, optimizer, server_side)
+        flat.move_gradients(self.loop.gradients)
+        flat.gather_in_backward()  # before other hooks, which look at gradients in their places
+        self._backward = BackwardHooks(flat, self.loop)
+        combined = strategy.traits.clips != "own" and not alone
+        self._watch = GradientChangeDetector(flat, strategy) if combined else None
+        self._consent = Consent(flat, self.loop)
+        self.loop.watch = self._guard = Guard(flat, optimizer, server_side)
         self.loop.compare_settings(loaded=bool(optimizer.state))  # before ranks take over a state of rank 0
-        self.flat.signs = self.loop.workers > 1 and _averages_exactly(strategy)
+        flat.signs = not alone and _averages_exactly(strategy)
         for parameter in without:  # a parameter that the first backward pass leaves out has none then
             parameter.grad = None
-        self._memory = memory_of(self.flat, optimizer, self.loop, self._spec)
+        self._memory = memory_of(flat, optimizer, self.loop, self._spec)
         self._memory.begin()
         if self.loop.membership is not None:
             self.loop.membership.epoch = self._epoch
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the original optimizer's attribute, for example a hook or a method of its own."""
+        """Return the original optimizer's attribute, for example a hook or a method of its own.
+
+        Changes of the parameters by such a method are accepted if servers do not undo them and no gradient of this rank
+        is in them, as where a schedule-free optimizer puts in its average.
+        """
         if name == "inner":
             raise AttributeError(name)
-        found = getattr(self.inner, name)
-        own = not name.startswith("_") and getattr(found, "__self__", None) is self.inner
-        return self._watched(found) if own else found
-
-    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the original optimizer, whose changes of the parameters are accepted if servers do not undo them
-        and no gradient of this rank is in them, as where a schedule-free optimizer puts in its average.
-        """
+        method = getattr(self.inner, name)
+        if name.startswith("_") or getattr(method, "__self__", None) is not self.inner:
+            return method
 
         @functools.wraps(method)
         def call(*args: Any, **named: Any) -> Any:
@@ -158,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return method(*args, **named)
             returned = method(*args, **named)
             if self._guard.changed() is not None:
-                self._guard.require_no_own_step(f"{type(self.inner).__name__}.{method.__name__}()")
+                self._guard.require_no_own_step(f"{type(self.inner).__name__}.{name}()")
                 self._note_moved()
             return returned
 
@@ -196,8 +200,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigurationError: called inside `no_sync`, or the gradients were changed after a part of them was sent.
             RunError: the run cannot continue.
         """
-        if self._closures is not None:
-            return self._search(self._closures, closure)
+        if self._searches:
+            return self._search(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -240,8 +244,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name, float(value.detach() if isinstance(value, torch.Tensor) else value), higher_is_better, count
         )
 
-    def _search(self, closures: ClosureSteps, closure: Callable[[], Any] | None) -> Any:
-        """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes."""
+    def _search(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes.
+
+        Every evaluation is a step of the strategy, after which the gradients are the mean over all ranks. Because
+        losses and gradients are equal on all ranks, the optimizer decides in the same way on every rank.
+        """
         if closure is None:
             raise ConfigurationError(
                 f"{type(self.inner).__name__} needs a closure that computes the loss and the gradients, got step() "
@@ -257,7 +265,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def evaluated() -> Any:
             self._note_moved()
-            return closures.mean(closure)
+            with torch.enable_grad():
+                loss = closure()
+            try:
+                own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigurationError(
+                    f"the closure must return the loss, one number, got {type(loss).__name__}; end it with return loss"
+                ) from None
+            self._use_gradients()
+            if self.loop.workers == 1:
+                return loss
+
+            async def mean(me: Worker) -> float:
+                total = np.array([own])
+                await Ring().all_reduce(me, total)  # equal in every bit on all ranks
+                return float(to_host(total)[0]) / me.workers
+
+            return torch.as_tensor(self.loop.exchange("loss", mean), dtype=torch.float64)
 
         loss = self.inner.step(evaluated)
         self._note_moved()
@@ -275,23 +300,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step() inside no_sync() would use gradients that other workers have not received; leave the "
                 "no_sync() block before the last backward() of a step"
             )
-        overflow = self._overflow()
+        overflow, scale = self._overflow(), self.__dict__.get("grad_scale")
         self._backward.check()
         if self._watch is not None and self._watch.check(allowed=int(overflow is not None)):
             self.loop.revise()
-        reads = self._closures is not None or self.__dict__.get("grad_scale") is not None
-        self.flat.gather_gradients(self._backward.handed_from, leave=not reads)
+        self.flat.gather_gradients(self._backward.handed_from, leave=not self._searches and scale is None)
         self.clipping.begin()
         skips = self._consent.skips(overflow)
         if overflow is not None:
-            note_overflow(self, skips)
+            _extend_scalers()
+            (_overflowed.add if skips else _overflowed.discard)(self)
         if skips:
             self.loop.loss = None
             self._backward.skip()
-        else:
-            self._unscale()
-            self._advance()
-            self.clipping.check()
+            return
+        if scale is not None:
+            as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
+        self._advance()
+        self.clipping.check()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -325,6 +351,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         before = self.loop.steps
         return self._consent.join(self._advance, self._remember, False, lambda: self.loop.steps > before)
 
+    def _why_not_stopped(self) -> str:
+        """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
+        if self._searches:
+            return (
+                f"flockstep.checkpoint does not work with {type(self.inner).__name__}, which may evaluate its closure "
+                "several times in a step; save state_dict()s, as docs/how-to/loops.md shows"
+            )
+        if self._consent.joining:
+            return (
+                "flockstep.checkpoint does not work inside optimizer.join() or over private data, because ranks that "
+                "have used all their batches do not call it; give every rank the same number of batches "
+                "(flockstep.shard does)"
+            )
+        return ""
+
     def _advance(self) -> None:
         """Take one step of the strategy with the flat gradient."""
         if not self.loop.strategy.traits.server_optimizer:
@@ -332,19 +373,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:  # the original never steps: its hooks are called here
             for before in self.inner._optimizer_step_pre_hooks.values():
                 before(self.inner, (), {})
-            self._tell_servers()
+            spec = for_servers(self.inner, self.flat, self.clipping.max_norm, self._sliced)
+            if not same_settings(spec, self._spec):  # of the groups and of clipping
+                self._spec = spec
+                self.loop.adopt(spec)
             self.loop.step()
             self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check for a step
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
         self._backward.begin()
-
-    def _tell_servers(self) -> None:
-        """Send changed settings of the groups and of clipping to the servers."""
-        spec = for_servers(self.inner, self.flat, self.clipping.max_norm, self._sliced)
-        if not same_settings(spec, self._spec):
-            self._spec = spec
-            self.loop.adopt(spec)
 
     def _prepare(self) -> bool:
         """Prepare the gradients that the original optimizer is about to use; return whether it may step."""
@@ -359,7 +396,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return False
         if self.flat.signs:
             self.flat.drop_absent_everywhere()
-        elif self.loop.workers == 1 or (own and not _steps_together(self.loop.strategy)):
+            return True
+        cell = self.loop.strategy.taxonomy_entry
+        together = traits.alike and (cell is None or cell.optimization == "central")
+        if self.loop.workers == 1 or (own and not together):
             self.flat.drop_absent()  # no other worker had a gradient for them: the original skips them, as usual
         return True
 
@@ -371,24 +411,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self.loop.strategy} had sent part of the gradients before GradScaler could unscale them; use the "
                 "strategy all_reduce, which reads the gradients in step()"
             )
-        if self.__dict__.get("grad_scale") is not None:
-            self._require_unscalable()
-        return None if found is None else bool(found)
-
-    def _require_unscalable(self) -> None:
-        """Refuse, as torch does, to divide by a scale what is then rounded to float16, where it would become zero."""
         own = not self.loop.strategy.traits.server_optimizer or self.flat.schema.dtype == "float16"
-        for entry, parameter in zip(self.flat.schema.entries, self.flat.parameters, strict=True):
-            if own and parameter.dtype is torch.float16:
-                raise ConfigurationError(
-                    f"GradScaler needs parameters of float32, because float16 would round the unscaled gradients, got "
-                    f"{entry.name} in float16; keep parameters in float32 under autocast"
-                )
-
-    def _unscale(self) -> None:
-        scale = self.__dict__.get("grad_scale")
-        if scale is not None:
-            as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
+        if own and self.__dict__.get("grad_scale") is not None:
+            for entry, parameter in zip(self.flat.schema.entries, self.flat.parameters, strict=True):
+                if parameter.dtype is torch.float16:  # as torch refuses it: the unscaled gradient would become zero
+                    raise ConfigurationError(
+                        "GradScaler needs parameters of float32, because float16 would round the unscaled gradients, "
+                        f"got {entry.name} in float16; keep parameters in float32 under autocast"
+                    )
+        return None if found is None else bool(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of all parameters to None, as torch does, or to zeros if `set_to_none` is False.
@@ -414,10 +445,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         running = not self.loop.finished
         if running:
-            self._check_at_end()
+            self._guard.check_structure()
+            if not self._guard.unsent:
+                self.loop.require_used()
+            self._guard.check()
         self._backward.end()
         self._guard.end()
-        self.clipping.end()
+        Clipping.live.discard(self.clipping)
         if running:  # the memory of the strategy ends with the run
             self.flat.return_gradients()
         self._memory.finish()
@@ -426,12 +460,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.flat.write_parameters()
         self._take_buffers(self.loop.handed)
         self.loop.handed.clear()
-
-    def _check_at_end(self) -> None:
-        self._guard.check_structure()
-        if not self._guard.unsent:
-            self.loop.require_used()
-        self._guard.check()
 
     def sync(self) -> None:
         """Continue from a model that the script has changed or loaded; call this on every rank, between two steps.
@@ -444,7 +472,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
         """
         self._guard.check_structure()
-        self._backward.require_whole()
+        if self._backward.handed:
+            raise ConfigurationError(
+                "sync() was called between backward() and step(), after part of the gradients had been sent; call it "
+                "after step()"
+            )
         self.flat.adopt()
         self._memory.restart()
         self._guard.unsent = False
@@ -558,19 +590,66 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"
 
 
-def _steps_together(strategy: Strategy) -> bool:
-    """Whether all workers step along one combined gradient, and not along their own gradients before they exchange
-    replicas.
-    """
-    cell = strategy.taxonomy_entry
-    return strategy.traits.alike and (cell is None or cell.optimization == "central")
-
-
 def _averages_exactly(strategy: Strategy) -> bool:
     """Whether every worker steps along the plain mean of the gradients, in which no part has been encoded."""
     traits, coding = strategy.traits, strategy.coding
     plain = traits.approximation == "none" and (coding is None or coding.lossless)
     return traits.clips == "combined" and traits.alike and plain
+
+
+def _require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, narrow: bool) -> None:
+    """Raise an error unless every evaluation of a closure can give all ranks the mean of their losses and gradients.
+
+    `narrow` says whether some parameters are narrower than the flat array.
+    """
+    name, traits = type(optimizer).__name__, strategy.traits
+    exact = traits.approximation == "none" and all(codec.lossless for codec in codecs_of(strategy))
+    if not (traits.alike and traits.clips == "combined" and exact):
+        raise CompositionError(
+            f"{name} evaluates its closure several times per step and compares the losses and gradients, which must be "
+            f"the mean over all ranks each time, got {strategy}; use all_reduce without a codec, or an optimizer whose "
+            "step() needs no closure, such as torch.optim.SGD"
+        )
+    if narrow:
+        raise ConfigurationError(
+            f"{name} compares losses at several points, and rounding parameters to a narrower dtype than the gradients "
+            "would move these points; keep all parameters in one dtype, float32 or wider"
+        )
+
+
+def _require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadGradients) -> None:
+    """Raise `CompositionError` if bad gradients are replaced with zeros, which would contradict the loss that a closure
+    returns.
+    """
+    if bad_gradients.action != "stop":
+        raise CompositionError(
+            f"{type(optimizer).__name__} compares losses and gradients, of which none may be left out, got "
+            f"on_bad_gradient={bad_gradients.action}; use on_bad_gradient=stop, or an optimizer whose step() needs no "
+            "closure, such as torch.optim.SGD"
+        )
+
+
+_overflowed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose last step all ranks have skipped, because a gradient overflowed on one rank."""
+
+
+@functools.cache
+def _extend_scalers() -> None:
+    """Let the gradient scaler of every rank back off after a step that all ranks have skipped, so that scales stay
+    equal: a scaler itself looks only at the gradient of its own rank, under DDP at the mean.
+    """
+    update = torch.amp.GradScaler.update
+
+    @functools.wraps(update)
+    def update_together(scaler: Any, *arguments: Any, **options: Any) -> None:
+        states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+        for optimizer in [each for each in _overflowed if id(each) in states]:
+            for found in states[id(optimizer)]["found_inf_per_device"].values():
+                found.fill_(1.0)
+            _overflowed.discard(optimizer)
+        update(scaler, *arguments, **options)
+
+    torch.amp.GradScaler.update = update_together  # type: ignore[assignment, method-assign]
 
 
 def _require_usable(module: object, optimizer: object) -> None:

@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
-from flockstep.arrays.namespace import to_host
-from flockstep.arrays.schema import slices
+from flockstep.arrays.namespace import as_tensor, to_host
+from flockstep.arrays.schema import FlatArray, slices
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.payloads import receive_pieces, send_pieces
 from flockstep.drivers.program_restart import common_steps, notes_of_all
+from flockstep.drivers.torch_buffers import packed, unpacked
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import shared_entries
-from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
+from flockstep.frameworks.torch_state import flat_state, set_state
 from flockstep.messages import Fields
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
@@ -31,47 +33,10 @@ def memory_of(
     traits = loop.strategy.traits
     if not traits.server_optimizer:
         return WorkerMemory(optimizer, loop)
-    if traits.memory == "slices":
-        return SliceMemory(flat, optimizer, loop, spec)
-    return ServerMemory(flat, optimizer, loop, spec)
+    return (SliceMemory if traits.memory == "slices" else ServerMemory)(flat, optimizer, loop, spec)
 
 
-class _Memory:
-    """What the kinds of memory do by default: the torch optimizer of each rank holds the whole state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
-        self._optimizer = optimizer
-        self._loop = loop
-
-    def fetch(self) -> None:
-        """Do nothing, because the torch optimizer holds the whole optimizer state."""
-
-    def release(self) -> None:
-        """Do nothing, because the torch optimizer keeps its state."""
-
-    def consolidate(self, to: int) -> None:
-        """Do nothing, because any rank can have the whole optimizer state."""
-
-    def finish(self) -> None:
-        """End the run on this worker, whose state stays where it is."""
-        self._loop.finish()
-
-
-class _MemoryElsewhere(_Memory):
-    """State of the optimizer `spec`, which runs in place of the torch optimizer."""
-
-    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
-        super().__init__(optimizer, loop)
-        self._flat = flat
-        self._fresh = spec.init(flat.params[:1])
-        self._unsent = False
-
-    def _own(self) -> OptimizerState | None:
-        """State of the torch optimizer."""
-        return flat_state(self._flat, self._optimizer, foreign=self._fresh.foreign is not None)
-
-
-class WorkerMemory(_Memory):
+class WorkerMemory:
     """Optimizer state under strategies whose workers update the parameters: each rank's torch optimizer has its own
     state.
 
@@ -80,10 +45,11 @@ class WorkerMemory(_Memory):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
-        super().__init__(optimizer, loop)
+        self._optimizer, self._loop = optimizer, loop
         self._alike = loop.strategy.traits.alike
         self._loaded = bool(optimizer.state)
         self._taking = False
+        """Whether this object itself loads a state, that of another rank."""
 
     def begin(self) -> None:
         """Copy a state that was loaded into rank 0's optimizer before `distribute` to the ranks that need it."""
@@ -103,6 +69,19 @@ class WorkerMemory(_Memory):
         self._loaded = True
         return self._alike and self._loop.workers > 1 and not self._loop.finished
 
+    def fetch(self) -> None:
+        """Do nothing, because the torch optimizer holds the whole optimizer state."""
+
+    def release(self) -> None:
+        """Do nothing, because the torch optimizer keeps its state."""
+
+    def consolidate(self, to: int) -> None:
+        """Do nothing, because every rank has a whole optimizer state."""
+
+    def finish(self) -> None:
+        """End the run on this worker, whose state stays where it is."""
+        self._loop.finish()
+
     def take_from(self, source: int) -> None:
         """Copy the optimizer state of rank `source` to every rank."""
         self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
@@ -112,10 +91,7 @@ class WorkerMemory(_Memory):
         ranks.
         """
         root = min([me.rank, *me.peers])
-        own: Fields = {
-            "digest": fingerprint(packed(_shared(self._optimizer), whole=False)),
-            "loaded": int(self._loaded),
-        }
+        own: Fields = {"digest": fingerprint(_packed(self._optimizer, whole=False)), "loaded": int(self._loaded)}
         notes = await notes_of_all(me, "memory", own)
         given = notes[root]
         takers = {r for r, note in notes.items() if self._alike and note["digest"] != given["digest"]}
@@ -123,25 +99,31 @@ class WorkerMemory(_Memory):
         await self._copied(me, root, takers)
 
     async def _copied(self, me: Worker, source: int, takers: set[int]) -> None:
-        """Send the state of `source` to `takers`, which load it."""
+        """Send the state of `source` to `takers`, which load it and keep the entries of groups that are their own."""
         if me.rank == source:
             if takers:  # its size may be several times the model's
-                send_pieces(me, sorted(takers), "state", packed(_shared(self._optimizer)))
+                send_pieces(me, sorted(takers), "state", _packed(self._optimizer, whole=True))
         elif me.rank in takers:
-            array = await receive_pieces(me, source, "state")
+            state = unpacked(await receive_pieces(me, source, "state"))
+            own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
+            if len(own) == len(groups):
+                state["param_groups"] = [a | b for a, b in zip(own, groups, strict=True)]
             self._taking = True
-            _take(self._optimizer, unpacked(array))
+            self._optimizer.load_state_dict(state)
             self._taking = False
 
 
-class ServerMemory(_MemoryElsewhere):
+class ServerMemory:
     """Optimizer state under strategies whose servers run the optimizer `spec` in place of the torch optimizer."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
-        super().__init__(flat, optimizer, loop, spec)
-        memory, fresh = loop.strategy.traits.memory, self._fresh
-        self._own_memory = memory == "own"
-        self._remembers = bool(fresh.slots) or fresh.foreign is not None or memory != "optimizer"
+        self._flat, self._optimizer, self._loop = flat, optimizer, loop
+        fresh, kind = spec.init(flat.params[:1]), loop.strategy.traits.memory
+        self._foreign = fresh.foreign is not None
+        self._own_memory = kind == "own"
+        self._remembers = bool(fresh.slots) or self._foreign or kind != "optimizer"
+        self._unsent = False
+        """Whether the script has loaded a state that the servers do not have."""
         self._asked = False
         """Whether the script saves or loads states, so that rank 0 must also receive the final one."""
         self._kept = False
@@ -150,7 +132,7 @@ class ServerMemory(_MemoryElsewhere):
         """Start the servers with the state that rank 0's optimizer had before `distribute`, if any."""
         if not self._remembers:
             return
-        state = self._own()
+        state = flat_state(self._flat, self._optimizer, self._foreign)
         if self._loop.exchange("memory", lambda me: common_steps(me, 0 if state is None else state.steps)):
             self._require_servers()
             self._asked = True
@@ -162,7 +144,7 @@ class ServerMemory(_MemoryElsewhere):
         them, whose settings all ranks then take.
         """
         self._loop.exchange("memory", lambda me: take_settings(me, self._optimizer, self._unsent))
-        self._loop.restart(self._own() if self._unsent else None)
+        self._loop.restart(flat_state(self._flat, self._optimizer, self._foreign) if self._unsent else None)
         self._unsent = False
 
     def loaded(self) -> bool:
@@ -189,13 +171,18 @@ class ServerMemory(_MemoryElsewhere):
         self._asked = True
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
+    def release(self) -> None:
+        """Do nothing, because the next `fetch` replaces the copied state."""
+
+    def consolidate(self, to: int) -> None:
+        """Do nothing, because any rank can have the servers' state."""
+
     def finish(self) -> None:
         """End the run.
 
         If its script saves states, rank 0 stores the final state, after the last gradient of all ranks.
         """
-        keeps = self._asked and self._loop.rank == 0 and not self._loop.finished
-        last = self._loop.finish(remember=keeps)
+        last = self._loop.finish(remember=self._asked and self._loop.rank == 0 and not self._loop.finished)
         if last is not None:
             set_state(self._flat, self._optimizer, last)
             self._kept = True
@@ -214,7 +201,7 @@ class ServerMemory(_MemoryElsewhere):
             )
 
 
-class SliceMemory(_MemoryElsewhere):
+class SliceMemory:
     """Optimizer state under strategies in which worker i of n updates slice i of the parameters, with `spec` in place
     of the torch optimizer.
 
@@ -222,32 +209,33 @@ class SliceMemory(_MemoryElsewhere):
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
-        super().__init__(flat, optimizer, loop, spec)
-        self._whole: OptimizerState | None = None
-        self._at = -1
-        """Number of steps after which `_whole` was collected."""
+        self._flat, self._optimizer, self._loop = flat, optimizer, loop
+        self._foreign = spec.init(flat.params[:1]).foreign is not None
+        self._unsent = False
+        """Whether the script has loaded a state that the other workers do not have."""
+        self._whole: tuple[int, OptimizerState] | None = None
+        """The state that this rank has collected, and the number of steps after which it did."""
 
     def begin(self) -> None:
         """Send each worker its slice of the state that rank 0's optimizer had before `distribute`, if there was one."""
-        self._spread(self._own())
+        self._spread(flat_state(self._flat, self._optimizer, self._foreign))
 
     def restart(self) -> None:
         """Restart the strategy; workers keep the state of their slices, unless rank 0 has loaded a new state for
         them.
         """
-        kept: list[OptimizerState] = []
 
-        async def keep(me: Worker) -> None:
+        async def own(me: Worker) -> OptimizerState:
             assert me.optimizer is not None
-            kept.append(me.optimizer.remembered(me.state.optimizer))
+            return me.optimizer.remembered(me.state.optimizer)
 
         async def recall(me: Worker) -> None:
-            _recall(me, kept[0])
+            _recall(me, kept)
 
-        self._loop.exchange("memory", keep)
+        kept = self._loop.exchange("memory", own)
         self._loop.restart(None)
         self._loop.exchange("memory", recall)
-        self._spread(self._own() if self._unsent else None)
+        self._spread(flat_state(self._flat, self._optimizer, self._foreign) if self._unsent else None)
         self._unsent, self._whole = False, None
 
     def loaded(self) -> bool:
@@ -256,11 +244,6 @@ class SliceMemory(_MemoryElsewhere):
         """
         self._unsent = not self._loop.finished
         return self._unsent
-
-    def consolidate(self, to: int) -> None:
-        """Collect the state of all slices on rank `to`; every rank must call this."""
-        self._whole = self._loop.exchange("memory", lambda me: _collected(me, to))
-        self._at = self._loop.steps
 
     def fetch(self) -> None:
         """Copy the collected state into the torch optimizer.
@@ -272,13 +255,13 @@ class SliceMemory(_MemoryElsewhere):
             return
         if self._loop.workers == 1 and not self._loop.finished:
             self.consolidate(0)
-        if self._whole is None or self._at != self._loop.steps:
+        if self._whole is None or self._whole[0] != self._loop.steps:
             raise ConfigurationError(
                 f"with {self._loop.strategy} each worker holds a slice of the state of "
                 f"{type(self._optimizer).__name__}; call optimizer.consolidate_state_dict() on every rank after the "
                 "last step(), and before finish(), then state_dict() on rank 0"
             )
-        set_state(self._flat, self._optimizer, self._whole)
+        set_state(self._flat, self._optimizer, self._whole[1])
 
     def release(self) -> None:
         """Remove the collected state from the torch optimizer, which does not use it, to free the memory.
@@ -288,40 +271,84 @@ class SliceMemory(_MemoryElsewhere):
         if not self._unsent:
             self._optimizer.state.clear()
 
+    def consolidate(self, to: int) -> None:
+        """Collect the state of all slices on rank `to`; every rank must call this."""
+        whole = self._loop.exchange("memory", lambda me: _collected(me, to))
+        self._whole = None if whole is None else (self._loop.steps, whole)
+
+    def finish(self) -> None:
+        """End the run on this worker."""
+        self._loop.finish()
+
     def _spread(self, state: OptimizerState | None) -> None:
-        """Send rank 0's `state` to the workers of its slices; None: they keep what they have."""
-        groups, settings = self._optimizer.param_groups, _settings(self._optimizer)
-        for group, given in zip(
-            groups, self._loop.exchange("memory", lambda me: _spread(me, state, settings)), strict=True
-        ):
-            group.update(given)
+        """Send rank 0's `state` to the workers of its slices, and its settings; None: they keep what they have."""
+
+        async def spread(me: Worker) -> None:
+            if me.rank:
+                if (given := unpacked(await receive_pieces(me, 0, "memory"))) is not None:
+                    _recall(me, _state_of(given[0]))
+                    _take_groups(self._optimizer, given[1])
+                return
+            for rank, part in reversed(list(enumerate(slices(len(me.params), me.workers)))):
+                own = None
+                if state is not None:
+                    held = {name: slot[part] for name, slot in state.slots.items()}
+                    own = OptimizerState(state.steps, held, numbers=state.numbers)
+                if rank in me.peers:
+                    given = None if own is None else (_data_of(own), _settings(self._optimizer))
+                    send_pieces(me, [rank], "memory", packed(given))
+                elif rank == 0 and own is not None:
+                    _recall(me, own)
+
+        self._loop.exchange("memory", spread)
         self._optimizer.state.clear()
 
 
-def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer without the entries of its groups that are the script's own."""
-    state = optimizer.state_dict()
-    return state | {"param_groups": [shared_entries(optimizer, group) for group in state["param_groups"]]}
+async def _collected(me: Worker, to: int) -> OptimizerState | None:
+    """The state of all slices, on rank `to`."""
+    assert me.optimizer is not None
+    own = me.optimizer.remembered(me.state.optimizer)
+    if me.rank != to:
+        send_pieces(me, [to], "memory", packed(_data_of(own)))
+        return None
+    whole = OptimizerState(own.steps)
+    for rank, part in enumerate(slices(len(me.params), me.workers)):
+        found = own if rank == to else _state_of(unpacked(await receive_pieces(me, rank, "memory")))
+        whole.numbers |= found.numbers
+        for name, slot in found.slots.items():
+            array = to_host(slot)
+            whole.slots.setdefault(name, np.zeros(len(me.params), array.dtype))[part] = array
+    return whole
 
 
-def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `_shared` has returned on another rank, and keep the entries of groups that are the script's own."""
-    own = optimizer.state_dict()["param_groups"]
-    groups = state["param_groups"]
-    merged = [a | b for a, b in zip(own, groups, strict=True)] if len(own) == len(groups) else groups
-    optimizer.load_state_dict(state | {"param_groups": merged})
+def _recall(me: Worker, state: OptimizerState) -> None:
+    """Set the state of this worker's slice."""
+    assert me.optimizer is not None
+    if state.steps:
+        part = slices(len(me.params), me.workers)[me.rank]
+        me.optimizer.recall(me.params[part], me.state.optimizer, state)
+
+
+def _data_of(state: OptimizerState) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+    return float(state.steps), dict(state.numbers), {name: as_tensor(slot) for name, slot in state.slots.items()}
+
+
+def _state_of(data: tuple[float, dict[str, float], dict[str, torch.Tensor]]) -> OptimizerState:
+    steps, numbers, slots = data
+    return OptimizerState(steps, {name: to_host(slot) for name, slot in slots.items()}, numbers=numbers)
 
 
 async def take_settings(me: Worker, optimizer: torch.optim.Optimizer, loaded: bool) -> None:
     """Take the settings of rank 0's parameter groups, which rank 0 sends if it has `loaded` a state."""
     if me.rank == 0:
-        me.send_all(me.peers, "settings", packed({"groups": _settings(optimizer)}) if loaded else None)
-        return
-    message = await me.receive("settings", 0)
-    if message.array is not None:
-        given_groups = unpacked(to_host(message.array))["groups"]
-        for group, given in zip(optimizer.param_groups, given_groups, strict=True):
-            group.update(given)
+        me.send_all(me.peers, "settings", packed(_settings(optimizer)) if loaded else None)
+    elif (array := (await me.receive("settings", 0)).array) is not None:
+        _take_groups(optimizer, unpacked(array))
+
+
+def _take_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group.update(given)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -330,76 +357,23 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in shared]
 
 
-def _recall(me: Worker, state: OptimizerState) -> None:
-    """Set the state of this worker's slice."""
-    assert me.optimizer is not None
-    if state.steps:
-        me.optimizer.recall(me.params[_slice(me, me.rank)], me.state.optimizer, state)
+def _packed(optimizer: torch.optim.Optimizer, whole: bool) -> FlatArray:
+    """The state of an optimizer as bytes, without the entries of its groups that are the script's own.
 
+    Unless `whole` is set, a value that is not data counts by its class, for a comparison of ranks.
 
-def _slice(me: Worker, rank: int) -> slice:
-    return slices(len(me.params), me.workers)[rank]
-
-
-async def _spread(me: Worker, state: OptimizerState | None, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Send the slices of rank 0's state to their workers, which continue with them.
-
-    Returns the settings of the groups, which are rank 0's if it sends a state.
+    Raises:
+        ConfigurationError: `whole` is set, and a value is not data.
     """
-    if me.rank:
-        found = await _received(me, 0)
-        if found is None:
-            return settings
-        _recall(me, found)
-        given: list[dict[str, Any]] = unpacked(to_host((await me.receive("settings", 0)).payload))["groups"]
-        return given
-    for rank in [*me.peers, 0]:
-        part = _slice(me, rank)
-        own = None
-        if state is not None:
-            slots = {name: slot[part] for name, slot in state.slots.items()}
-            own = OptimizerState(state.steps, slots, numbers=state.numbers)
-        if rank:
-            _send(me, rank, own)
-        elif own is not None:
-            _recall(me, own)
-    if state is not None:
-        me.send_all(me.peers, "settings", packed({"groups": settings}))
-    return settings
-
-
-async def _collected(me: Worker, to: int) -> OptimizerState | None:
-    """Collect the state of all slices on rank `to`."""
-    assert me.optimizer is not None
-    own = me.optimizer.remembered(me.state.optimizer)
-    if me.rank != to:
-        _send(me, to, own)
-        return None
-    whole = OptimizerState(own.steps)
-    for rank in range(me.workers):
-        found = own if rank == to else await _received(me, rank)
-        assert found is not None
-        whole.numbers |= found.numbers
-        for name, slot in found.slots.items():
-            array = to_host(slot)
-            whole.slots.setdefault(name, np.zeros(len(me.params), array.dtype))[_slice(me, rank)] = array
-    return whole
-
-
-def _send(me: Worker, to: int, state: OptimizerState | None) -> None:
-    """Send a state: its numbers as `packed` writes them, then each slot."""
-    slots = {} if state is None else state.slots
-    numbers = {} if state is None else dict(state.numbers)
-    steps = 0.0 if state is None else float(state.steps)
-    me.send(to, "memory", packed({"steps": steps, "numbers": numbers, "slots": list(slots)}))
-    for name, slot in slots.items():
-        me.send(to, f"slot {name}", to_host(slot))
-
-
-async def _received(me: Worker, source: int) -> OptimizerState | None:
-    """Receive what `_send` has sent; None for no state."""
-    told = unpacked(to_host((await me.receive("memory", source)).payload))
-    found = OptimizerState(told["steps"], numbers=told["numbers"])
-    for name in told["slots"]:
-        found.slots[name] = to_host((await me.receive(f"slot {name}", source)).payload)
-    return found if found.steps else None
+    state = optimizer.state_dict()
+    state |= {"param_groups": [shared_entries(optimizer, group) for group in state["param_groups"]]}
+    try:
+        return packed(state)
+    except ConfigurationError as error:
+        if whole:
+            raise ConfigurationError(
+                f"the state of {type(optimizer).__name__} cannot be sent to other ranks: {error}; load such a state on "
+                "every rank before flockstep.distribute"
+            ) from None
+    plain = torch.Tensor | bool | int | float | str | None
+    return packed(tree_map(lambda one: one if isinstance(one, plain) else type(one).__name__, state))

@@ -1,18 +1,13 @@
-"""Converts the state of torch optimizers to flockstep's flat state and back, and to bytes that can be sent to other
-ranks.
-"""
+"""Converts the state of torch optimizers to flockstep's flat state and back."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from flockstep.arrays.namespace import to_host
-from flockstep.arrays.schema import Entry, FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_groups import NUMBERS
@@ -39,8 +34,13 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
             if name in NUMBERS:
                 found.numbers[f"{name}:{groups[id(parameter)]}"] = float(value)
             elif name != "step" and value is not None and (foreign or name in ours):
-                if float(state.get("step", 1)):  # Adagrad has a state before its first step
-                    _require_whole(entry, name, value, flat.schema.dtype)
+                stepped = float(state.get("step", 1))  # Adagrad has a state before its first step
+                if stepped and value.dtype.itemsize < getattr(torch, flat.schema.dtype).itemsize:
+                    raise ConfigurationError(
+                        f"servers store {name} in {flat.schema.dtype}, but the state loaded for {entry.name} is "
+                        f"rounded to {_short(value.dtype)}; after flockstep.distribute load the state that "
+                        "the servers saved, with optimizer.load_state_dict(), or continue from the model alone"
+                    )
                 slot = found.slots.setdefault(
                     name if foreign else ours[name], np.zeros(flat.schema.size, flat.schema.dtype)
                 )
@@ -96,82 +96,8 @@ def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep:
                 )
 
 
-def _require_whole(entry: Entry, name: str, value: torch.Tensor, dtype: str) -> None:
-    if value.dtype.itemsize < getattr(torch, dtype).itemsize:
-        raise ConfigurationError(
-            f"servers store {name} in {dtype}, but the state loaded for {entry.name} is rounded to "
-            f"{_short(value.dtype)}; after flockstep.distribute load the state that the servers saved, with "
-            "optimizer.load_state_dict(), or continue from the model alone"
-        )
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
-    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, followed by the elements of all tensors.
-
-    Raises:
-        ConfigurationError: `whole` is true and the state contains a value that cannot be converted to bytes.
-    """
-    tensors: list[torch.Tensor] = []
-    line = json.dumps(_plain(state, tensors, whole)).encode() + b"\n"
-    return np.concatenate([np.frombuffer(line, np.uint8), *map(bytes_of, tensors)])
-
-
-def unpacked(array: FlatArray) -> dict[str, Any]:
-    """Return the `state_dict` of an optimizer, given as bytes that `packed` returned."""
-    end = int(np.argmax(array == ord("\n"))) + 1
-    state: dict[str, Any] = _restored(json.loads(array[:end].tobytes()), array[end:], [0])
-    return state
-
-
-def bytes_of(tensor: torch.Tensor) -> FlatArray:
-    """Return the elements of a tensor as bytes (uint8)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor, given as bytes that `bytes_of` returned."""
-    if not len(data):
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(to_host(data).copy()).view(dtype).reshape(tuple(shape))
-
-
-def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape]}
-    if isinstance(value, dict):
-        return {"dict": [[key, _plain(own, tensors, whole)] for key, own in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [_plain(own, tensors, whole) for own in value]}
-    if isinstance(value, list):
-        return [_plain(own, tensors, whole) for own in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if not whole:
-        return type(value).__name__
-    raise ConfigurationError(
-        f"the state of an optimizer must consist of tensors, numbers and strings, got a {type(value).__name__}; load "
-        "such a state on every rank before flockstep.distribute"
-    )
-
-
-def _restored(value: Any, data: FlatArray, read: list[int]) -> Any:
-    if isinstance(value, list):
-        return [_restored(own, data, read) for own in value]
-    if not isinstance(value, dict):
-        return value
-    if "dict" in value:
-        return {key: _restored(own, data, read) for key, own in value["dict"]}
-    if "tuple" in value:
-        return tuple(_restored(own, data, read) for own in value["tuple"])
-    kind, *shape = value["tensor"]
-    dtype = getattr(torch, kind)
-    start, read[0] = read[0], read[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    return tensor_of(data[start : read[0]], dtype, shape)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
