@@ -126,7 +126,7 @@ def expected(setting: Setting, who: str, phase: str) -> Expected:
         return Expected((-9,), resumes=True)
     node, name = (1, "worker 1") if who == "worker" else (server(0), "server 0")
     if phase == "meeting":
-        return Expected((1,), resumes=True, says=f"{name} was killed by SIGKILL")
+        return Expected((1,), frozenset({node}), True, f"{name} was killed by SIGKILL")
     if who == "worker":
         ends = after_death(1, setting)
         return ends if setting.survives else Expected(ends.codes, ends.lost, True, ends.says)
