@@ -17,7 +17,6 @@ from flockstep.errors import ConfigurationError, PeerLost, RunError
 from flockstep.messages import Array, Message
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Encoded)
 LONGEST_NAME = 200
 """Maximum number of characters of a name."""
 
@@ -62,17 +61,6 @@ class Calls:
         """
         given, chosen = checked(array, self.max_bytes), codec_of(codec)
         return packed(given, chosen, 0 if chosen is None else self._count(use), self._random)
-
-    def packet_or_nothing(
-        self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
-    ) -> tuple[Array | None, E]:
-        """Return the array and the note that `packet` makes, the note converted to type `kind`; if there is no array,
-        return None and an empty note.
-        """
-        if array is None:
-            return None, kind()
-        packet = self.packet(array, codec, use)
-        return packet.data, packet.note.within(kind)
 
     def post(self, to: int, tag: str, array: Array, note: Encoded, closing: bool = False) -> None:
         """Send a message to the rank `to`.
@@ -120,22 +108,10 @@ class Calls:
             future = self._engine.start(program, channel, what)
         return self._engine.wait(future, timeout, what)
 
-    def gone(self) -> set[int]:
-        """Return the ranks that will send no more arrays: they have left, are closing, or have died."""
-        return {rank for rank in range(self.workers) if self._engine.node.gone(rank)}
-
-    def require_here(self, rank: int) -> None:
-        """Check that the window of a rank can be reached.
-
-        Raises:
-            PeerLost: the rank has died, or all ranks have closed their communicators.
-        """
-        if rank in self._engine.node.departed:
-            raise PeerLost(f"{self.end_of(rank)}; worker {self.rank} needs the window of that worker")
-
-    def end_of(self, rank: int) -> str:
-        """Return a text that says how a rank ended: by leaving, closing, or dying."""
-        return self._engine.node.end_of(rank)
+    @property
+    def node(self) -> Rank:
+        """The rank that the engine runs, for questions about other ranks."""
+        return self._engine.node
 
     def book(self, sent: int, received: int, messages: int) -> None:
         """Count the traffic of an exchange through shared memory as if messages had carried the arrays."""

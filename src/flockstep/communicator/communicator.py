@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -17,13 +20,13 @@ from flockstep.communicator.collectives import Collectives
 from flockstep.communicator.encoded import REQUEST, SEND, Encoded, Reply, checked, unpacked
 from flockstep.communicator.engine import ProgressEngine
 from flockstep.communicator.rank import Rank
-from flockstep.communicator.requests import Handler, Request, RequestServer
-from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
+from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached
 from flockstep.communicator.window import Window
 from flockstep.drivers.membership import Membership
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut, in_short
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.bus import Bus
+from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
 MAX_BYTES = 1 << 30
@@ -34,6 +37,38 @@ of a rank.
 """
 LONGEST = 4000
 """Maximum number of characters of an error message that is sent to another rank."""
+
+
+Handler = Callable[[int, Array | None], Any]
+"""Function that answers a request. It receives the rank that asks and the array of the request, and returns an array or
+None.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A request from another rank, to be answered with `reply`."""
+
+    source: int
+    name: str
+    array: Array | None
+    message: Message
+
+
+class RequestServer:
+    """Answers the requests of one name, one after another, on its own thread."""
+
+    def __init__(self, name: str, answer: Callable[[Message], None]):
+        """Start the thread that calls `answer` for each request; `answer` must not raise."""
+        queue: SimpleQueue[Message | None] = SimpleQueue()
+        self.take = queue.put
+        """Queues a request for the thread; None ends the thread after it has answered all queued requests."""
+
+        def run() -> None:
+            while (message := queue.get()) is not None:
+                answer(message)
+
+        Thread(target=run, name=f"flockstep-serve-{name}", daemon=True).start()
 
 
 class Sockets(Protocol):
@@ -142,7 +177,7 @@ class Communicator(Collectives):
             TimedOut: the rank did not answer within `timeout` seconds.
         """
         self.check_rank(to)
-        data, note = self.packet_or_nothing(array, codec, Encoded)
+        data, note = (None, Encoded()) if array is None else self.packet(array, codec)
         what = f"the reply of worker {to} to the request {name!r}"
         message = self.asked(to, REQUEST + named(name) + "/", data, note, timeout, what)
         return None if message.array is None else unpacked(message, self.max_bytes)
@@ -173,8 +208,9 @@ class Communicator(Collectives):
         return Request(message.source, name, array, message)
 
     def reply(self, request: Request, array: Any = None, codec: str | Codec | None = None) -> None:
-        """Answer a request with an array, or with None."""
-        self._reply(request.message, array, codec)
+        """Answer a request with an array, or with None, from any thread."""
+        data, note = (None, Encoded()) if array is None else self.packet(array, codec, "replies")
+        self._engine.ask(lambda: self._engine.node.reply(request.message, data, note.within(Reply)))
 
     def shared(self, shape: int | Sequence[int], dtype: str = "float32", timeout: float | None = None) -> Array:
         """Return an array of zeros in memory that all ranks on this host share.
@@ -198,7 +234,7 @@ class Communicator(Collectives):
                 f"a shared array may have at most {self.max_bytes} bytes, got shape {wanted}; join with a larger "
                 "max_bytes"
             )
-        size = segment_bytes(self.workers, wanted, dtype)
+        size = needed(self.workers, array_bytes(wanted, dtype))
         self.agree(f"a shared array of shape {wanted} and {dtype}", timeout)
         memory, address = None, np.empty(0, np.uint8)
         if self.rank == 0:
@@ -265,15 +301,23 @@ class Communicator(Collectives):
             self._closing = True
         atexit.unregister(self._at_exit)
         late, waiting = "", {}
+
+        async def leave(me: Rank) -> None:
+            await me.leave()
+            await self._engine.flush()
+
         try:
             if self._engine.failure is None:
-                self.run(
-                    self._leave, timeout, "all other ranks to receive their messages and to close their communicators"
-                )
+                what = "all other ranks to receive their messages and to close their communicators"
+                self.run(leave, timeout, what)
         except TimedOut as error:
             late = str(error)
         finally:
-            waiting = self._end()
+            self._engine.stop()
+            for server in self._servers.values():
+                server.take(None)
+            waiting = self._engine.undelivered()
+            self._sockets.close(LOST_LINGER if self._engine.node.lost else LINGER)
         if late:
             lost = [f"; {nbytes} bytes were not delivered to worker {rank}" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
@@ -288,32 +332,14 @@ class Communicator(Collectives):
         if kind is None or self._membership is None:
             self.close()
 
-    async def _leave(self, me: Rank) -> None:
-        await me.leave()
-        await self._engine.flush()
-
     def _handle(self, message: Message, handler: Handler, name: str) -> None:
         """Answer a request with the handler's result, on the handler's thread."""
         try:
             given = None if message.array is None else unpacked(message, self.max_bytes)
-            self._reply(message, handler(message.source, given), None)
+            self.reply(Request(message.source, name, given, message), handler(message.source, given))
         except Exception as error:  # noqa: BLE001 - raised in the rank that asked
             answer = Reply(error=f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"[:LONGEST])
             self._engine.ask(lambda: self._engine.node.reply(message, None, answer))
-
-    def _reply(self, message: Message, array: Any, codec: str | Codec | None) -> None:
-        """Answer a request, from any thread."""
-        data, note = self.packet_or_nothing(array, codec, Reply, "replies")
-        self._engine.ask(lambda: self._engine.node.reply(message, data, note))
-
-    def _end(self) -> dict[int, int]:
-        """End the engine and leave; return the number of undelivered bytes by rank."""
-        self._engine.stop()
-        for server in self._servers.values():
-            server.stop()
-        waiting = self._engine.undelivered()
-        self._sockets.close(LOST_LINGER if self._engine.node.lost else LINGER)
-        return waiting
 
     def _at_exit(self) -> None:
         """Close the communicator of a script that did not, unless the script is failing."""

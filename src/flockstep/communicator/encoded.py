@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import Meta
@@ -107,8 +106,7 @@ NOTES = _Notes()
 """Types of the notes that a communicator sends with arrays."""
 
 
-@dataclass(frozen=True)
-class Packet:
+class Packet(NamedTuple):
     """One array to send: a flat read-only array and the note that describes it."""
 
     data: FlatArray

@@ -17,7 +17,7 @@ from flockstep.communicator.encoded import What, at_hand, codec_of
 from flockstep.communicator.window import Window
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut, require
 from flockstep.messages import Array
-from flockstep.transports.shared_group import SUMMED, SharedGroup, needed
+from flockstep.transports.shared_group import SUMMED, SharedGroup
 from flockstep.transports.shared_memory import SharedMemory
 
 
@@ -25,7 +25,7 @@ class SharedArray:
     """One array for each rank, all in one shared segment; `local` is the array of this rank."""
 
     def __init__(self, memory: SharedMemory, calls: Calls, shape: Sequence[int], dtype: str):
-        """Place the arrays in a segment of `segment_bytes` bytes.
+        """Place the arrays in a segment with room for an array of each rank.
 
         Raises:
             ProtocolError: the segment has another size.
@@ -82,17 +82,11 @@ class SharedArray:
             PeerLost: a rank was gone at the previous check already.
         """
         self._calls.require_open()
-        gone = self._calls.gone()
+        node = self._calls.node
+        gone = {rank for rank in range(node.workers) if node.gone(rank)}
         for rank in sorted(gone & self._gone):
-            raise PeerLost(
-                f"{self._calls.end_of(rank)}; worker {self._calls.rank} waited for that worker in an all-reduce"
-            )
+            raise PeerLost(f"{node.end_of(rank)}; worker {self._calls.rank} waited for that worker in an all-reduce")
         self._gone = gone
-
-
-def segment_bytes(workers: int, shape: Sequence[int], dtype: str) -> int:
-    """Return the number of bytes of the memory segment that holds a shared array for every rank."""
-    return needed(workers, array_bytes(shape, dtype))
 
 
 def array_bytes(shape: Sequence[int], dtype: str) -> int:
@@ -152,7 +146,9 @@ class SharedWindow(Window):
 
     @contextmanager
     def _alone(self, rank: int) -> Iterator[None]:
-        self._calls.require_here(rank)
+        node = self._calls.node
+        if rank in node.departed:
+            raise PeerLost(f"{node.end_of(rank)}; worker {node.rank} needs the window of that worker")
         with self._lock, self._shared.group.alone_on(rank):
             yield
 

@@ -168,38 +168,30 @@ class Window:
 
     def hear(self, message: Message, me: Rank) -> None:
         """Carry out an operation of another rank on this rank's array; runs on the engine's thread."""
-        what = message.note.what
+        note, most = message.note, self._calls.max_bytes
         try:
-            if what == "get":
-                self._answer(message, me)
+            part = self._part(message)
+            if note.what == "get":
+                with self._lock:
+                    packet = packed(part, codec_of(note.codec or None), me.step, lambda: me.random)
+                me.reply(message, packet.data, packet.note.within(Reply))
+            elif note.what == "add":
+                with self._lock:
+                    add_unpacked(message, part, note.scale, most)
             else:
-                self._apply(message)
+                array = unpacked(message, most).reshape(-1)
+                if array.dtype != part.dtype or array.size != part.size:
+                    raise ProtocolError(
+                        f"{node_name(message.source)} put {array.size} × {array.dtype} into {part.size} × {part.dtype}"
+                    )
+                with self._lock:
+                    part[:] = array
         except FlockstepError as error:
-            why = f"{node_name(me.rank)} failed in the window operation {what!r}: {error}"
-            if what == "get":
+            why = f"{node_name(me.rank)} failed in the window operation {note.what!r}: {error}"
+            if note.what == "get":
                 me.reply(message, None, Reply(error=why))
             else:
                 me.send(message.source, self._undone, None, Failed(type(error).__name__, why))
-
-    def _answer(self, message: Message, me: Rank) -> None:
-        part, codec = self._part(message), message.note.codec
-        with self._lock:
-            packet = packed(part, codec_of(codec) if codec else None, me.step, lambda: me.random)
-        me.reply(message, packet.data, packet.note.within(Reply))
-
-    def _apply(self, message: Message) -> None:
-        part, most = self._part(message), self._calls.max_bytes
-        if message.note.what == "add":
-            with self._lock:
-                add_unpacked(message, part, message.note.scale, most)
-            return
-        array = unpacked(message, most).reshape(-1)
-        if array.dtype != part.dtype or array.size != part.size:
-            raise ProtocolError(
-                f"{node_name(message.source)} put {array.size} × {array.dtype} into {part.size} × {part.dtype}"
-            )
-        with self._lock:
-            part[:] = array
 
     def _part(self, message: Message) -> Array:
         offset, size = message.note.offset, message.note.size

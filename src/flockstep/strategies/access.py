@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
@@ -44,7 +45,17 @@ class Fresh(Note, frozen=True):
     held: int = 0
 
 
-Pushes = Sequence[tuple[Address, FlatArray, Pushed]]
+class PushedStep(NamedTuple):
+    """A worker's step: its gradient, and what the worker sends to each shard."""
+
+    parts: Mapping[Address, slice]
+    """Address of each shard → the slice of the parameters that the shard holds."""
+    pushes: Sequence[tuple[Address, FlatArray, Pushed]]
+    """For each shard, the address, array and note to send."""
+    gradient: FlatArray
+    """The worker's gradient, of shape (K,)."""
+    full_step: int
+    """Number of gradients that make one full step."""
 
 
 class Access:
@@ -58,25 +69,8 @@ class Access:
         """
         return me.gradient()
 
-    async def exchange(
-        self,
-        me: Worker,
-        state: PushState,
-        parts: Mapping[Address, slice],
-        pushes: Pushes,
-        gradient: FlatArray,
-        full_step: int,
-    ) -> None:
-        """Push a gradient to all shards; return once `me.params` holds the parameters for the next gradient.
-
-        Args:
-            me: the worker.
-            state: the worker's state.
-            parts: address of each shard → the slice of the parameters that the shard holds.
-            pushes: for each shard, the address, array and note to send.
-            gradient: the worker's gradient, of shape (K,).
-            full_step: number of gradients that make one full step.
-        """
+    async def exchange(self, me: Worker, state: PushState, step: PushedStep) -> None:
+        """Push a gradient to all shards; return once `me.params` holds the parameters for the next gradient."""
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
@@ -110,17 +104,9 @@ class PushPull(Access):
     read.
     """
 
-    async def exchange(
-        self,
-        me: Worker,
-        state: PushState,
-        parts: Mapping[Address, slice],
-        pushes: Pushes,
-        gradient: FlatArray,
-        full_step: int,
-    ) -> None:
-        for i, reply in enumerate(await me.ask_all("push", pushes)):
-            me.params[parts[reply.source]] = reply.payload
+    async def exchange(self, me: Worker, state: PushState, step: PushedStep) -> None:
+        for i, reply in enumerate(await me.ask_all("push", step.pushes)):
+            me.params[step.parts[reply.source]] = reply.payload
             state.versions[i] = reply.note.version
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
@@ -149,19 +135,11 @@ class CancelStale(Access):
         self._take(me, state, got)
         return None
 
-    async def exchange(
-        self,
-        me: Worker,
-        state: PushState,
-        parts: Mapping[Address, slice],
-        pushes: Pushes,
-        gradient: FlatArray,
-        full_step: int,
-    ) -> None:
+    async def exchange(self, me: Worker, state: PushState, step: PushedStep) -> None:
         """Push the gradient, then continue with the next parameters that arrive: the server's answer, or a newer
         version that the gradients of other workers completed.
         """
-        for to, data, note in pushes:
+        for to, data, note in step.pushes:
             me.send(to, "push", data, note)
         self._take(me, state, await me.receive(FRESH))
 
@@ -200,23 +178,15 @@ class CachedCopies(Access):
     slack: int
     """Number of clocks by which a worker's copy may lag behind the worker."""
 
-    async def exchange(
-        self,
-        me: Worker,
-        state: PushState,
-        parts: Mapping[Address, slice],
-        pushes: Pushes,
-        gradient: FlatArray,
-        full_step: int,
-    ) -> None:
+    async def exchange(self, me: Worker, state: PushState, step: PushedStep) -> None:
         """Push the gradient, take the step on the worker's copy, and request new parameters from every shard whose copy
         is older than the bound allows.
         """
-        for to, data, note in pushes:
+        for to, data, note in step.pushes:
             me.send(to, "push", data, note)
         before = copied(me.params)
-        me.optimizer_step(gradient)
-        state.own.append((me.step - 1, (me.params - before) / full_step))
+        me.optimizer_step(step.gradient)
+        state.own.append((me.step - 1, (me.params - before) / step.full_step))
         me.params[:] = before + state.own[-1][1]
         await self._request_old(me, state, me.step - self.slack)
 
@@ -232,8 +202,9 @@ class CachedCopies(Access):
         part = slices(len(me.params), count)[i]
         state.clocks[i], state.versions[i] = note.clock, note.version
         me.params[part] = message.payload
-        for step in _missing(state, note.held):
-            me.params[part] += step[part]
+        for timestamp, step in state.own:
+            if timestamp >= note.held:
+                me.params[part] += step[part]
         oldest = me.step - 1 - max(me.step - clock for clock in state.clocks)
         state.own = [(timestamp, step) for timestamp, step in state.own if timestamp >= min(oldest, note.held)]
 
@@ -277,8 +248,3 @@ class EagerCopies(CachedCopies):
         for rank in state.clocks if moved else ():
             me.send(rank, FRESH, params, self._contents(me, state, rank))
         return []
-
-
-def _missing(state: PushState, held: int) -> list[FlatArray]:
-    """Return the worker's own steps that a copy including its first `held` steps does not include."""
-    return [step for timestamp, step in state.own if timestamp >= held]

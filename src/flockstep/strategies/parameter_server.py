@@ -19,7 +19,16 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.messages import LEAVE, Address, Message, Notes, node_name
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Access, CachedCopies, CancelStale, EagerCopies, Fresh, ParameterVersion, Pushed
+from flockstep.strategies.access import (
+    Access,
+    CachedCopies,
+    CancelStale,
+    EagerCopies,
+    Fresh,
+    ParameterVersion,
+    Pushed,
+    PushedStep,
+)
 from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import (
@@ -195,8 +204,8 @@ class ParameterServer(Strategy):
         while me.training:
             gradient = await self._access.gradient(me, state)
             if gradient is not None:
-                pushes = self.pushes(me, state, gradient, parts)
-                await self._access.exchange(me, state, parts, pushes, gradient, full_step)
+                step = PushedStep(parts, self.pushes(me, state, gradient, parts), gradient, full_step)
+                await self._access.exchange(me, state, step)
 
     async def finish(self, me: Worker) -> None:
         await self._access.finish(me, me.state)

@@ -6,8 +6,6 @@ four times as many draws, so that a correct codec fails by chance only about onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
@@ -31,28 +29,26 @@ def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
     return exact(one.decode(data, array.size, array.dtype.name))
 
 
-def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+def check_error_bound(codec: Codec, array: FlatArray) -> None:
     """Check that the mean squared error ||x - decode(encode(x))||² is at most `error_bound(x)` and, if the codec
     declares a `variance`, at most variance · ||x||².
 
     The bound covers the encoding; the rounding of the result to the array's dtype may add to the error.
     """
-    for array in arrays:
-        x, dtype = exact(array), array.dtype.name
-        norm, size = float(np.sum(x**2)), array.size
-        bounds = {"error_bound": codec.error_bound(array)}
-        omega = codec.variance(size)
-        if omega is not None:
-            bounds["variance"] = omega * norm
-        for what, bound in bounds.items():
-            # Rounding moves a decoded vector by at most its length times the dtype's relative error.
-            rounding = ROUNDING[dtype] * 2 * (np.sqrt(norm) + np.sqrt(bound)) + SMALLEST[dtype] * np.sqrt(size)
-            allowed = (np.sqrt(bound) + rounding) ** 2 * (1 + 1e-9)
-            mean, error = _squared_error(codec, array, allowed)
-            assert mean <= allowed + SIGMAS * error, (
-                f"{codec} on {size} elements of {dtype}: {what} promises a squared error of at most {bound:.4g}, got "
-                f"{mean:.4g}"
-            )
+    norm, size, dtype = float(np.sum(exact(array) ** 2)), array.size, array.dtype.name
+    bounds = {"error_bound": codec.error_bound(array)}
+    omega = codec.variance(size)
+    if omega is not None:
+        bounds["variance"] = omega * norm
+    for what, bound in bounds.items():
+        # Rounding moves a decoded vector by at most its length times the dtype's relative error.
+        rounding = ROUNDING[dtype] * 2 * (np.sqrt(norm) + np.sqrt(bound)) + SMALLEST[dtype] * np.sqrt(size)
+        allowed = (np.sqrt(bound) + rounding) ** 2 * (1 + 1e-9)
+        mean, error = _squared_error(codec, array, allowed)
+        assert mean <= allowed + SIGMAS * error, (
+            f"{codec} on {size} elements of {dtype}: {what} promises a squared error of at most {bound:.4g}, got "
+            f"{mean:.4g}"
+        )
 
 
 def _squared_error(codec: Codec, array: FlatArray, limit: float) -> tuple[float, float]:
@@ -97,28 +93,26 @@ def check_unbiased(codec: Codec) -> None:
         )
 
 
-def check_linear(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+def check_linear(codec: Codec, array: FlatArray) -> None:
     """Check that encodings with equal random draws can be added: the sum of their `terms` decodes to the sum of the
     decoded arrays.
     """
-    for array in arrays:
-        dtype = array.dtype.name
-        random = np.random.default_rng(2)
-        first = array.reshape(-1)
-        second = (exact(array) * random.normal(size=array.size)).astype(array.dtype)
-        one, other = (codec.encode(part, np.random.default_rng(9)).copy() for part in (first, second))
-        parts = [exact(codec.decode(part, array.size, dtype)) for part in (one, other)]
-        apart, operands = parts[0] + parts[1], np.abs(parts[0]) + np.abs(parts[1])
-        total = codec.terms(one, array.size, dtype)
-        total += codec.terms(other, array.size, dtype)
-        together = exact(codec.decode(one, array.size, dtype))
-        largest = float(np.abs([exact(first), exact(second)]).max(initial=0)) if array.size else 0.0
-        allowed = 64 * ROUNDING[dtype] * (operands + largest * (not codec.sparse)) + 4 * SMALLEST[dtype]
-        off = np.abs(apart - together)
-        assert (off <= allowed).all(), (
-            f"{codec} is declared linear, but on {array.size} elements of {dtype} the sum of two encodings decodes to "
-            f"{together[np.argmax(off - allowed)]:.6g} instead of {apart[np.argmax(off - allowed)]:.6g}"
-        )
+    dtype, random = array.dtype.name, np.random.default_rng(2)
+    first = array.reshape(-1)
+    second = (exact(array) * random.normal(size=array.size)).astype(array.dtype)
+    one, other = (codec.encode(part, np.random.default_rng(9)).copy() for part in (first, second))
+    parts = [exact(codec.decode(part, array.size, dtype)) for part in (one, other)]
+    apart, operands = parts[0] + parts[1], np.abs(parts[0]) + np.abs(parts[1])
+    total = codec.terms(one, array.size, dtype)
+    total += codec.terms(other, array.size, dtype)
+    together = exact(codec.decode(one, array.size, dtype))
+    largest = float(np.abs([exact(first), exact(second)]).max(initial=0)) if array.size else 0.0
+    allowed = 64 * ROUNDING[dtype] * (operands + largest * (not codec.sparse)) + 4 * SMALLEST[dtype]
+    off = np.abs(apart - together)
+    assert (off <= allowed).all(), (
+        f"{codec} is declared linear, but on {array.size} elements of {dtype} the sum of two encodings decodes to "
+        f"{together[np.argmax(off - allowed)]:.6g} instead of {apart[np.argmax(off - allowed)]:.6g}"
+    )
 
 
 def check_contraction(codec: Codec) -> None:
