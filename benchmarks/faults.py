@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -38,17 +40,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from flockstep import __version__, registry
 from flockstep.codecs.base import Codec
-from flockstep.errors import PeerLost, ProtocolError
-from flockstep.launchers.host_messages import Join, decoded, encoded
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.errors import ProtocolError
+from flockstep.launchers.host_messages import HostLinks, Join, unpacked
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
-from flockstep.messages import Message
+from flockstep.messages import LAUNCHER, Message
 from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep.transports.addresses import tcp_address
 from flockstep.transports.handshake import Handshake
-from flockstep.transports.host_channel import MAX_HEADER, HostChannel
-from flockstep.transports.wire import PROTOCOL, SenderIdentity, decode, encode
+from flockstep.transports.wire import MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 from flockstep_lab.chaos.base import DisruptedRun, Disruption, Expected, Failpoint, Setting
 from flockstep_lab.chaos.failpoint import write_failpoint
 from flockstep_lab.chaos.run import COMMAND, ChaosRun
@@ -478,7 +480,8 @@ JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {})
 def coordinator(heartbeat: float = 5.0) -> Iterator[tuple[str, int]]:
     """A coordinator that waits for a host, in a thread; its address."""
     meeting = Meeting("127.0.0.1", 0, SECRET.encode())
-    with RemoteHosts(meeting, range(1, 2), {1: range(2, 4)}, 4, {}, "", heartbeat, lambda text: None) as hosts:
+    expected = ExpectedHosts(range(1, 2), {1: range(2, 4)}, 4, {})
+    with RemoteHosts(meeting, expected, "", heartbeat, say=lambda text: None) as hosts:
         over = threading.Event()
 
         def pump() -> None:
@@ -488,24 +491,32 @@ def coordinator(heartbeat: float = 5.0) -> Iterator[tuple[str, int]]:
         thread = threading.Thread(target=pump)
         thread.start()
         try:
-            yield hosts._listener.getsockname()
+            yield "127.0.0.1", hosts.port
         finally:
             over.set()
             thread.join()
 
 
+def connected(address: tuple[str, int]) -> HostLinks:
+    """The links of an agent that has proved that it knows the secret."""
+    links = HostLinks(SECRET.encode(), 5.0, 60.0)
+    links.bus.connect({LAUNCHER: tcp_address(*address)})
+    while not links.bus.reachable(LAUNCHER):
+        links.receive(0.001)
+    return links
+
+
 def answered(address: tuple[str, int], join: Join) -> tuple[float, str]:
     """Seconds until a host that asks to join is answered, and the kind of the answer."""
     began = time.monotonic()
-    channel = HostChannel(socket.create_connection(address), SECRET.encode(), True, 5.0)
-    channel.send(encoded(join))
-    found: list[object] = []
-    while not found:
-        channel.flush()
-        found += [decoded(header) for header, _ in channel.receive() if header]
-        time.sleep(0.0005)
-    channel.close()
-    return time.monotonic() - began, type(found[0]).__name__
+    links = connected(address)
+    try:
+        links.send(LAUNCHER, join)
+        while (arrived := links.receive(0.01)) is None:
+            pass
+        return time.monotonic() - began, type(unpacked(arrived[1])[0]).__name__
+    finally:
+        links.bus.close(0.0)
 
 
 def closed(address: tuple[str, int], data: bytes, more: bytes = b"") -> float:
@@ -547,16 +558,10 @@ def replayed() -> str:
             sent.extend(memoryview(data)[:count])  # type: ignore[arg-type]
             return count
 
+    with coordinator() as address, mock.patch("socket.socket", Tapped):
+        answered(address, JOIN)
     with coordinator() as address:
-        raw = Tapped(socket.AF_INET, socket.SOCK_STREAM)
-        raw.connect(address)
-        channel = HostChannel(raw, SECRET.encode(), True, 5.0)
-        channel.send(encoded(JOIN))
-        while not [header for header, _ in channel.receive() if header]:
-            channel.flush()
-            time.sleep(0.001)
         seconds = [closed(address, bytes(sent)) for _ in range(RUNS)]
-        channel.close()
     return f"closed after {text(seconds)}"
 
 
@@ -578,15 +583,13 @@ def announced() -> str:
         seconds = []
         for _ in range(RUNS):
             began = time.monotonic()
-            channel = HostChannel(socket.create_connection(address), SECRET.encode(), True, 5.0)
-            channel._out.append(memoryview(((1 << 32) - 1).to_bytes(4, "little") + (1 << 62).to_bytes(8, "little") * 3))
-            with contextlib.suppress(PeerLost):
-                while True:
-                    channel.flush()
-                    channel.receive()
-                    time.sleep(0.001)
+            links = connected(address)
+            connection = links.bus._peers[LAUNCHER]
+            links.bus._flush(connection, memoryview(struct.pack("<IQQ", (1 << 32) - 1, 1 << 62, 0)))
+            while links.bus.connected(LAUNCHER):
+                links.receive(0.001)
             seconds.append(time.monotonic() - began)
-            channel.close()
+            links.bus.close(0.0)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < MAX_HEADER * 4

@@ -63,8 +63,16 @@ PART: Address = 1 << 29
 """
 
 
+LAUNCHER: Address = 1 << 30
+"""Address of the supervisor, the process that launches and watches a run, and coordinates its hosts; agents of hosts
+have higher addresses.
+"""
+
+
 def node_name(address: Address) -> str:
     """Return the name of a node for the user: "worker 3", "server 0", or "part 1" of the worker's own replica."""
+    if address >= LAUNCHER:
+        return "the supervisor" if address == LAUNCHER else "the agent of a host"
     if address >= PART:
         return f"part {address - PART}"
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import random
 import runpy
-import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flockstep.errors import ProtocolError
 from flockstep.records import checkpoints as disk
-from support.damage import Attempt, attempt, resident
+from support.damage import Attempt, attempt
 from support.files import SUBJECTS, Subject, damaged_files, sign_manifest, write_all
-from support.frames import Bus, Frames, arriving, damaged_frames, frames
+from support.frames import Bus, Frames, damaged_frames, frames
 
 FACTOR, SLACK = 60, 1 << 20
 """Memory that reading an input may take: so many times the bytes of the input, and so many bytes more."""
@@ -145,14 +143,6 @@ def test_a_file_that_once_raised_another_error_is_refused(name: str, data: bytes
     (tmp_path / SUBJECTS[name].file).write_bytes(data)
     found = attempt(name, 0, data, partial(SUBJECTS[name].read, tmp_path))
     assert (found.taken, found.error) == (False, None)
-
-
-def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives() -> None:
-    """64 GiB, the most that is allowed: they are waited for, or refused where they are more than the memory."""
-    before = resident()
-    with suppress(ProtocolError):
-        assert arriving(struct.pack("<IQQQ", 5, 1 << 36, (1 << 64) - 1, 0) + b"hello", 1 << 36) == []
-    assert resident() - before < 64 << 20
 
 
 def raises(data: bytes, draw: random.Random) -> None:

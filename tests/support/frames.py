@@ -6,6 +6,7 @@ import contextlib
 import functools
 import random
 import socket
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from flockstep.records import flight
 from flockstep.records.events import Event
 from flockstep.transports import links
 from flockstep.transports.handshake import Handshake
-from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.streams import StreamBus
 from flockstep.transports.wire import SenderIdentity
 from support.buses import SECRET, framed, greeting, raw_connection
@@ -150,53 +150,12 @@ def _control(data: bytes) -> None:
         raise ProtocolError("ignored")
 
 
-def _from_host(data: bytes) -> object:
-    try:
-        return host_messages.decoded(data)
-    except ValueError as error:  # as the coordinator and the agents take it
-        raise ProtocolError(str(error)) from None
-
-
-class _Arriving:
-    """In place of a connection: bytes that have arrived, and then nothing more."""
-
-    def __init__(self, data: bytes):
-        self._data = data
-        self.blocked, self.established = False, True
-
-    def recv_into(self, room: memoryview) -> int:
-        if not self._data:
-            raise BlockingIOError
-        taken, self._data = self._data[: len(room)], self._data[len(room) :]
-        room[: len(taken)] = taken
-        return len(taken)
-
-
-_SOCKET = SimpleNamespace(
-    family=socket.AF_INET,
-    setblocking=lambda *given: None,
-    setsockopt=lambda *given: None,
-    getpeername=lambda: ("127.0.0.1", 1),
-    getsockname=lambda: ("127.0.0.1", 2),
-    **dict.fromkeys(("fileno", "getsockopt", "shutdown", "close"), lambda *given: None),
-)
-
-
-def arriving(data: bytes, most: int) -> list[tuple[bytes, list[memoryview]]]:
-    """The messages in bytes that arrive over the link of a coordinator and an agent; payloads have at most `most`."""
-    channel = HostChannel(_SOCKET, SECRET, False, 5.0)  # type: ignore[arg-type]
-    channel._socket = _Arriving(data)  # type: ignore[assignment]
-    channel._most = most
-    return channel.receive()
-
-
-def channel() -> Frames:
-    sender, sent = HostChannel(_SOCKET, SECRET, True, 5.0), []  # type: ignore[arg-type]
-    for payloads in ((), (b"x" * 50,), (b"x" * 50, b"y" * 9)):
-        sender.send(msgspec.msgpack.encode(example(host_messages.FramesOf)), payloads)
-        sent.append(b"".join(bytes(part) for part in sender._out))
-        sender._out.clear()
-    return Frames((*sent, b"".join(sent)), lambda data, draw: arriving(data, draw.choice([0, 1 << 12])), False)
+def between_hosts() -> Frames:
+    """Messages of every kind between the coordinator and an agent, with a payload."""
+    each = [example(kind) for kind in typing.get_args(host_messages.AnyHostMessage)]
+    sound = [msgspec.msgpack.encode(one) for one in each]
+    framed = [len(data).to_bytes(4, "little") + data + b"x" * 50 for data in sound]
+    return Frames(tuple(framed), lambda data, draw: host_messages.unpacked(memoryview(data)), False)
 
 
 def line() -> Frames:
@@ -277,8 +236,7 @@ def frames() -> dict[str, Frames]:
     hello = (wire.encode(Message(1, wire.GREETING, note=wire.Greeting()), identity(1)),)
     found["greetings"] = Frames(hello, lambda data, draw: wire.decode_greeting(data, identity(2)))
     found["control"] = decoded(member.Hello | member.Failure, _control)
-    found["messages of hosts"] = decoded(host_messages.AnyHostMessage, _from_host)
-    found["channel of a host"] = channel()
+    found["messages of hosts"] = between_hosts()
     found["line to the supervisor"] = line()
     found["events"] = listed(Event, lambda data: events_in(np.frombuffer(data, np.uint8)))
     found["flight recorder"] = listed(flight.FlightEvent, flight.decoded)

@@ -15,7 +15,7 @@ from flockstep import __version__
 from flockstep.errors import FlockstepError
 from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join, Waiting
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.transports.wire import PROTOCOL
 from flockstep_lab.link_faults import FaultProxy
@@ -34,9 +34,7 @@ class Agent:
     def __init__(self, address: tuple[str, int], heartbeat: float, link_timeout: float):
         self.said: list[str] = []
         meeting = Meeting(*address, SECRET, timeout=PATIENCE)
-        self.agent: Any = HostAgent(
-            meeting, JOIN, nothing, nothing, heartbeat, say=self.said.append, link_timeout=link_timeout
-        )
+        self.agent: Any = HostAgent(meeting, JOIN, nothing, heartbeat, link_timeout, say=self.said.append)
         self.agent._control = self
         self.failure: FlockstepError | None = None
         self.over = Event()
@@ -53,10 +51,8 @@ class Agent:
 
     def _run(self) -> None:
         try:
-            self.agent._channel = self.agent._reach()
+            self.agent._links = self.agent._reach()
             self.agent._accepted = self.agent._admitted()
-            for message, payloads in self.agent._early:
-                self.agent._handle(message, payloads)
             while not self.over.is_set():
                 self.agent._turn(0.0)
         except FlockstepError as error:
@@ -69,11 +65,9 @@ def connected(
 ) -> Iterator[tuple[RemoteHosts, list[str], Agent, FaultProxy]]:
     """A coordinator and an agent, which has joined, with a faulty link between them."""
     said: list[str] = []
-    hosts = RemoteHosts(
-        Meeting("127.0.0.1", 0, SECRET, timeout=PATIENCE), range(1, 2), {1: range(2, 4)}, 4, {}, "", heartbeat,
-        said.append, link_timeout=link_timeout,
-    )  # fmt: skip
-    proxy = FaultProxy(hosts._listener.getsockname(), (fault,), 1, 300_000, most)
+    meeting, expected = Meeting("127.0.0.1", 0, SECRET, PATIENCE), ExpectedHosts(range(1, 2), {1: range(2, 4)}, 4, {})
+    hosts = RemoteHosts(meeting, expected, "", heartbeat, link_timeout, said.append)
+    proxy = FaultProxy(("127.0.0.1", hosts.port), (fault,), 1, 300_000, most)
     agent = Agent(proxy.address, heartbeat, link_timeout)
     try:
         hosts.meet()
@@ -84,7 +78,7 @@ def connected(
         hosts.close("", 0)
         agent.over.set()
         agent.thread.join()
-        agent.agent._channel.close()
+        agent.agent._links.bus.close(0.0)
         proxy.close()
 
 
@@ -122,17 +116,17 @@ def test_a_host_that_stays_away_longer_than_the_limit_is_lost_at_both_ends() -> 
     with connected("cut", 0, 1.0, 0.5) as (hosts, said, agent, proxy):
         proxy.down.set()
         wait_until(lambda: hosts.pump() or hosts._hosts[1].lost, PATIENCE, "it is lost")  # type: ignore[func-returns-value]
-        assert "no answer for 1 s, and no new connection for" in said[-1]
-        assert "(the link timeout is 0.5 s)" in said[-1]
+        assert "and the link was down for" in said[-1]
+        assert "longer than the link timeout of 0.5 s" in said[-1]
         wait_until(lambda: agent.failure is not None, PATIENCE, "the agent gives up")
-        assert "has not answered for 1 s, and the link was down for" in str(agent.failure)
+        assert "is lost: nothing arrived for" in str(agent.failure)
 
 
 def test_a_host_that_was_given_up_is_not_taken_back() -> None:
     with connected("cut", 0, 1.0) as (hosts, _, agent, proxy):
-        hosts._link_timeout = 0.5
+        hosts._links.bus.set_limits(1.0, 0.5)
         proxy.down.set()
         wait_until(lambda: hosts.pump() or hosts._hosts[1].lost, PATIENCE, "it is lost")  # type: ignore[func-returns-value]
         proxy.down.clear()
         wait_until(lambda: hosts.pump() or agent.failure is not None, PATIENCE, "the agent is refused")  # type: ignore[func-returns-value]
-        assert "node 1 is not part of this run any more" in str(agent.failure)
+        assert "the other end gave it up" in str(agent.failure)

@@ -23,11 +23,10 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.place import COORDINATOR, Place
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, RunError
 from flockstep.launchers.children import ENDED, Child
-from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
-from flockstep.launchers.hosts import OtherHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.script import supervise
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
@@ -142,8 +141,8 @@ class Adopter:
             return
         config, own = self.config, sorted(processes)
         here = on_host(Transport.parse(BETWEEN_HOSTS), meeting.address())
-        settings, text = settings_of(config), config.to_toml()
-        with RemoteHosts(meeting, range(1, nodes), None, config.workers, settings, text, HEARTBEAT, own=own) as hosts:
+        expected = ExpectedHosts(range(1, nodes), None, config.workers, settings_of(config), own=own)
+        with RemoteHosts(meeting, expected, config.to_toml(), HEARTBEAT) as hosts:
             self._coordinate(processes, dataclasses.replace(config, transport=str(here)), hosts)
 
     def _meeting(self) -> Meeting:
@@ -175,7 +174,7 @@ class Adopter:
         def begin(node_spec: NodeSpec, accepted: Accepted) -> Child:
             return processes[node_spec.address].begin(node_spec)
 
-        HostAgent(meeting, Join(*words, watches=True), begin, start_server, HEARTBEAT).run()
+        HostAgent(meeting, Join(*words, watches=True), begin, HEARTBEAT).run()
 
 
 def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], timeout: float) -> None:

@@ -17,11 +17,10 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import Child
-from flockstep.launchers.entry import start_server
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.records.config import RunConfig
 from flockstep.transports.base import Transport
@@ -111,12 +110,13 @@ class Gathering:
         Raises:
             ConfigurationError: this process cannot listen at the coordinator's address.
         """
-        own, times = self.ranks(config.workers), (config.heartbeat or HEARTBEAT, link_timeout_of(config))
+        own = self.ranks(config.workers)
         others = range(int(bool(own)), self.nodes)
         placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
-        words = config.workers, files_in(settings) if resumes else settings, config.to_toml(), times[0]
-        hosts = RemoteHosts(self.meeting, others, placement, *words, own=own, link_timeout=times[1], resumes=resumes)
-        return stack.enter_context(hosts)
+        compared = files_in(settings) if resumes else settings
+        expected = ExpectedHosts(others, placement, config.workers, compared, own=own, resumes=resumes)
+        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        return stack.enter_context(RemoteHosts(self.meeting, expected, config.to_toml(), *times))
 
     def serve(
         self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]
@@ -138,8 +138,7 @@ class Gathering:
             settings,
         )
         times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
-        starts = start_worker, start_server
-        HostAgent(self.meeting, join, *starts, times[0], config.imports, link_timeout=times[1]).run()
+        HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
 
 
 @dataclass(frozen=True)

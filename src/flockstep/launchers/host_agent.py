@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,10 @@ import msgspec
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, kill_all, reap
+from flockstep.launchers.entry import start_server
 from flockstep.launchers.host_files import AHEAD, HostFiles
 from flockstep.launchers.host_messages import (
+    MAX_MESSAGE,
     Accepted,
     AnyHostMessage,
     Broken,
@@ -30,44 +33,41 @@ from flockstep.launchers.host_messages import (
     Fetch,
     FramesOf,
     Heard,
+    HostLinks,
     HostMessage,
     Join,
     Kill,
     Over,
     Prepared,
     Refused,
-    Resume,
-    Resumed,
-    ServerSpec,
     Start,
     Stopped,
     Store,
     Told,
     Waiting,
-    decoded,
-    encoded,
+    frames_of,
+    unpacked,
 )
-from flockstep.launchers.meeting import WAIT_LONGER, Meeting
+from flockstep.launchers.meeting import WAIT_LONGER, Meeting, address_towards
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
+from flockstep.messages import LAUNCHER as COORDINATOR
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
-from flockstep.transports.host_channel import MAX_PAYLOAD, HostChannel
 from flockstep.transports.kinds import Tcp
-from flockstep.transports.links import Control, LocalFrames
-from flockstep.transports.sealed import LinkForged
-from flockstep.transports.session import LINK_TIMEOUT, new_key
+from flockstep.transports.links import Buffer, Control, LocalFrames
+from flockstep.transports.session import LINK_TIMEOUT
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
 CONNECTING = 5.0
-"""Longest time in seconds of one attempt to connect to the coordinator at the start of the run."""
-AGAIN = 1.0
-"""Longest time in seconds of one attempt to reconnect to the coordinator; during the attempt, nothing is forwarded."""
+"""Longest time in seconds of an attempt to connect to one of several addresses of the coordinator."""
+LINGER = 2.0
+"""Seconds for which the agent tries to send what is queued for the coordinator before the agent ends."""
 POLL = 0.05
 """Seconds between two checks of the processes."""
 LEAVING = 15.0
@@ -92,39 +92,37 @@ class HostAgent:
         meeting: Meeting,
         join: Join,
         start_worker: Callable[[NodeSpec, Accepted], Child | None],
-        start_server: Callable[[NodeSpec, ServerSpec], Child],
         heartbeat: float,
-        imports: tuple[str, ...] = (),
-        say: Callable[[str], None] = on_stderr,
         link_timeout: float = LINK_TIMEOUT,
-        newcomers: Callable[[Accepted], Newcomers] = lambda accepted: Newcomers(),
+        imports: tuple[str, ...] = (),
+        newcomers: Callable[[Accepted], Newcomers] | None = None,
+        say: Callable[[str], None] = on_stderr,
     ):
-        """`start_worker` returns the started process, or None if something else has started it; `imports`: files with
-        custom components, as they are called on this host; `link_timeout`: seconds for which the connection to the
-        coordinator may be away; `newcomers`: starts the processes of workers that join a run that is going on.
+        """Prepare an agent.
+
+        Args:
+            meeting: address and secret of the run.
+            join: the host's first message.
+            start_worker: function that starts a worker; None as its result means that something else has started it.
+            heartbeat: seconds of silence after which the connection to the coordinator is opened again.
+            link_timeout: seconds for which the connection to the coordinator may be away.
+            imports: files with custom components, as they are called on this host.
+            newcomers: function that starts the processes of workers that join a run that is going on.
+            say: function that prints a sentence for the user.
         """
-        self._link_timeout = link_timeout
-        self._invite, self._newcomers = newcomers, Newcomers()
+        self._meeting, self._join, self._say = meeting, join, say
+        self._heartbeat, self._link_timeout = heartbeat, link_timeout
+        self._start_worker, self._imports, self._invite = start_worker, imports, newcomers
+        self._newcomers = Newcomers()
         self._prepared = not join.joining
         """Whether the coordinator knows that the workers that join have built the job."""
-        self._next_attempt = 0.0
-        """Time of the next attempt to connect again, in seconds of the monotonic clock."""
-        self._meeting = meeting
-        self._join = msgspec.structs.replace(join, session=new_key())
-        self._start_worker = start_worker
-        self._start_server = start_server
-        self._heartbeat = heartbeat
-        self._imports = imports
-        self._say = say
         self._frames: dict[int, LocalFrames] = {}
-        self._links = itertools.count()
+        self._numbers = itertools.count()
         self._children: dict[int, Child] = {}
         self._reported: set[int] = set()
         self._memory = OutOfMemoryDetector()
         self._over: Over | None = None
-        self._early: list[tuple[AnyHostMessage, list[memoryview]]] = []
-        """Messages that arrived together with the coordinator's answer."""
-        self._channel: HostChannel
+        self._links: HostLinks
         self._control: Control
         self._accepted: Accepted
         self._directory = Path()
@@ -137,9 +135,9 @@ class HostAgent:
             ConfigurationError: the coordinator refused, or cannot be reached in time.
             RunError: the run failed, or the coordinator is gone.
         """
-        self._channel = self._reach()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._channel.close)
+            self._links = self._reach()
+            stack.callback(self._links.bus.close, LINGER)
             self._accepted = self._admitted()
             if self._join.joining:
                 self._follow(self._accepted)
@@ -150,8 +148,6 @@ class HostAgent:
             stack.callback(self._control.close)
             stack.callback(self._end)
             try:
-                for message, payloads in self._early:
-                    self._handle(message, payloads)
                 while self._over is None:
                     self._turn(POLL)
             except KeyboardInterrupt as stop:
@@ -167,9 +163,10 @@ class HostAgent:
         config = RunConfig.from_toml(accepted.config, "the coordinator's configuration")
         self._join = msgspec.structs.replace(self._join, node=accepted.node)
         self._link_timeout = LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
-        self._heartbeat = self._channel.heartbeat = config.heartbeat or self._heartbeat
+        self._links.bus.set_limits(config.heartbeat or self._heartbeat, self._link_timeout)
+        self._heartbeat = config.heartbeat or self._heartbeat
         try:
-            self._newcomers = self._invite(accepted)
+            self._newcomers = Newcomers() if self._invite is None else self._invite(accepted)
         except FlockstepError as error:
             self._send(Prepared(str(error)))
             raise
@@ -186,56 +183,41 @@ class HostAgent:
             return
         raise Interrupted(f"{reason}; the record is on the coordinator's host")
 
-    def _reach(self) -> HostChannel:
+    def _reach(self) -> HostLinks:
         """Connect to the coordinator, as soon as it listens, and prove the secret.
 
         A connection may end before the proof because other programs have opened many to the same port.
+
+        Raises:
+            ConfigurationError: the coordinator does not know the secret, or does not answer in time.
         """
-        until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
+        until, reminder, why = time.monotonic() + self._meeting.timeout, Reminder(self._say), "no attempt has ended"
         while True:
-            try:
-                sock = self._meeting.connect(min(CONNECTING, max(RETRY, until - time.monotonic())))
-                channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
-                return self._proved(channel, until)
-            except PeerLost as error:
-                if isinstance(error.__cause__, LinkForged):
+            addresses = self._meeting.addresses()
+            for address in addresses:
+                links = HostLinks(self._meeting.secret, self._heartbeat, self._link_timeout)
+                links.bus.connect({COORDINATOR: address}, self._meeting.own)
+                end = min(until, time.monotonic() + CONNECTING) if len(addresses) > 1 else until
+                while not links.lost() and (now := time.monotonic()) < end:
+                    if links.bus.reachable(COORDINATOR):
+                        return links
+                    why = links.bus.obstacle(COORDINATOR) or why
+                    reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
+                    select.select([links.bus], [], [], min(RETRY, end - now))
+                    links.receive()
+                forged, why = links.bus.traffic.rejected, links.bus.obstacle(COORDINATOR) or why
+                links.bus.close(0.0)
+                if forged:
                     raise ConfigurationError(
-                        f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host "
+                        f"the coordinator at {self._meeting.where} did not admit this host: {why}; give every host "
                         "the same secret, and check that a flockstep coordinator listens at this address"
-                    ) from None
-                why = f"the handshake failed: {error}"
-            except OSError as error:
-                why = error.strerror or str(error)
+                    )
             if time.monotonic() > until:
                 raise ConfigurationError(
                     f"no coordinator answered at {self._meeting.where} within {self._meeting.timeout:g} s ({why}); "
                     f"start node 0, check the address, the firewall and the route, or {WAIT_LONGER}"
                 )
-            reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
             time.sleep(RETRY)
-
-    def _proved(self, channel: HostChannel, until: float) -> HostChannel:
-        """Wait for the end of the handshake.
-
-        Raises:
-            PeerLost: the connection ended before both ends had proved that they know the secret.
-        """
-        reminder = Reminder(self._say)
-        try:
-            while not channel.established:
-                reminder.remind(
-                    f"the coordinator at {self._meeting.where} (connected, but the coordinator has not answered yet)"
-                )
-                channel.flush()
-                self._meeting.wait(channel, RETRY)
-                channel.receive()
-                if time.monotonic() > until:
-                    raise PeerLost(f"no answer within {self._meeting.timeout:g} s")
-        except PeerLost:
-            channel.close()
-            raise
-        channel.keep_alive()
-        return channel
 
     def _admitted(self) -> Accepted:
         """Introduce this host, and wait for the coordinator's answer."""
@@ -243,120 +225,58 @@ class HostAgent:
         reminder = Reminder(self._say)
         while True:
             reminder.remind(f"the coordinator at {self._meeting.where} to admit this host")
-            if self._channel.connected:
-                self._meeting.wait(self._channel, RETRY)
-            else:
-                time.sleep(RETRY)
-                self._connect_again(self._meeting.timeout, "--timeout")
-            arrived = self._received()
-            for at, (message, _) in enumerate(arrived):
+            select.select([self._links.bus], [], [], RETRY)
+            for message, _ in self._received():
                 if isinstance(message, Refused | Over):
                     raise ConfigurationError(
                         f"the coordinator at {self._meeting.where} refused this host: {message.reason}"
                     )
                 if isinstance(message, Accepted):
-                    self._early = arrived[at + 1 :]
-                    return message
+                    return message  # what has arrived after it is received in the next turn
 
-    def _send(self, message: HostMessage, *payloads: bytes | bytearray | memoryview) -> None:
-        self._channel.send(encoded(message), payloads)
+    def _send(self, message: HostMessage, payload: Buffer = b"") -> None:
         with contextlib.suppress(PeerLost):  # seen when the next message is received
-            self._channel.flush()
+            self._links.send(COORDINATOR, message, payload)
 
-    def _received(self) -> list[tuple[AnyHostMessage, list[memoryview]]]:
-        """Messages of the coordinator.
+    def _received(self) -> Iterator[tuple[AnyHostMessage, memoryview]]:
+        """The coordinator's messages that have arrived.
 
         Raises:
             RunError: the coordinator is gone.
         """
-        channel = self._channel
+        lost = self._links.lost()  # before the messages are received: what the coordinator said before its end counts
+        while self._links.resumptions:
+            _, away, why = self._links.resumptions.popleft()
+            self._say(f"connected to the coordinator at {self._meeting.where} again after {away:.1f} s ({why})")
         try:
-            found = [(decoded(header), payloads) for header, payloads in channel.receive()]
-            with contextlib.suppress(PeerLost):  # what has arrived counts; the next call raises
-                channel.flush()
-        except PeerLost as error:
-            channel.interrupt(str(error), True)
-            return []
-        except (ProtocolError, ValueError) as error:
+            while (arrived := self._links.receive()) is not None:
+                yield unpacked(arrived[1])
+        except ProtocolError as error:
             raise self._lost(str(error)) from None
-        if channel.silent:
-            channel.interrupt(f"the coordinator has not answered for {self._heartbeat:g} s", False)
-        return found
+        if lost and self._over is None:
+            raise self._lost(self._links.bus.obstacle(COORDINATOR) or "the coordinator has closed it")
 
     def _lost(self, why: str) -> RunError:
         return RunError(f"the connection to the coordinator at {self._meeting.where} is lost: {why}")
 
-    def _connect_again(self, limit: float, name: str) -> None:
-        """Try to connect to the coordinator again, and go on with the session; `name` is the name of the limit.
-
-        Raises:
-            RunError: the coordinator is gone, or has given this host up, or was away for longer than `limit` seconds.
-        """
-        channel, now = self._channel, time.monotonic()
-        if now < self._next_attempt:
-            return
-        try:
-            sock = self._meeting.connect(AGAIN)
-            fresh = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
-            try:
-                away = channel.resume(fresh, self._answered(fresh))
-            except (PeerLost, ProtocolError, ValueError):
-                fresh.close()
-                raise
-        except ConnectionRefusedError:
-            raise self._lost(f"{channel.why}, and nothing listens there any more") from None
-        except (OSError, PeerLost) as error:
-            if now - channel.down > limit:
-                raise self._lost(
-                    f"{channel.why}, and the link was down for {now - channel.down:.1f} s, longer than the {name} "
-                    f"of {limit:g} s ({error})"
-                ) from None
-            self._next_attempt = time.monotonic() + RETRY
-        except (ProtocolError, ValueError) as error:
-            raise self._lost(str(error)) from None
-        else:
-            self._say(f"connected to the coordinator at {self._meeting.where} again after {away:.1f} s ({channel.why})")
-
-    def _answered(self, fresh: HostChannel) -> int:
-        """Name this host's session on a fresh connection; return the number of bytes that the coordinator has.
-
-        Raises:
-            PeerLost: the connection broke, or the coordinator does not answer in time.
-            ProtocolError: the coordinator has given this host up.
-        """
-        fresh.send(encoded(Resume(self._join.node, self._join.session, self._channel.received)))
-        until = time.monotonic() + self._heartbeat
-        while time.monotonic() < until:
-            fresh.flush()
-            self._meeting.wait(fresh, RETRY)
-            for header, _ in fresh.receive(1):
-                answer = decoded(header)
-                if isinstance(answer, Resumed):
-                    return answer.received
-                raise ProtocolError(answer.reason if isinstance(answer, Refused | Over) else "another answer")
-        raise PeerLost(f"no answer within {self._heartbeat:g} s")
-
     def _turn(self, seconds: float) -> None:
         """Forward what has arrived, within that time."""
-        full = self._channel.backlog > BACKLOG
-        if not self._channel.connected:
-            self._connect_again(self._link_timeout, "link timeout")
-        connected = self._channel.connected
-        also = {self._channel.fileno(): self._channel.blocked} if connected else {}
-        sends = connected and self._files.waiting and self._channel.backlog <= AHEAD
-        self._control.wait(() if full else self._frames.values(), 0.0 if sends else seconds, also)
+        backlog = self._links.bus.backlog(COORDINATOR)
+        full, sends = backlog > BACKLOG, self._files.waiting and backlog <= AHEAD
+        sources = () if full else self._frames.values()
+        self._control.wait(sources, 0.0 if sends else seconds, {self._links.bus.fileno(): False})
         with undisturbed():  # half a message would look like a broken protocol
             self._exchange(full)
 
     def _exchange(self, full: bool) -> None:
         """Handle and forward what has arrived; nothing of the processes if the queue for the coordinator is `full`."""
         Control.flush(self._frames.values())
-        for message, payloads in self._received():
-            self._handle(message, payloads)
-        for data, connection in self._control.heard():
-            link = next(self._links)
+        for message, payload in self._received():
+            self._handle(message, payload)
+        for words, connection in self._control.heard():
+            link = next(self._numbers)
             self._frames[link] = connection
-            self._send(Heard(link), data)
+            self._send(Heard(link, words))
         self._report_newcomers()
         ended = {number: child.exit_code() for number, child in self._children.items()}
         broken = [link for link, frames in self._frames.items() if frames.disconnected()]
@@ -365,7 +285,10 @@ class HostAgent:
             drained &= self._forward(link, frames)
         if not drained:
             return  # what a process has sent comes before its end
-        self._send_files()
+        for part in self._files.parts() if self._links.bus.backlog(COORDINATOR) <= AHEAD else ():
+            self._send(*part)
+            if self._links.bus.backlog(COORDINATOR) > AHEAD:
+                break
         for link in broken:
             self._send(Broken(link))
             self._frames.pop(link).close()
@@ -390,25 +313,19 @@ class HostAgent:
         if self._prepared:
             self._send(Prepared())
 
-    def _send_files(self) -> None:
-        """Send parts of the files that the coordinator fetches."""
-        if self._channel.connected and self._channel.backlog <= AHEAD:
-            for message, part in self._files.parts():
-                self._send(message, part)
-                if self._channel.backlog > AHEAD:
-                    return
-
     def _forward(self, link: int, frames: LocalFrames) -> bool:
         """Forward messages of a process, at most so many; return whether none is left."""
         with contextlib.suppress(ProtocolError):  # the connection is closed then
             for _ in range(MESSAGES):
-                if (parts := frames.receive(MAX_PAYLOAD)) is None:
+                if self._links.bus.backlog(COORDINATOR) > BACKLOG:
+                    return False
+                if (parts := frames.receive(MAX_MESSAGE)) is None:
                     return True
-                self._send(FramesOf(link), *parts)
+                self._send(*frames_of(link, parts))
             return False
         return True
 
-    def _handle(self, message: AnyHostMessage, payloads: list[memoryview]) -> None:
+    def _handle(self, message: AnyHostMessage, payload: memoryview) -> None:
         match message:
             case Waiting():
                 self._say(f"waiting for {message.text}")
@@ -419,10 +336,10 @@ class HostAgent:
             case Refused():
                 raise ConfigurationError(message.reason)
             case Store() | Discard() | Fetch():
-                self._try(lambda: self._files.handle(message, payloads), f"store {message.path}")
+                self._try(lambda: self._files.handle(message, payload), f"store {message.path}")
             case FramesOf():
                 if (frames := self._frames.get(message.link)) is not None:
-                    frames.send(payloads)
+                    frames.send([message.header, payload] if message.array else [message.header])
             case Close():
                 if (frames := self._frames.pop(message.link, None)) is not None:
                     frames.close()
@@ -445,13 +362,17 @@ class HostAgent:
             message.spec,
             control=self._control.address,
             directory=str(self._directory),
-            transport=str(on_host(Transport.parse(message.spec.transport), self._meeting.own or self._channel.own)),
+            transport=str(
+                on_host(
+                    Transport.parse(message.spec.transport), self._meeting.own or address_towards(self._meeting.host)
+                )
+            ),
             supervisor=os.getpid(),
             imports=self._imports,
         )
         if message.server is not None:
             server = msgspec.structs.replace(message.server, imports=self._imports)
-            self._children[message.number] = self._start_server(spec, server)
+            self._children[message.number] = start_server(spec, server)
             return
         accepted = msgspec.structs.replace(self._accepted, config=message.config or self._accepted.config)
         if (child := self._start_worker(spec, accepted)) is not None:

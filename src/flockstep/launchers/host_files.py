@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -37,7 +37,7 @@ class HostFiles:
         """Whether parts of a file are still to be sent."""
         return bool(self._leaving)
 
-    def handle(self, message: Store | Discard | Fetch, payloads: Sequence[memoryview]) -> None:
+    def handle(self, message: Store | Discard | Fetch, payload: memoryview) -> None:
         """Carry out a request of the coordinator.
 
         Raises: OSError: a file cannot be written to the disk.
@@ -45,7 +45,7 @@ class HostFiles:
         """
         match message:
             case Store():
-                self.store(message, payloads[0])
+                self.store(message, payload)
             case Discard():
                 shutil.rmtree(self._place(message.path), ignore_errors=True)
             case Fetch():

@@ -1,4 +1,7 @@
-"""Messages between the coordinator of a run and the agents of its hosts.
+"""Messages between the coordinator of a run and the agents of its hosts, and the links that carry them.
+
+The coordinator and the agents are nodes of a stream bus of their own, encrypted in any case. An agent connects as soon
+as the coordinator listens, and says:
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
 coordinator → agent   Accepted, or Refused with the reason; Waiting while other hosts have not joined
@@ -15,11 +18,30 @@ coordinator → agent   Told: a sentence for the host's user
 
 from __future__ import annotations
 
+import secrets
+import socket
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
 
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.part_group import PartGroup
+from flockstep.errors import ProtocolError
+from flockstep.messages import LAUNCHER, Address, Message
+from flockstep.transports.links import Buffer
+from flockstep.transports.streams import LinkLog, StreamBus
+from flockstep.transports.wire import SenderIdentity
+
+MAX_MESSAGE = 1 << 36
+"""Largest size of a message in bytes; a message may carry an array of a model."""
+NAMED = 100
+"""Maximum number of refused addresses that are reported."""
+_LENGTH = struct.Struct("<I")
 
 
 class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
@@ -44,27 +66,8 @@ class Join(HostMessage, frozen=True):
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
     """Whether the agent watches processes that another launcher has started on the host, and reports when they end."""
-    session: str = ""
-    """Key of the session, by which the coordinator recognizes the agent when it connects again."""
     joining: int = 0
     """Number of workers with which the host joins a run in progress; 0 if the host takes part from the start."""
-
-
-class Resume(HostMessage, frozen=True):
-    """The first message of a host agent that connects again after its connection has broken."""
-
-    node: int
-    session: str
-    received: int
-    """Number of bytes that the agent has received from the coordinator."""
-
-
-class Resumed(HostMessage, frozen=True):
-    """Message to a host agent that has connected again: the number of bytes that the coordinator has received from the
-    agent.
-    """
-
-    received: int
 
 
 class Refused(HostMessage, frozen=True):
@@ -128,10 +131,20 @@ class Start(HostMessage, frozen=True):
     """The run's configuration as TOML; empty if it is the configuration that `Accepted` contained."""
 
 
-class FramesOf(HostMessage, frozen=True):
-    """Message in both directions: one forwarded message of a process, whose frames are the payloads."""
+class Heard(HostMessage, frozen=True):
+    """Message of a host agent: a process has connected to the agent; `words` is what the process says first."""
 
     link: int
+    """Number by which later messages refer to the connection."""
+    words: bytes
+
+
+class FramesOf(HostMessage, frozen=True):
+    """Message in both directions: one forwarded message of a process; the payload is the message's array."""
+
+    link: int
+    header: bytes
+    array: bool
 
 
 class Close(HostMessage, frozen=True):
@@ -144,13 +157,6 @@ class Broken(HostMessage, frozen=True):
     """Message of a host agent: the connection to a process of its host broke."""
 
     link: int
-
-
-class Heard(HostMessage, frozen=True):
-    """Message of a host agent: a process has connected to the agent; the payload is what the process says first."""
-
-    link: int
-    """Number by which later messages refer to the connection."""
 
 
 class Exited(HostMessage, frozen=True):
@@ -219,25 +225,108 @@ class Over(HostMessage, frozen=True):
 
 AnyHostMessage = (
     Join | Refused | Accepted | Waiting | Start | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
-    | Over | Prepared | Told | Resume | Resumed | Store | Discard | Fetch | PartOf
+    | Over | Prepared | Told | Store | Discard | Fetch | PartOf
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encoded(message: HostMessage) -> bytes:
-    """Return a message encoded as the bytes of a header."""
-    return _encoder.encode(message)
+def packed(message: HostMessage, payload: Buffer = b"") -> bytes:
+    """Return a message and its payload as bytes."""
+    header = _encoder.encode(message)
+    return b"".join((_LENGTH.pack(len(header)), header, payload))
 
 
-def decoded(header: bytes) -> AnyHostMessage:
-    """Return the message that a header encodes.
+def unpacked(data: memoryview) -> tuple[AnyHostMessage, memoryview]:
+    """Return the message and the payload that bytes hold; the payload is a view of them.
 
     Raises:
-        ValueError: the bytes do not encode a message.
+        ProtocolError: the bytes hold no message.
     """
     try:
-        message: AnyHostMessage = _decoder.decode(header)
-    except RecursionError as error:  # it is no ValueError, as msgspec's other errors are
-        raise ValueError(str(error)) from None
-    return message
+        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        if end > data.nbytes:
+            raise ProtocolError(f"a message of {data.nbytes} bytes announced a header that ends at byte {end}")
+        return _decoder.decode(data[_LENGTH.size : end]), data[end:]
+    except (ValueError, RecursionError, struct.error) as error:  # msgspec's own errors are ValueErrors
+        raise ProtocolError(str(error)) from None
+
+
+def frames_of(link: int, frames: Sequence[Buffer]) -> tuple[FramesOf, Buffer]:
+    """Return the message that forwards the frames of a process's message, and its payload."""
+    return FramesOf(link, bytes(frames[0]), len(frames) > 1), frames[1] if len(frames) > 1 else b""
+
+
+class HostLinks(LinkLog):
+    """The links of the coordinator to the agents, or of an agent to the coordinator.
+
+    A link that breaks is opened again by the agent, and continues with the next byte.
+    """
+
+    def __init__(self, secret: bytes, heartbeat: float, link_timeout: float, listener: socket.socket | None = None):
+        """`listener`: where the coordinator listens; None for an agent.
+
+        A link that is silent for `heartbeat` seconds is opened again; the other end is lost if the link is down for
+        longer than `link_timeout`, or for two heartbeat timeouts after an agent has closed it.
+        """
+        me = LAUNCHER if listener is not None else LAUNCHER + 1 + secrets.randbits(48)
+        self._identity = SenderIdentity("the hosts of a run", me, "", MAX_MESSAGE, secret=secret)
+        self.bus = StreamBus(
+            self._identity,
+            listener,
+            encrypts=True,
+            heartbeat=heartbeat,
+            link_timeout=link_timeout,
+            local_sessions=True,
+        )
+        self.bus.report_to(self)
+        self._sent = Counter[Address]()
+        self._named: set[str] = set()
+        self.refusals: deque[tuple[str, str]] = deque()
+        """Address and reason of each connection that was refused, one for each address."""
+        self.resumptions: deque[tuple[Address, float, str]] = deque()
+        """Peer of each link that was opened again, seconds without the link, and why it broke."""
+        if listener is not None:
+            self.bus.open(returns_within=2 * heartbeat)
+
+    def refused(self, me: Address, host: str, begun: bool, why: str, first: bool) -> None:
+        """Keep a refusal, unless the other end is no flockstep or was named before: such connections are only
+        counted.
+        """
+        if begun and host not in self._named and len(self._named) < NAMED:
+            self._named.add(host)
+            self.refusals.append((host, why))
+
+    def resumed(self, me: Address, peer: Address, seconds: float, why: str, nbytes: int) -> None:
+        """Keep what is to be said about a link that was opened again."""
+        self.resumptions.append((peer, seconds, why))
+
+    def lost(self) -> set[Address]:
+        """Return the peers whose link has ended for good; what they have sent before may still have to be received."""
+        return self.bus.broken(0.0)
+
+    def send(self, peer: Address, message: HostMessage, payload: Buffer = b"") -> None:
+        """Queue a message without waiting.
+
+        Raises:
+            Backlog: too much is queued for the peer.
+            PeerLost: the link to the peer has ended.
+        """
+        array = np.frombuffer(packed(message, payload), np.uint8)
+        self.bus.send(peer, Message(self._identity.address, "host", array, number=self._sent[peer] + 1))
+        self._sent[peer] += 1
+
+    def receive(self, seconds: float = 0.0) -> tuple[Address, memoryview] | None:
+        """Return the next message, packed, and its sender, or None if none arrives within `seconds`.
+
+        A peer whose message breaks the protocol of the bus is lost.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                message = self.bus.poll(max(0.0, until - time.monotonic()))
+            except ProtocolError:  # `lost` names the peer, and `obstacle` the reason
+                continue
+            if message is None:
+                return None
+            return message.source, memoryview(b"" if message.array is None else message.array.data)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from flockstep.launchers.host_messages import (
     Fetch,
     FramesOf,
     Heard,
+    HostLinks,
     HostMessage,
     Join,
     Kill,
@@ -39,16 +39,14 @@ from flockstep.launchers.host_messages import (
     PartOf,
     Prepared,
     Refused,
-    Resume,
-    Resumed,
     ServerSpec,
     Start,
     Stopped,
     Store,
     Told,
     Waiting,
-    decoded,
-    encoded,
+    frames_of,
+    unpacked,
 )
 from flockstep.launchers.host_settings import differing
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
@@ -56,16 +54,11 @@ from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
 from flockstep.messages import server as server_address
 from flockstep.records.checkpoints import MANIFEST, ArrivingShard, Shard, shard_file
-from flockstep.transports.admission import Admission
-from flockstep.transports.host_channel import HostChannel
+from flockstep.transports.bus import Backlog
 from flockstep.transports.links import Buffer, Frames
 from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import MAX_HEADER, PROTOCOL
 
-ACCEPTED = 32
-"""Largest number of connections that the coordinator accepts in one turn, so that a flood of connections does not keep
-it from its other work.
-"""
 SHOWN = 16
 """Largest number of missing hosts or ranks that a message lists."""
 SAME_VERSION = "install the same version on every host"
@@ -74,11 +67,9 @@ NONE_JOINS = "workers of another host join only a run of flockstep train that wa
 POLL = 0.05
 """Seconds between two checks of the connections while the coordinator waits for hosts to join."""
 SENDING = 0.001
-"""Seconds between two attempts to send more of a file over a connection that accepts no more bytes."""
-WAITING = 1024
-"""Number of unread messages from a host at which the coordinator stops reading from the host."""
-NAMED = 100
-"""Maximum number of rejected addresses for which a line is printed."""
+"""Seconds between two attempts to send more over a link that accepts no more bytes."""
+UNREAD = 1024
+"""Number of unread messages from a host at which the coordinator stops reading from the hosts."""
 LINGER = 2.0
 """Seconds for which the coordinator tries to send the hosts the message that the run is over."""
 
@@ -113,7 +104,7 @@ class RemoteFrames(Frames):
         self.broke = False
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        self._host.send(FramesOf(self._link), *frames)
+        self._host.send(*frames_of(self._link, frames))
 
     def receive(self, most: int, header: int = MAX_HEADER) -> Sequence[Buffer] | None:
         return self.arrived.popleft() if self.arrived else None
@@ -156,7 +147,9 @@ class Host:
     """A host whose agent takes part in the run."""
 
     join: Join
-    channel: HostChannel
+    peer: Address
+    """Address of the agent on the links between hosts."""
+    deliver: Callable[[Address, HostMessage, Buffer], None]
     frames: dict[int, RemoteFrames] = field(default_factory=dict)
     children: dict[int, RemoteChild] = field(default_factory=dict)
     waits: bool = False
@@ -172,13 +165,13 @@ class Host:
     lost: str = ""
     """Reason for which the agent was lost; empty while the agent is connected."""
 
-    def send(self, message: HostMessage, *payloads: Buffer) -> None:
-        """Queue a message for the agent, if the agent is connected."""
+    def send(self, message: HostMessage, payload: Buffer = b"") -> None:
+        """Queue a message for the agent, unless the agent was lost."""
         if not self.lost:
-            self.channel.send(encoded(message), payloads)
+            self.deliver(self.peer, message, payload)
 
     @property
-    def waiting(self) -> int:
+    def unread(self) -> int:
         """Number of messages from the host's processes that the coordinator has received but not read."""
         return sum(len(frames.arrived) for frames in self.frames.values())
 
@@ -186,6 +179,17 @@ class Host:
     def title(self) -> str:
         """Name of the host in error messages: the number of the node, and the name of the host."""
         return f"node {self.join.node} ({self.join.name})"
+
+    def forget(self, reason: str) -> None:
+        """Count the host's processes as lost with the host, and drop the files that have not arrived."""
+        self.lost = reason
+        for frames in self.frames.values():
+            frames.broke = True
+        for child in self.children.values():
+            child.code = HOST_LOST if child.code is None else child.code
+        for one in self.arriving.values():
+            one.file.drop()
+        self.arriving.clear()
 
 
 class OtherHosts:
@@ -304,6 +308,24 @@ class OtherHosts:
         """
 
 
+@dataclass(frozen=True)
+class ExpectedHosts:
+    """The hosts that a coordinator waits for, and what must be equal on all of them."""
+
+    nodes: range
+    """The hosts that have to come."""
+    placement: Mapping[int, range] | None
+    """Node → its ranks; None if the agents say which ranks they have."""
+    workers: int
+    """Number of workers of the whole run."""
+    settings: Mapping[str, str]
+    """Settings that must be equal on all hosts."""
+    own: Sequence[int] = ()
+    """Ranks of the coordinator's host."""
+    resumes: bool = False
+    """Whether the run is resumed; then the `settings` name files only, and the checkpoint holds the rest."""
+
+
 class RemoteHosts(OtherHosts):
     """The other hosts of a run; each host has an agent."""
 
@@ -312,69 +334,71 @@ class RemoteHosts(OtherHosts):
     def __init__(
         self,
         meeting: Meeting,
-        nodes: range,
-        placement: Mapping[int, range] | None,
-        workers: int,
-        settings: Mapping[str, str],
+        expected: ExpectedHosts,
         config: str,
         heartbeat: float,
-        say: Callable[[str], None] = on_stderr,
-        own: Sequence[int] = (),
         link_timeout: float = LINK_TIMEOUT,
-        resumes: bool = False,
+        say: Callable[[str], None] = on_stderr,
     ):
         """Listen for the agents of the other hosts.
 
         Args:
-            nodes: the hosts that have to come.
-            placement: node → its ranks; None if the agents say which ranks they have.
-            workers: workers of the whole run.
-            settings: the settings that must be equal on all hosts.
+            meeting: address and secret of the run.
+            expected: the hosts that have to come.
             config: the run's configuration as TOML.
-            own: ranks of the coordinator's host.
+            heartbeat: seconds of silence after which the connection to a host is opened again.
             link_timeout: seconds for which the connection to a host may be away before the host is lost.
-            resumes: whether the run is resumed; then the `settings` name files only, and the checkpoint holds the rest.
+            say: function that prints a sentence for the user.
 
         Raises:
             ConfigurationError: it is not possible to listen at the meeting's address.
         """
         super().__init__()
-        self._meeting = meeting
-        self._nodes = nodes
-        self._next_node = itertools.count(nodes.stop)
+        self._meeting, self._expected, self._config, self._say = meeting, expected, config, say
+        self._own, self._workers = expected.own, expected.workers
+        self._next_node = itertools.count(expected.nodes.stop)
         """Numbers of the hosts that join later."""
         self._newest: list[Host] = []
         """Hosts that have joined with the change of the workers that is going on."""
-        self._placement = placement
-        self._workers = workers
-        self._settings = settings
-        self._config = config
-        self._heartbeat = heartbeat
-        self._say = say
-        self._own = own
-        self._resumes = resumes
-        self._link_timeout = link_timeout
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
-        self._listener = meeting.listen()
-        self._admission = Admission(heartbeat)
-        self._strangers: list[HostChannel] = []
-        """Connections that have not named a host yet, in the order in which they were accepted."""
+        self._refused: set[Address] = set()
+        """Agents that may not join."""
+        self._links = HostLinks(meeting.secret, heartbeat, link_timeout, meeting.listen(heartbeat))
         self._hosts: dict[int, Host] = {}
+        self._agents: dict[Address, Host] = {}
         self._where: dict[Address, Host] = {}
         self._heard: list[tuple[bytes, Frames]] = []
         self._stopped: Stopped | None = None
-        self._links = itertools.count()
-        self._named: set[str] = set()
-        """Addresses about which a line was printed."""
+        self._numbers = itertools.count()
+        self._failed: Callable[[], str | None] = lambda: None
+        self._closed = False
+
+    @property
+    def port(self) -> int:
+        """Port at which the coordinator listens."""
+        return int(self._links.bus.address.rpartition(":")[2])
+
+    @property
+    def rejected(self) -> int:  # type: ignore[override]
+        """Number of connections and hosts that the coordinator has rejected."""
+        return self._links.bus.traffic.rejected + len(self._refused)
+
+    def require_agents(self, failed: Callable[[], str | None]) -> None:
+        """End the run if an agent fails before all hosts have joined: `failed` returns the reason, or None."""
+        self._failed = failed
 
     def meet(self) -> None:
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while missing := self._missing():
             time.sleep(POLL)
             self.pump()
+            if (reason := self._failed()) is not None and self._missing():
+                raise RunError(reason)
             self.require_running()
-            self._require_hosts("before the start of the run")
+            for host in self._hosts.values():
+                if host.lost:
+                    raise PeerLost(f"{host.title} was lost before the start of the run: {host.lost}")
             if time.monotonic() > until:
                 start = f"start flockstep on every host with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
                 way = "remove the reason of the refusal, and " if self._turned_away else ""
@@ -385,7 +409,7 @@ class RemoteHosts(OtherHosts):
                 for host in self._hosts.values():
                     host.send(Waiting(missing))
         ranks = sorted([*self._where, *self._own])
-        if self._placement is None and ranks != list(range(self._workers)):
+        if self._expected.placement is None and ranks != list(range(self._workers)):
             raise ConfigurationError(
                 f"the ranks of the hosts must be 0 to {self._workers} - 1, each exactly once, got {ranks}; use the "
                 "same -n and --nodes on every host"
@@ -393,13 +417,13 @@ class RemoteHosts(OtherHosts):
 
     def _missing(self) -> str:
         """Hosts that have not come, or ranks where the agents say which they have; empty if there are none."""
-        if self._placement is None:
+        nodes, placement = self._expected.nodes, self._expected.placement
+        if placement is None:
             ranks = [rank for rank in range(self._workers) if rank not in self._where and rank not in self._own]
             return _listed("rank", ranks, self._workers)
-        nodes = [node for node in self._nodes if node not in self._hosts]
-        ranks = [rank for node in nodes for rank in self._placement[node]]
-        waited = _listed("rank", ranks, self._workers)
-        return _listed("node", nodes, self._nodes.stop) + f" ({waited})" * bool(ranks)
+        absent = [node for node in nodes if node not in self._hosts]
+        waited = _listed("rank", [rank for node in absent for rank in placement[node]], self._workers)
+        return _listed("node", absent, nodes.stop) + f" ({waited})" * bool(waited)
 
     def require_running(self) -> None:
         if self._stopped is None:
@@ -408,11 +432,6 @@ class RemoteHosts(OtherHosts):
             raise RunError(self._stopped.reason)
         reason, self._stopped = self._stopped.reason, None  # the run takes its last checkpoint
         raise KeyboardInterrupt(reason)
-
-    def _require_hosts(self, when: str) -> None:
-        for host in self._hosts.values():
-            if host.lost:
-                raise PeerLost(f"{host.title} was lost {when}: {host.lost}")
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
         if beside:
@@ -430,11 +449,11 @@ class RemoteHosts(OtherHosts):
         return address in self._where
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
-        host, number = self._where[spec.address], next(self._links)
+        host, number = self._where[spec.address], next(self._numbers)
         whole = server is not None and server.group is None
         node = server_address(server.index) if whole and server is not None else spec.address
         host.send(Start(number, self._with_state(host, spec, node), server, config))
-        if server is None and self._placement is None and not host.join.watches:
+        if server is None and self._expected.placement is None and not host.join.watches:
             return None
         child = host.children[number] = RemoteChild(host, number)
         return child
@@ -482,7 +501,8 @@ class RemoteHosts(OtherHosts):
     @property
     def prepared(self) -> int:  # type: ignore[override]
         """Number of workers on other hosts that are about to join and have built the job."""
-        return sum(host.join.joining for host in self._waiting_hosts() if host.prepared and host.channel.connected)
+        ready = [host for host in self._waiting_hosts() if host.prepared and self._links.bus.connected(host.peer)]
+        return sum(host.join.joining for host in ready)
 
     def _with_state(self, host: Host, spec: NodeSpec, node: Address) -> NodeSpec:
         """Send the state from which a node continues to its host; return the node specification with the place of the
@@ -492,24 +512,20 @@ class RemoteHosts(OtherHosts):
             return spec
         folder, there = Path(spec.checkpoint), f"from-{spec.run}"
         for name in (*((MANIFEST,) if there not in host.given else ()), shard_file(node)):
-            self._send_file(host, folder / name, f"{there}/{name}")
+            with (folder / name).open("rb") as opened:
+                last = False
+                while not last and not host.lost:
+                    part = opened.read(PART)
+                    last = len(part) < PART
+                    host.send(Store(f"{there}/{name}", last), part)
+                    while self._links.bus.backlog(host.peer) > AHEAD and not host.lost:
+                        time.sleep(SENDING)
+                        self.pump()
         host.given.add(there)
         return replace(spec, checkpoint=there)
 
-    def _send_file(self, host: Host, file: Path, there: str) -> None:
-        """Send a file, and handle the messages of all hosts while the connection takes no more."""
-        with file.open("rb") as opened:
-            last = False
-            while not last and not host.lost:
-                part = opened.read(PART)
-                last = len(part) < PART
-                host.send(Store(there, last), part)
-                while host.channel.backlog > AHEAD and not host.lost:
-                    time.sleep(SENDING)
-                    self.pump()
-
     def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
-        host, number = self._where[address], next(self._links)
+        host, number = self._where[address], next(self._numbers)
         try:
             host.arriving[number] = Arriving(ArrivingShard(folder, shard), done)
         except OSError as error:
@@ -524,125 +540,100 @@ class RemoteHosts(OtherHosts):
             host.given.clear()
 
     def descriptors(self) -> dict[int, bool]:
-        channels = [host.channel for host in self._hosts.values() if not host.lost and host.channel.connected]
-        channels += self._strangers
-        return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
+        return {self._links.bus.fileno(): False}
 
     def heard(self) -> Iterator[tuple[bytes, Frames]]:
         found, self._heard = self._heard, []
         yield from found
 
-    def pump(self) -> None:
-        self._accept()
-        for channel in list(self._strangers):
-            self._admit(channel)
-        for host in self._hosts.values():
-            if not host.lost and host.waiting < WAITING:
-                self._serve(host)
-
     @property
     def waiting(self) -> bool:  # type: ignore[override]
         """Whether messages have arrived that the coordinator has not read."""
-        return bool(self._heard) or any(host.waiting for host in self._hosts.values())
+        return bool(self._heard) or any(host.unread for host in self._hosts.values())
+
+    def pump(self) -> None:
+        lost = self._links.lost()  # before the messages are received: what an agent said before its end counts
+        while all(host.unread < UNREAD for host in self._hosts.values()):
+            if (arrived := self._links.receive()) is None:
+                break
+            self._take(*arrived)
+        else:
+            lost = set()
+        for host in self._hosts.values():
+            if host.left and not host.lost and not self._links.bus.connected(host.peer):
+                self._forget(host, "the run continues without this host")
+            elif host.peer in lost and not host.lost:
+                self._lose(host, self._links.bus.obstacle(host.peer) or "its agent has closed the connection")
+        while self._links.refusals:
+            self._say_turned_away(*self._links.refusals.popleft())
+        while self._links.resumptions:
+            peer, away, why = self._links.resumptions.popleft()
+            if peer in self._agents:
+                self._say(f"{self._agents[peer].title} reconnected after {away:.1f} s ({why})")
 
     def abandon(self) -> None:
         for host in self._hosts.values():
             if not host.lost and any(child.code is None for child in host.children.values()):
                 self._lose(host, "its processes did not end in time")
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
-            for _ in range(ACCEPTED):
-                sock, _ = self._listener.accept()
-                with contextlib.suppress(OSError):
-                    self._strangers.append(HostChannel(sock, self._meeting.secret, False, self._heartbeat))
-                if (excess := self._admission.excess(self._strangers)) is not None:
-                    self._turn_away(excess)
+    def _send(self, peer: Address, message: HostMessage, payload: Buffer) -> None:
+        """Queue a message for an agent; while too much is queued, handle what arrives."""
+        with contextlib.suppress(PeerLost):  # `pump` sees it
+            while True:
+                try:
+                    self._links.send(peer, message, payload)
+                    return
+                except Backlog:
+                    if peer in self._agents and self._agents[peer].lost:
+                        return
+                    time.sleep(SENDING)
+                    self.pump()
 
-    def _say_turned_away(self, peer: str, reason: str) -> None:
-        self._turned_away = f" (refused {peer}: {reason})"
-        self._say(self._turned_away.strip()[1:-1])
-
-    def _turn_away(self, channel: HostChannel, reason: str = "") -> None:
-        """Close a connection, with a sentence for an agent that knows the secret."""
-        self.rejected += 1
-        if reason:
-            self._say_turned_away(channel.host, reason)
-            with contextlib.suppress(PeerLost):
-                channel.send(encoded(Refused(reason)))
-                channel.flush()
-        self._strangers.remove(channel)
-        channel.close()
-
-    def _admit(self, channel: HostChannel) -> None:
-        """Let a host in that has said which one it is."""
+    def _take(self, peer: Address, data: memoryview) -> None:
+        """Handle a message of an agent, which may be one that has not joined yet."""
+        host = self._agents.get(peer)
         try:
-            arrived = channel.receive(1)
-            channel.flush()
-            message = decoded(arrived[0][0]) if arrived else None
-        except ValueError:
-            self._turn_away(
-                channel, f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
-            )
-            return
-        except (PeerLost, ProtocolError) as error:
-            self._turn_away(channel)
-            if channel.begun and channel.host not in self._named and len(self._named) < NAMED:
-                self._named.add(channel.host)  # others are no hosts of ours: they are only counted
-                why = str(error) if channel.established else "the other end does not know the secret of this run"
-                self._say_turned_away(channel.host, why)
-            return
-        if message is None and self._admission.overdue(channel, time.monotonic()):
-            self._turn_away(channel)
-        if message is None:
-            return
-        if isinstance(message, Resume):
-            self._resume(channel, message)
-            return
+            message, payload = unpacked(data)
+            if host is None and peer not in self._refused:
+                self._admit(peer, message)
+            elif host is not None and not host.lost:
+                self._handle(host, message, payload)
+        except ProtocolError as error:
+            if host is not None:
+                self._lose(host, str(error))
+            elif peer not in self._refused:
+                version = f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
+                self._refuse(peer, version)
+
+    def _admit(self, peer: Address, message: AnyHostMessage) -> None:
+        """Let a host in that has said which one it is."""
         reason = self._objection(message) if isinstance(message, Join) else "the first message does not name a host"
         if reason is not None or not isinstance(message, Join):
-            self._turn_away(channel, reason or "")
+            self._refuse(peer, reason or "")
             return
-        self._strangers.remove(channel)
         if joins := message.joining > 0:
             message = msgspec.structs.replace(message, node=next(self._next_node))
             self._say(f"node {message.node} ({message.name}) is about to join with {message.joining} workers")
-        host = self._hosts[message.node] = Host(message, channel, waits=joins)
+        host = self._hosts[message.node] = self._agents[peer] = Host(message, peer, self._send, waits=joins)
         self._where.update(dict.fromkeys(() if joins else self._ranks_of(message), host))
-        host.send(Accepted(self._config, message.node, dict(self._settings) if joins else {}))
-        channel.keep_alive()
+        host.send(Accepted(self._config, message.node, dict(self._expected.settings) if joins else {}))
 
-    def _resume(self, channel: HostChannel, message: Resume) -> None:
-        """Go on with the session of a host whose agent has connected again."""
-        host = next((one for one in self._hosts.values() if one.join.session == message.session != ""), None)
-        if (
-            host is None and message.session and not message.received
-        ):  # the connection broke before its Join arrived, which is sent again
-            channel.send(encoded(Resumed(0)))
-            channel.flush()
-            channel.begin_session()
-            return
-        if host is None or host.lost:
-            self._turn_away(channel, f"node {message.node} is not part of this run any more")
-            return
-        try:
-            channel.send(encoded(Resumed(host.channel.received)))
-            channel.flush()
-            away = host.channel.resume(channel, message.received)
-        except (PeerLost, ProtocolError) as error:
-            self._turn_away(channel)
-            self._say(f"{host.title} cannot reconnect: {error}")
-            return
-        self._strangers.remove(channel)
-        why = host.channel.why or "its agent opened a new connection"
-        self._say(f"{host.title} reconnected after {away:.1f} s ({why})")
+    def _refuse(self, peer: Address, reason: str) -> None:
+        """Tell an agent why its host may not join; the agent closes the connection."""
+        self._refused.add(peer)
+        self._say_turned_away("an agent", reason)
+        self._send(peer, Refused(reason), b"")
+
+    def _say_turned_away(self, other: str, reason: str) -> None:
+        self._turned_away = f" (refused {other}: {reason})"
+        self._say(self._turned_away.strip()[1:-1])
 
     def _ranks_of(self, join: Join) -> Sequence[int]:
-        return join.ranks if self._placement is None else self._placement[join.node]
+        return join.ranks if self._expected.placement is None else self._expected.placement[join.node]
 
     def _objection(self, join: Join) -> str | None:
         """Why a host may not join; None if it may."""
-        said = f"node {join.node} ({join.name})"
+        said, nodes = f"node {join.node} ({join.name})", self._expected.nodes
         if join.protocol != PROTOCOL or join.version != __version__:
             return (
                 f"{said} has flockstep {join.version} (protocol {join.protocol}), the coordinator has "
@@ -650,10 +641,10 @@ class RemoteHosts(OtherHosts):
             )
         if join.joining:
             return self.why_not_join(join.joining) or None
-        if join.nodes != self._nodes.stop or (join.workers != self._workers and not self._resumes):
+        if join.nodes != nodes.stop or (join.workers != self._workers and not self._expected.resumes):
             return (
                 f"{said} was started for {join.nodes} hosts and {join.workers} workers, the coordinator for "
-                f"{self._nodes.stop} hosts and {self._workers} workers; give every host the same --nodes and -n"
+                f"{nodes.stop} hosts and {self._workers} workers; give every host the same --nodes and -n"
             )
         if (known := self._hosts.get(join.node)) is not None and (known.left or known.lost):
             return (
@@ -663,57 +654,17 @@ class RemoteHosts(OtherHosts):
             )
         if known is not None:
             return f"{said} has joined already; give every host a different --node-rank"
-        if join.node not in self._nodes:
-            return (
-                f"the node rank of {said} must be one of {self._nodes.start} to {self._nodes.stop - 1}; correct "
-                "--node-rank"
-            )
+        if join.node not in nodes:
+            return f"the node rank of {said} must be one of {nodes.start} to {nodes.stop - 1}; correct --node-rank"
         if taken := [rank for rank in self._ranks_of(join) if rank in self._where or rank in self._own]:
             return (
                 f"{said} has the ranks {taken}, which another host has already; give every host the same -n and --nodes"
             )
-        theirs = join.settings
-        if self._resumes:
-            theirs = {name: value for name, value in theirs.items() if name in self._settings}
-        wrong = differing(self._settings, theirs)
-        return (
-            None
-            if wrong is None
-            else f"{said} differs from the coordinator: {wrong}; start every host with the same command"
-        )
-
-    def _serve(self, host: Host) -> None:
-        """Handle the messages of a host."""
-        channel = host.channel
-        if not channel.connected and host.left:
-            self._forget(host, "the run continues without this host")
-            return
-        if not channel.connected:
-            self._require_return(host)
-            return
-        try:
-            for header, payloads in channel.receive():
-                self._handle(host, decoded(header), payloads)
-            channel.flush()
-        except PeerLost as error:
-            channel.interrupt(str(error), True)
-        except (ProtocolError, ValueError) as error:
-            self._lose(host, str(error))
-        else:
-            if channel.silent:
-                channel.interrupt(f"no answer for {self._heartbeat:g} s", False)
-
-    def _require_return(self, host: Host) -> None:
-        """Give a host up whose agent has been away too long.
-
-        If only this end of the connection was closed, a living agent hears nothing for a heartbeat, and then connects
-        again.
-        """
-        channel = host.channel
-        limit = min(2 * self._heartbeat, self._link_timeout) if channel.closed else self._link_timeout
-        if (away := time.monotonic() - channel.down) > limit:
-            which = "twice the heartbeat" if limit < self._link_timeout else "the link timeout"
-            self._lose(host, f"{channel.why}, and no new connection for {away:.1f} s ({which} is {limit:g} s)")
+        ours, theirs = self._expected.settings, join.settings
+        if self._expected.resumes:
+            theirs = {name: value for name, value in theirs.items() if name in ours}
+        wrong = differing(ours, theirs)
+        return wrong and f"{said} differs from the coordinator: {wrong}; start every host with the same command"
 
     def _lose(self, host: Host, reason: str) -> None:
         """A host is gone, and with it all its processes."""
@@ -721,35 +672,25 @@ class RemoteHosts(OtherHosts):
         self._say(f"{host.title} is lost: {reason}")
 
     def _forget(self, host: Host, reason: str) -> None:
-        host.lost = reason
-        host.channel.close()
-        for frames in host.frames.values():
-            frames.broke = True
-        for child in host.children.values():
-            child.code = HOST_LOST if child.code is None else child.code
-        self._drop_files(host)
+        host.forget(reason)
+        self._links.bus.disconnect(host.peer)
 
-    def _drop_files(self, host: Host) -> None:
-        for one in host.arriving.values():
-            one.file.drop()
-        host.arriving.clear()
-
-    def _handle(self, host: Host, message: AnyHostMessage, payloads: list[memoryview]) -> None:
+    def _handle(self, host: Host, message: AnyHostMessage, payload: memoryview) -> None:
         match message:
             case Heard():
-                if message.link in host.frames or len(payloads) != 1:
-                    raise ProtocolError(f"an agent names the connection {message.link} twice, or without a message")
+                if message.link in host.frames:
+                    raise ProtocolError(f"an agent names the connection {message.link} twice")
                 host.frames[message.link] = RemoteFrames(host, message.link)
-                self._heard.append((bytes(payloads[0]), host.frames[message.link]))
+                self._heard.append((message.words, host.frames[message.link]))
             case FramesOf():
                 if (frames := host.frames.get(message.link)) is not None:
-                    frames.arrived.append(payloads)
+                    frames.arrived.append((message.header, payload) if message.array else (message.header,))
             case Broken():
                 if (frames := host.frames.get(message.link)) is not None:
                     frames.broke = True
             case PartOf():
                 arriving = host.arriving.get(message.number)
-                if arriving is not None and arriving.take(message, payloads[0]):
+                if arriving is not None and arriving.take(message, payload):
                     del host.arriving[message.number]
             case Exited():
                 if (child := host.children.get(message.number)) is not None:
@@ -778,29 +719,14 @@ class RemoteHosts(OtherHosts):
         self._say(f"{host.title} does not join: {why}")
 
     def close(self, reason: str, code: int) -> None:
-        if self._listener.fileno() < 0:
+        if self._closed:
             return
-        until = time.monotonic() + LINGER
+        self._closed = True
         for host in self._hosts.values():
             host.send(Over(reason, code))
-        for channel in list(self._strangers):
-            channel.close()
-        while time.monotonic() < until and any(not one.lost and one.channel.blocked for one in self._hosts.values()):
-            for host in self._hosts.values():
-                if not host.lost:
-                    try:
-                        host.channel.flush()
-                    except PeerLost as error:
-                        host.lost = str(error)
-            time.sleep(0.005)
+        self._links.bus.close(LINGER)
         for host in self._hosts.values():
-            host.channel.close()
-            self._drop_files(host)
-            for child in host.children.values():
-                child.code = HOST_LOST if child.code is None else child.code
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            host.forget(host.lost or "the run is over")
 
 
 def _listed(what: str, numbers: Sequence[int], of: int) -> str:

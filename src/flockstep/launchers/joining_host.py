@@ -11,7 +11,7 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
-from flockstep.launchers.entry import start_server, worker_main
+from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import HEARTBEAT, settings_of
 from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join
@@ -40,8 +40,7 @@ def join_run(meeting: Meeting, workers: int, job: str | None = None, imports: Se
     require(workers >= 1, "the number of workers that join", ">= 1", workers, "use -n 1")
     host = _JoiningHost(job, tuple(imports))
     join = Join(PROTOCOL, __version__, 0, 0, workers, (), socket.gethostname(), {}, joining=workers)
-    starts = host.start_worker, start_server
-    HostAgent(meeting, join, *starts, HEARTBEAT, newcomers=partial(host.invite, workers)).run()
+    HostAgent(meeting, join, host.start_worker, HEARTBEAT, newcomers=partial(host.invite, workers)).run()
 
 
 class _JoiningHost:

@@ -6,7 +6,6 @@ import errno
 import functools
 import hashlib
 import os
-import select
 import socket
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from flockstep.drivers.place import SECRET
 from flockstep.errors import ConfigurationError, require
-from flockstep.transports.host_channel import HostChannel
+from flockstep.transports.addresses import keep_alive, tcp_address
 
 SHORTEST = 16
 """Minimum number of characters of a secret."""
@@ -49,12 +48,7 @@ class Meeting:
         host = socket.gethostname() if self.host in EVERY else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
-    def resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """Return the address family and the address of the coordinator.
-
-        Raises:
-            ConfigurationError: the name does not resolve.
-        """
+    def _looked_up(self) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -62,8 +56,7 @@ class Meeting:
                 f"the coordinator's host {self.host!r} does not resolve: {error.strerror}; use a name that this "
                 "machine knows, or an address"
             ) from None
-        family, _, _, _, (address, port, *_) = found[0]
-        return family, (str(address), int(port))
+        return [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
 
     def address(self) -> str:
         """Return the address on which the coordinator's host listens.
@@ -72,7 +65,7 @@ class Meeting:
             ConfigurationError: the name does not resolve, or is the name of this machine and resolves to a loopback
                 address.
         """
-        _, (address, _) = self.resolved()
+        _, (address, _) = self._looked_up()[0]
         ours = self.host.partition(".")[0] == socket.gethostname().partition(".")[0]
         if ours and ip_address(address.partition("%")[0]).is_loopback:  # as Debian's /etc/hosts has it
             raise ConfigurationError(
@@ -82,35 +75,37 @@ class Meeting:
             )
         return address
 
-    def connect(self, seconds: float) -> socket.socket:
-        """Connect to the coordinator; try each of its addresses in turn, for at most the given time each.
+    def addresses(self) -> list[str]:
+        """Return the addresses at which an agent may find the coordinator, as tcp://HOST:PORT.
 
         Raises:
-            ConfigurationError: the name does not resolve, or `own` is not an address of this host. OSError: no process
-                listens at the coordinator's address, or there is no route to it.
+            ConfigurationError: the coordinator's name does not resolve, or `own` is not an address of this host.
         """
-        self.resolved()
-        own = (self.own, 0) if self.own else None
-        try:
-            return socket.create_connection((self.host, self.port), seconds, own)
-        except OSError as error:
-            if own is not None and error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigurationError(
-                    f"--host-address must be an address of this host, got {self.own}; leave it out, or give one "
-                    "of this host's addresses"
-                ) from None
-            raise
+        found = self._looked_up()
+        if self.own:
+            try:
+                with socket.socket(found[0][0]) as probe:
+                    probe.bind((self.own, 0))
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigurationError(
+                        f"--host-address must be an address of this host, got {self.own}; leave it out, or give one "
+                        "of this host's addresses"
+                    ) from None
+        return list(dict.fromkeys(tcp_address(*address) for _, address in found))
 
-    def listen(self) -> socket.socket:
-        """Listen for the agents of the other hosts.
+    def listen(self, heartbeat: float) -> socket.socket:
+        """Listen for the agents of the other hosts, whose connections fail within `heartbeat` seconds (at least 2 s)
+        after a host has gone.
 
         Raises:
             ConfigurationError: the address is in use, or belongs to another machine.
         """
-        family, address = self.resolved()
+        family, address = self._looked_up()[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keep_alive(sock, heartbeat)
             sock.bind(address)
             sock.listen(128)
         except OSError as error:
@@ -122,11 +117,6 @@ class Meeting:
             ) from None
         sock.setblocking(False)
         return sock
-
-    @staticmethod
-    def wait(channel: HostChannel, seconds: float) -> None:
-        """Wait up to `seconds` until a channel can receive, or can send if messages are queued."""
-        select.select([channel], [channel] if channel.blocked else [], [], seconds)
 
 
 def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: str = "") -> Meeting:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import RunError
 from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
 from flockstep.launchers.script import ScriptStarter, program_of
@@ -106,28 +105,6 @@ def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: Own
     return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), [KERNELS])
 
 
-class TaskHosts(RemoteHosts):
-    """Hosts whose agents are tasks. If a task fails before all hosts have joined, the run ends."""
-
-    failed: Callable[[], str | None] = staticmethod(lambda: None)
-    """Function that returns the reason why a task failed; None if no task has failed."""
-
-    @property
-    def port(self) -> int:
-        """Port at which the coordinator listens for the tasks."""
-        return int(self._listener.getsockname()[1])
-
-    def pump(self) -> None:
-        """Handle the messages that have arrived, and check the tasks until all hosts have joined.
-
-        Raises:
-            RunError: a task failed.
-        """
-        super().pump()
-        if len(self._hosts) < len(self._nodes) and (reason := self.failed()) is not None:
-            raise RunError(reason)
-
-
 @dataclass(frozen=True)
 class TaskPart(Gathering):
     """A task's part in a run over one or several tasks."""
@@ -150,13 +127,15 @@ class TaskGathering(Coordinating, ABC):
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
 
-    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> TaskHosts:
+    def hosts(
+        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
+    ) -> RemoteHosts:
         """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
-        nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
-        settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them
-        hosts = TaskHosts(self.meeting, nodes, placement, config.workers, settings, text, heartbeat)
+        nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
+        expected = ExpectedHosts(nodes, self.placement(config.workers), config.workers, settings_of(config))
+        hosts = RemoteHosts(self.meeting, expected, config.to_toml(), config.heartbeat or HEARTBEAT)
         stack.enter_context(hosts)  # if a task cannot be started
-        hosts.failed = self.start([self._spec(config, hosts.port, node) for node in nodes], stack)
+        hosts.require_agents(self.start([self._spec(config, hosts.port, node) for node in nodes], stack))
         return stack.enter_context(hosts)  # tasks are told of the end before they are ended
 
     def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:

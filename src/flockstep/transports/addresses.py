@@ -177,9 +177,9 @@ def _listening(
     return sock
 
 
-def connecting(address: str, heartbeat: float) -> socket.socket:
-    """Return a non-blocking socket that is connecting to ipc://PATH or tcp://HOST:PORT; once connected, the socket
-    becomes writable.
+def connecting(address: str, heartbeat: float, own: str = "") -> socket.socket:
+    """Return a non-blocking socket that is connecting to ipc://PATH or tcp://HOST:PORT, from the address `own` of this
+    host if one is given; once connected, the socket becomes writable.
 
     Raises:
         OSError: the connection failed at once.
@@ -190,6 +190,8 @@ def connecting(address: str, heartbeat: float) -> socket.socket:
         sock.setblocking(False)
         if host:
             keep_alive(sock, heartbeat)
+        if own:
+            sock.bind((own, 0))
         with contextlib.suppress(*[BlockingIOError] if host else []):  # a Unix socket does not connect later
             sock.connect((host, int(place.rpartition(":")[2])) if host else place)
     except BaseException:

@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.messages import LAUNCHER as LAUNCHER
 from flockstep.messages import Address, Array, Message, Wanted
-
-LAUNCHER: Address = 1 << 30
-"""Address of the supervisor, the process that launches and watches a run."""
 
 
 class Backlog(PeerLost):

@@ -23,13 +23,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import select
 import socket
 import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from threading import Lock, Thread
 
@@ -37,7 +38,7 @@ import numpy as np
 
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
-from flockstep.transports.addresses import connecting, host_of, is_loopback, listening
+from flockstep.transports.addresses import connecting, host_of, is_loopback, listening, tcp_address
 from flockstep.transports.admission import UNPROVED, Admission
 from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
@@ -95,8 +96,10 @@ has nothing to send.
 LONGEST_WAIT = 1.0
 """Longest time in seconds between two attempts to connect again to a peer whose connection broke."""
 _PREFIX = struct.Struct("<IQQ")
-_LEAVES = 1
-"""Length of the payload in a prefix without a header, if the sender leaves."""
+_LEAVES, _GAVE_UP = 1, 2
+"""Length of the payload in a prefix without a header, if the sender leaves, or if it has given up the session that the
+receiver wants to continue.
+"""
 _PAYLOAD = 1 << 31
 """Bit in the length of the header: a payload follows, which may be empty."""
 _log = logging.getLogger(__name__)
@@ -121,6 +124,8 @@ class _Connection:
 
     refused = False
     """Whether nothing listens at the address to which this node connects."""
+    closed = False
+    """Whether the connection broke because the other end closed it."""
 
     def __init__(self, sock: socket.socket | SealedSocket, host: str, wanted: Address | None):
         self.socket = sock
@@ -204,13 +209,56 @@ class _Connection:
         replace_end(self.out, copy[kept:])
 
 
+class LinkLog:
+    """Reports what happens to the connections of a node, as warnings in Python's log."""
+
+    def refused(self, me: Address, host: str, begun: bool, why: str, first: bool) -> None:
+        """Report a connection that node `me` has refused: numeric address of the other end, and whether it has sent a
+        hello of flockstep.
+        """
+        if first:
+            source = f" from {host}" if host else ""
+            words = node_name(me), source, why
+            _log.warning("flockstep: %s refused a connection%s: %s; later refused connections are only counted", *words)
+
+    def resumed(self, me: Address, peer: Address, seconds: float, why: str, nbytes: int) -> None:
+        """Report a connection that was interrupted for `seconds` and is open again."""
+        _log.warning(
+            "flockstep: %s is connected to %s again after %.1f s (%s); %d bytes are sent again",
+            *(node_name(me), node_name(peer), seconds, why, nbytes),
+        )
+
+
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
+
+    _log = LinkLog()
+    _listener: socket.socket | None = None
+    _own = ""
+    """Address of this host from which connections are opened; empty for any."""
+    _returns_within = math.inf
+    """Seconds within which a peer that closed its connection must have opened another one."""
+    _expected: Container[Address] | None = None
+    """The peers that may connect; None until they are known."""
+    _also: Collection[int] = ()
+    _alarm = -1
+    """Descriptor by which the thread that serves the sockets wakes whoever waits for `fileno`."""
+    _unread = 0
+    """Bytes of the messages in the inbox."""
+    _asked = False
+    """Whether the program waits for the lock."""
+    _closed = _woken = False
+    _wanted: Wanted | None = None
+    """The message that the program waits for, if there is a place for its array."""
+    _placing: _Connection | None = None
+    """The connection on which an array arrives in that place."""
+    _placed: Message | None = None
+    """The message whose array arrived in that place, once the message is in the inbox."""
 
     def __init__(
         self,
         me: SenderIdentity,
-        address: str,
+        address: str | socket.socket | None,
         zero_copy: bool = False,
         encrypts: bool = False,
         heartbeat: float = 5.0,
@@ -223,21 +271,25 @@ class StreamBus(Bus):
 
         Args:
             me: this node.
-            address: where to listen.
+            address: where to listen, or a TCP socket that listens already; None for a node that only connects by TCP.
             zero_copy: whether peers may read this node's memory.
             encrypts: whether TCP connections are encrypted.
             heartbeat: seconds of silence after which a TCP connection is opened again.
             link_timeout: seconds for which the TCP connection to another host may be away before the peer is
                 unreachable.
-            local_sessions: whether connections within a host are opened again too. Only a test can break them without
-                ending a process.
+            local_sessions: whether connections within a host are opened again too.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address, or it is a TCP address and `me` has no
                 secret.
         """
-        self._host = host_of(address)
-        if self._host and not me.secret:
+        if isinstance(address, socket.socket):
+            self._listener, self.address = address, tcp_address(*address.getsockname()[:2])
+        else:
+            self.address = address or ""
+        self._host = host_of(self.address)
+        self._tcp = not self.address.startswith("ipc:")
+        if self._tcp and not me.secret:
             raise ConfigurationError(
                 f"{node_name(me.address)} cannot listen on {address} without a secret, because any user could "
                 "connect; give every node of the run the same secret, or use --transport ipc on one host"
@@ -249,10 +301,11 @@ class StreamBus(Bus):
         self._encrypts = encrypts
         self._copies = BufferPool()
         self._heap = SharedHeap(heap_room_for(me.model_bytes)) if zero_copy else None
-        self._listener, self.address = listening(address, heartbeat)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
-        self._also: Collection[int] = ()
+        if isinstance(address, str):
+            self._listener, self.address = listening(address, heartbeat)
+        if self._listener is not None:
+            self._epoll.register(self._listener, select.EPOLLIN)
         self._lent: set[Address] = set()
         self._connections: dict[int, _Connection] = {}
         self._peers: dict[Address, _Connection] = {}
@@ -260,27 +313,21 @@ class StreamBus(Bus):
         """Peer that this node connects to → its attempts, until the peer has greeted."""
         self._ended: dict[Address, tuple[float, str]] = {}
         """Peer → time at which its connection ended, in seconds of the monotonic clock, and why none was opened."""
-        self._expected: set[Address] | None = None
+        self._failures: dict[Address, str] = {}
+        """Peer that this node connects to → why the last attempt failed."""
         self._inbox: deque[Message | ProtocolError] = deque()
-        self._unread = 0
         self._lock = Lock()
         """Held by the thread that moves bytes: the program's, or the one that serves the sockets meanwhile."""
-        self._asked = False
-        """Whether the program waits for the lock."""
-        self._closed = self._woken = False
-        self._wanted: Wanted | None = None
-        """The message that the program waits for, if there is a place for its array."""
-        self._placing: _Connection | None = None
-        """The connection on which an array arrives in that place."""
-        self._placed: Message | None = None
-        """The message whose array arrived in that place, once the message is in the inbox."""
-        self._next_look = 0.0 if self._host else math.inf
+        self._next_look = 0.0 if self._tcp else math.inf
         """Time of the next `_look`, in seconds of the monotonic clock."""
         if self._heap is not None:
             self.address += BESIDE + self._heap.location
 
-    def connect(self, peers: Mapping[Address, str]) -> None:
-        """Connect to the peers with lower addresses; peers with higher addresses connect to this node."""
+    def connect(self, peers: Mapping[Address, str], own: str = "") -> None:
+        """Connect to the peers with lower addresses, from the address `own` of this host if one is given; peers with
+        higher addresses connect to this node.
+        """
+        self._own = own
         if self._heap is not None and len(peers) < NODES:
             for peer, address in peers.items():
                 with contextlib.suppress(CompositionError):  # on another host: its messages go through the socket
@@ -296,7 +343,36 @@ class StreamBus(Bus):
                 if peer < self._me.address
             }
             self._look(math.inf)
+        self._start()
+
+    def open(self, returns_within: float) -> None:
+        """Accept every peer with a higher address that knows the secret.
+
+        A peer that has closed its connection is unreachable if it does not connect again within `returns_within`
+        seconds, also if the link timeout is longer: then its process has ended.
+        """
+        with self._lock:
+            self._expected, self._returns_within = _Everyone(), returns_within
+        self._start()
+
+    def _start(self) -> None:
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
+
+    def report_to(self, log: LinkLog) -> None:
+        """Report refused and resumed connections to `log`, in place of Python's log."""
+        self._log = log
+
+    def set_limits(self, heartbeat: float, link_timeout: float) -> None:
+        """Change the heartbeat timeout and the link timeout, in seconds."""
+        with self._lock:
+            self._heartbeat, self._link_timeout = heartbeat, link_timeout
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when `poll` may have a message or sockets may proceed."""
+        if self._alarm < 0:
+            self._alarm = os.eventfd(0, os.EFD_NONBLOCK)
+            self._epoll.register(self._alarm, select.EPOLLIN)
+        return self._epoll.fileno()
 
     def _key_for(self, host: str) -> str:
         """A key for a session with a peer on that host; empty if the connection is not to be opened again."""
@@ -316,6 +392,23 @@ class StreamBus(Bus):
 
     def reachable(self, peer: Address) -> bool:
         return peer in self._peers and self._peers[peer].usable()
+
+    def connected(self, peer: Address) -> bool:
+        """Return whether the connection to the peer is open at this time; `reachable` is true while it may return."""
+        return peer in self._peers and self._peers[peer].connected()
+
+    def obstacle(self, peer: Address) -> str:
+        """Return why a peer is not reachable, as far as is known; empty before an attempt to connect has failed."""
+        if peer in self._peers:
+            return self._peers[peer].why
+        awaited = any(one.wanted == peer and not one.has_output() for one in list(self._connections.values()))
+        return "connected, but no answer has come yet" if awaited else self._failures.get(peer, "")
+
+    def backlog(self, peer: Address) -> int:
+        """Return the number of bytes for the peer that wait to be sent or that it has not acknowledged."""
+        connection = self._peers.get(peer)
+        session = None if connection is None else connection.session
+        return self.waiting(peer) + (0 if session is None else session.unacknowledged)
 
     def waiting(self, peer: Address) -> int:
         connection = self._peers.get(peer)
@@ -426,8 +519,13 @@ class StreamBus(Bus):
                 with contextlib.suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
                 self._drop(connection)
-            self._listener.close()
+            if self._listener is not None:
+                with contextlib.suppress(OSError):  # a process that this one has forked may keep the socket open
+                    self._listener.shutdown(socket.SHUT_RDWR)
+                self._listener.close()
             self._epoll.close()
+            if self._alarm >= 0:
+                os.close(self._alarm)
             self._heap, self._copies = None, BufferPool()  # shared memory lasts as long as an array in it
             self._me.peer_memory.clear()
             self._inbox.clear()
@@ -450,6 +548,8 @@ class StreamBus(Bus):
                     self._look(time.monotonic())
                 while self._may_attend() and self._move(0):
                     pass
+                if self._inbox and self._alarm >= 0 and not self._closed:
+                    os.eventfd_write(self._alarm, 1)
             finally:
                 self._lock.release()
         self._asked = False
@@ -467,17 +567,17 @@ class StreamBus(Bus):
         for peer, dial in list(self._dials.items()):
             if now >= dial.due:
                 self._dial(peer, dial)
-        for connection in list(self._connections.values()) if self._host else ():
+        for connection in list(self._connections.values()) if self._tcp else ():
             self._check(connection, now, late)
-        for peer, connection in self._peers.items() if self._host else ():
-            if connection.open and now > connection.down + self._link_timeout:
-                self._give_up(
-                    peer,
-                    f"{connection.why}, and the link was down for {now - connection.down:.1f} s, longer than the link "
-                    f"timeout of {self._link_timeout:g} s",
-                )
+        for peer, connection in self._peers.items() if self._tcp else ():
+            limit, which = self._link_timeout, "link timeout"
+            if connection.closed and connection.wanted is None and self._returns_within < limit:
+                limit, which = self._returns_within, "time for a new connection"
+            if connection.open and now > connection.down + limit:
+                away = f"the link was down for {now - connection.down:.1f} s, longer than the {which} of {limit:g} s"
+                self._give_up(peer, f"{connection.why}, and {away}")
         due = min((dial.due for dial in self._dials.values()), default=math.inf)
-        self._next_look = min(due, now + self._heartbeat / CHECKS if self._host else math.inf)
+        self._next_look = min(due, now + self._heartbeat / CHECKS if self._tcp else math.inf)
 
     def _check(self, connection: _Connection, now: float, late: bool) -> None:
         """Interrupt a silent connection, and close a connection whose other end has not proved in time that it belongs
@@ -519,7 +619,7 @@ class StreamBus(Bus):
         """The connection of a session broke: the end that opened it opens another one."""
         assert connection.greeting is not None
         self._unplug(connection)
-        connection.down, connection.why, connection.deaf = time.monotonic(), why, False
+        connection.down, connection.why, connection.deaf, connection.closed = time.monotonic(), why, False, False
         if connection.wanted is not None:
             assert connection.session is not None
             self._dials[connection.wanted] = _Dial(connection.where, connection.session.key, connection.down)
@@ -528,9 +628,12 @@ class StreamBus(Bus):
     def _break(self, connection: _Connection, why: str) -> None:
         """The other end has closed the connection, or the system has."""
         if connection.session is None or connection.left or self._closed:
+            if connection.session is not None:
+                connection.why = why
             self._drop(connection)
         elif connection.connected():
             self._interrupt(connection, why)
+            connection.closed = True
 
     def _give_up(self, peer: Address, why: str) -> None:
         """End the session with a peer."""
@@ -557,9 +660,11 @@ class StreamBus(Bus):
                 if what & ~select.EPOLLOUT and connection.open:
                     self._read(connection)
                 self._drain(connection)
-            elif descriptor == self._listener.fileno():
+            elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept()
             else:
+                if descriptor == self._alarm:
+                    os.eventfd_read(descriptor)
                 self._woken = True
         return moved
 
@@ -580,13 +685,14 @@ class StreamBus(Bus):
         self._also = also
 
     def _accept(self) -> None:
+        assert self._listener is not None
         try:
             sock, where = self._listener.accept()
         except OSError as error:  # the other end has closed the connection
             if not _by_system(error):
                 raise
             return
-        self._add(sock, where[0] if self._host else "", None)
+        self._add(sock, where[0] if self._tcp else "", None)
         excess = self._admission.excess([one for one in self._connections.values() if one.wanted is None])
         if excess is not None:
             self._reject(
@@ -612,10 +718,11 @@ class StreamBus(Bus):
         dial.count += 1
         dial.due = math.inf
         try:
-            sock = connecting(dial.address, self._heartbeat)
+            sock = connecting(dial.address, self._heartbeat, self._own)
         except OSError as error:
             if not _by_system(error):
                 raise
+            self._failures[peer] = error.strerror or str(error)
             self._redial(peer, isinstance(error, ConnectionRefusedError))
             return
         connection = self._add(sock, host_of(dial.address), peer)
@@ -660,6 +767,8 @@ class StreamBus(Bus):
             self._resume(current, current.session, connection, peer)
             return
         if not due or current is not None:
+            if current is not None and key and not current.open:
+                self._flush(connection, memoryview(_PREFIX.pack(0, _GAVE_UP, 0)))
             self._reject(connection, f"{node_name(peer)} is not part of this run, or is connected already")
             return
         self._dials.pop(peer, None)
@@ -669,7 +778,7 @@ class StreamBus(Bus):
                 self._drop(connection)
                 return
         self._peers[peer] = connection
-        if key and self._host:
+        if key and self._tcp:
             connection.session = Session(key)
         if self._heap is not None and connection.greeting.note.memory:
             self._lent.add(peer)
@@ -700,10 +809,7 @@ class StreamBus(Bus):
         self._connections[fresh.socket.fileno()] = connection
         now, session.told = time.monotonic(), session.received
         self.traffic.resumed += 1
-        _log.warning(
-            "flockstep: %s is connected to %s again after %.1f s (%s); %d bytes are sent again",
-            *(node_name(self._me.address), node_name(peer), now - connection.down, connection.why, count),
-        )
+        self._log.resumed(self._me.address, peer, now - connection.down, connection.why, count)
         connection.down, connection.checked = math.inf, (now, 0, 0)
         self._flush(connection)
 
@@ -712,20 +818,16 @@ class StreamBus(Bus):
         if connection.wanted is None:
             self._reject(connection, why)
         else:
+            self._failures[connection.wanted] = why
             self._drop(connection)
 
     def _reject(self, connection: _Connection, why: str) -> None:
-        """Refuse a connection for good, and count it; the first one is reported."""
-        if not self.traffic.rejected:
-            source = f" from {connection.host}" if connection.host else ""
-            _log.warning(
-                "flockstep: %s refused a connection%s: %s; later refused connections are only counted",
-                node_name(self._me.address),
-                source,
-                why,
-            )
+        """Refuse a connection for good, and count it."""
+        first = not self.traffic.rejected
+        self._log.refused(self._me.address, connection.host, connection.begun, why, first)
         self.traffic.rejected += 1
         if connection.wanted is not None:
+            self._failures[connection.wanted] = why
             self._ended.setdefault(connection.wanted, (time.monotonic(), ""))
         self._drop(connection)
 
@@ -848,6 +950,8 @@ class StreamBus(Bus):
                     self._deliver(connection, connection.header, body)
         except BlockingIOError:
             pass
+        except MemoryError:
+            self._refuse(connection, ProtocolError("a peer announced an array that exceeds the memory"))
         except LinkForged as error:
             self._forged(connection, str(error))
         except BaseException as error:
@@ -902,16 +1006,16 @@ class StreamBus(Bus):
             follows, length = length & _PAYLOAD, length & ~_PAYLOAD
             start = begin + _PREFIX.size
             session = connection.session
-            if session is not None:
-                if arrived > session.acknowledged and not self._acknowledged(connection, session, arrived):
-                    return
-                if not (length or follows):
-                    begin = start
-                    if nbytes == _LEAVES:
-                        connection.left = True
-                        if not connection.writing:
-                            self._acknowledge(connection)  # the peer waits for it
-                    continue
+            if (
+                session is not None
+                and arrived > session.acknowledged
+                and not self._acknowledged(connection, session, arrived)
+            ):
+                return
+            if not (length or follows) and (session is not None or nbytes == _GAVE_UP):
+                begin = start
+                self._note_departure(connection, nbytes)
+                continue
             if not self._sizes_allowed(connection, length, nbytes):
                 return
             if end - start < length:
@@ -937,6 +1041,19 @@ class StreamBus(Bus):
         if begin < end:
             staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
+
+    def _note_departure(self, connection: _Connection, which: int) -> None:
+        """The peer leaves, or has given up the session that this node wants to continue on a new connection; a prefix
+        with neither only acknowledges bytes.
+        """
+        if which == _LEAVES:
+            connection.left = True
+            if not connection.writing:
+                self._acknowledge(connection)  # the peer waits for it
+        elif which == _GAVE_UP and connection.session is None:
+            if connection.wanted in self._peers:
+                self._give_up(connection.wanted, f"{self._peers[connection.wanted].why}, and the other end gave it up")
+            self._drop(connection)
 
     def _acknowledged(self, connection: _Connection, session: Session, count: int) -> bool:
         """Drop what the peer has received; return False, and close the connection, if the number is impossible."""
@@ -1005,7 +1122,15 @@ class StreamBus(Bus):
     def _refuse(self, connection: _Connection, error: ProtocolError) -> None:
         """Report a peer's message that breaks the protocol, and close the connection."""
         self._inbox.append(error)
+        connection.why = str(error)
         self._drop(connection)
+
+
+class _Everyone:
+    """The expected peers of a bus that accepts every peer."""
+
+    def __contains__(self, peer: object) -> bool:
+        return True
 
 
 def _attend(bus: weakref.ref[StreamBus]) -> None:
