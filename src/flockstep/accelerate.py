@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "transformers", "flockstep.accelerate") from error
 
-from flockstep.drivers import torch_group
+from flockstep.drivers import torch_parts
 from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values
 from flockstep.drivers.torch_loop import DistributedOptimizer
 from flockstep.drivers.torch_parts import Coordinated
@@ -40,7 +40,7 @@ def open_group() -> None:
         ConfigurationError: the open group has ranks other than those of the run, or the workers are on several hosts
             and MASTER_ADDR is not set.
     """
-    torch_group.open_group("Accelerate")
+    torch_parts.open_group("Accelerate")
 
 
 class FlockstepAccelerator(Coordinated, accelerate.Accelerator):  # type: ignore[misc]
@@ -121,17 +121,17 @@ class FlockstepAccelerator(Coordinated, accelerate.Accelerator):  # type: ignore
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank has called this method."""
-        torch_group.meet("Accelerate")
+        torch_parts.meet("Accelerate")
         super().wait_for_everyone()
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all ranks, as `Accelerator.gather` does."""
-        torch_group.meet("Accelerate")
+        torch_parts.meet("Accelerate")
         return super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all ranks, as `Accelerator.reduce` does."""
-        torch_group.meet("Accelerate")
+        torch_parts.meet("Accelerate")
         return super().reduce(tensor, reduction, scale)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -32,8 +32,13 @@ from torch import nn  # noqa: E402
 
 from flockstep.drivers.node_spec import place_of_script  # noqa: E402
 from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values  # noqa: E402
-from flockstep.drivers.torch_group import broadcast_value, meet, open_group, place_on_host  # noqa: E402
-from flockstep.drivers.torch_parts import Coordinated  # noqa: E402
+from flockstep.drivers.torch_parts import (  # noqa: E402
+    Coordinated,
+    broadcast_value,
+    meet,
+    open_group,
+    place_on_host,
+)
 from flockstep.strategies.base import Strategy  # noqa: E402
 
 if TYPE_CHECKING:

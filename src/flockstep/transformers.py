@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
 
 from flockstep.accelerate import FlockstepAccelerator, open_group
 from flockstep.drivers.node_spec import strategy_of_run
-from flockstep.drivers.torch_group import meet
+from flockstep.drivers.torch_parts import meet
 from flockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:

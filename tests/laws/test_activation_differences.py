@@ -15,8 +15,8 @@ import torch
 import flockstep
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
-from flockstep.drivers.activation_differences import ActivationDifferences
 from flockstep.drivers.plan import Batches
+from flockstep.drivers.stage import ActivationDifferences
 from flockstep.errors import FlockstepError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec

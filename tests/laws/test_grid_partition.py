@@ -20,8 +20,7 @@ from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.grid import GridModel, HaloExchange
 from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_grid import split_grid
-from flockstep.frameworks.torch_receptive_fields import receptive_field_of
+from flockstep.frameworks.torch_grid import receptive_field_of, split_grid
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_stages import PartsEngine
 from flockstep.partitions.grid import SpatialGrid

@@ -31,7 +31,6 @@ from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
-from flockstep.partitions.timeline import timeline
 from flockstep.programs import GRADIENT as NEXT
 from flockstep.records.config import SPLIT, RunConfig
 from flockstep.records.events import LostEvent, NodeEvent, StepEvent
@@ -39,6 +38,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.summary import summarize
 from flockstep.report.table import gradient_notes
 from flockstep.strategies.base import Strategy
+from flockstep_lab.pipeline_timeline import timeline
 from support.matrix import few
 from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated, tied
 

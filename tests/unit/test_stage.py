@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRun, PartRunner
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRun, PartRunner, Ways
 from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.stage import PipelineStage, stage_notes
-from flockstep.drivers.ways import Ways
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.job import make_split
+from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_stages import PartsEngine, split_torch, stage_torch, with_obstacle
-from flockstep.frameworks.torch_ways import with_obstacle_of_ways
+from flockstep.frameworks.torch_stages import PartsEngine, split_torch, stage_torch
 from flockstep.frameworks.ways import ModelWay, TensorModel, WayWeights
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
@@ -76,7 +75,7 @@ def stepped(split: SplitModel, known: SplitModel) -> list[np.ndarray]:
 @pytest.mark.parametrize("model", [chain, normalized, started(Constants)])
 def test_a_part_without_the_whole_model_computes_its_bits(model: Callable[[], nn.Module]) -> None:
     job = job_of(model)
-    known = with_obstacle(job, 0, split_torch(job, 0, PIPELINE))
+    known = without_whole(job, 0, split_torch(job, 0, PIPELINE))
     assert known.facts.obstacle == ""
     bare = stage_torch(job, 0, PIPELINE, known.facts)
     assert isinstance(bare.engine, PartsEngine)
@@ -109,7 +108,7 @@ class Measured(nn.Linear):
 )
 def test_a_model_that_needs_values_to_be_built_is_built_whole(first: Callable[[], nn.Module], reason: str) -> None:
     job = job_of(started(first))
-    known = with_obstacle(job, 0, split_torch(job, 0, PIPELINE))
+    known = without_whole(job, 0, split_torch(job, 0, PIPELINE))
     assert re.match(reason, known.facts.obstacle), known.facts.obstacle
     whole = stage_torch(job, 0, PIPELINE, known.facts)
     for found, expected in zip(stepped(whole, known), stepped(known, known), strict=True):
@@ -129,7 +128,7 @@ def test_a_way_without_the_whole_model_computes_its_bits(model: Callable[[], nn.
     job, split_by = job_of(model), Partition.parse(partition)
     known = make_split(job, 0, split_by)
     assert isinstance(known, TensorModel)
-    known = with_obstacle_of_ways(job, 0, known)
+    known = without_whole(job, 0, known)
     assert known.facts.obstacle == ""
     bare = make_split(job, 0, split_by, known.facts)
     assert isinstance(bare.engine, PartsEngine)
@@ -157,4 +156,4 @@ def test_a_way_of_a_model_that_needs_values_is_built_whole() -> None:
     job = job_of(started(Scaled))
     known = make_split(job, 0, Partition.parse("tensor(2)"))
     assert isinstance(known, TensorModel)
-    assert "filled in later: a loss of" in with_obstacle_of_ways(job, 0, known).facts.obstacle
+    assert "filled in later, got a loss of" in without_whole(job, 0, known).facts.obstacle

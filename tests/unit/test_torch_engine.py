@@ -235,7 +235,7 @@ def test_evaluation_is_in_evaluation_mode_over_the_whole_test_set(monkeypatch: p
     engine = TorchEngine(job(dropout), seed=3)
     params, _, _ = replicas(engine, 1)
     once = engine.evaluate(params[0])
-    monkeypatch.setattr("flockstep.frameworks.torch_evaluation.AT_ONCE", 7)
+    monkeypatch.setattr("flockstep.frameworks.torch_call.AT_ONCE", 7)
     pieces = engine.evaluate(params[0])
     assert once.loss == pytest.approx(pieces.loss, rel=1e-6)
     assert once.metric == pytest.approx(pieces.metric)

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedRequest, PartEffect, PartProgram, PartRun, Send, resumed
-from flockstep.drivers.ways import Ways
+from flockstep.drivers.part_program import NeedRequest, PartEffect, PartProgram, PartRun, Send, Ways, resumed
 from flockstep.frameworks.base import Indices
 from flockstep.frameworks.shards import ShardedPartsModel
 from flockstep.frameworks.stages import MicroBatch

@@ -17,7 +17,7 @@ from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.host_memory import HostMemory, RunMemory
 from flockstep.drivers.member import LOSS_TOLD, PAUSE, Member
 from flockstep.drivers.messenger import Messenger
-from flockstep.drivers.part_group import PartGroup
+from flockstep.drivers.part_group import PartGroup, with_addresses_of_run
 from flockstep.drivers.part_link import PartLink
 from flockstep.drivers.program_restart import ScriptRequests
 from flockstep.drivers.replication import ReplicatedServer, replicate
@@ -25,7 +25,6 @@ from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.drivers.user_code import script_call
-from flockstep.drivers.whole_model import with_addresses_of_run
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker

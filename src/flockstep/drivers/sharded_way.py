@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
-from flockstep.drivers.ways import Ways
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, Ways, resumed
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import MicroBatch
 

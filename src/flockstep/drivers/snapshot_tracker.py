@@ -9,9 +9,9 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.part_group import by_worker, tracked
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.tracker import FINAL, Tick, Tracker
-from flockstep.drivers.whole_model import by_worker, tracked
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address
 from flockstep.records.snapshots import LAST, Snapshot, SnapshotJoiner

@@ -17,9 +17,8 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.exchange import sum_shares
-from flockstep.drivers.part_program import NeedPass, PartRun, resumed
+from flockstep.drivers.part_program import NeedPass, PartRun, Ways, resumed
 from flockstep.drivers.stage import StageProgram
-from flockstep.drivers.ways import Ways
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.ways import TensorModel, WayWeights
 from flockstep.partitions.pipeline_schedules.base import PipelinePass

@@ -67,6 +67,7 @@ class TorchKeeper:
 
     @property
     def refusal(self) -> str:
+        """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
         return self._why_not()
 
     def at_boundary(self) -> OptimizerContent:

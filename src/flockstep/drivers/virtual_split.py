@@ -18,14 +18,13 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import ReplicaGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_metrics import Emit
-from flockstep.drivers.part_group import PartGroup, groups_of
+from flockstep.drivers.part_group import PartGroup, by_worker, groups_of, tracked, with_addresses_of_run
 from flockstep.drivers.part_program import NeedPass, PartProgram, PartRunner, require_plain
 from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Plan, require_splittable, whole_cluster
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.tracker import Tracker
 from flockstep.drivers.virtual import Simulation, Surroundings, carry
-from flockstep.drivers.whole_model import by_worker, tracked, with_addresses_of_run
 from flockstep.frameworks.stages import HeldPart, SplitModel
 from flockstep.messages import HEADER_BYTES, Address, Message, node_name
 from flockstep.programs import GRADIENT, NeedGradient

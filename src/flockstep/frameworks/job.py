@@ -10,7 +10,7 @@ import symtable
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,16 +32,16 @@ from flockstep.partitions.tensor import Product, TensorParallel
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
 _SPLITTERS: dict[type[Partition], tuple[str, str, str, str]] = {
-    Pipeline: ("torch_stages", "split_torch", "stage_torch", "with_obstacle"),
-    TensorParallel: ("torch_ways", "split_layers", "ways_without_values", "with_obstacle_of_ways"),
-    Product: ("torch_ways", "split_layers", "ways_without_values", "with_obstacle_of_ways"),
-    Sharded: ("torch_shards", "shard_torch", "shards_without_values", "with_obstacle_of_units"),
-    SpatialGrid: ("torch_grid", "split_grid", "rectangles_without_values", "with_obstacle_of_rectangles"),
+    Pipeline: ("torch_stages", "split_torch", "stage_torch", "pipeline_difference"),
+    TensorParallel: ("torch_ways", "split_layers", "ways_without_values", "ways_difference"),
+    Product: ("torch_ways", "split_layers", "ways_without_values", "ways_difference"),
+    Sharded: ("torch_shards", "shard_torch", "shards_without_values", "units_difference"),
+    SpatialGrid: ("torch_grid", "split_grid", "rectangles_without_values", "grid_difference"),
 }
 """Kind of partition → the module that splits models so, and three of its functions: one that splits a job's model, one
-for a process that holds a single part, and one that finds out why such a process must build the whole model.
+for a process that holds a single part, and one that says how the results of two such models differ.
 """
-WHOLE, PART, OBSTACLE = range(3)
+WHOLE, PART, DIFFERENCE = range(3)
 """Places of these functions in `_SPLITTERS`."""
 
 
@@ -86,11 +86,12 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
     """
     if isinstance(partition, ShardedParts):
         inner = make_split(job, seed, partition.inner, facts)
-        from flockstep.frameworks.torch_sharded_parts import shard_parts
+        from flockstep.frameworks.torch_shards import shard_parts
 
         return shard_parts(job, inner, partition)
     if facts is not None:
-        return _splitter_of(partition, PART)(job, seed, partition, facts)
+        part: SplitModel = _splitter_of(partition, PART)(job, seed, partition, facts)
+        return part
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -101,7 +102,8 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
     kept = weakref.ref(model)
     del model  # freed before the split builds a model with its own seed
     release(collect=kept() is not None)
-    return _splitter_of(partition, WHOLE)(job, seed, partition)
+    split: SplitModel = _splitter_of(partition, WHOLE)(job, seed, partition)
+    return split
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
@@ -111,17 +113,17 @@ def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
     if isinstance(split, ShardedPartsModel):
         inner = without_whole(job, seed, split.inner)
         return replace(split, inner=inner, facts=inner.facts)
-    return _splitter_of(split.partition, OBSTACLE)(job, seed, split)
+    from flockstep.frameworks.torch_stages import with_obstacle
+
+    build, difference = (_splitter_of(split.partition, task) for task in (PART, DIFFERENCE))
+    return with_obstacle(split, lambda: build(job, seed, split.partition, split.facts), difference)
 
 
-def _splitter_of(partition: Partition, task: int) -> Callable[..., SplitModel]:
+def _splitter_of(partition: Partition, task: int) -> Any:
     """The function for a partition, from a module that imports torch."""
     for kind, (module, *names) in _SPLITTERS.items():
         if isinstance(partition, kind):
-            found: Callable[..., SplitModel] = getattr(
-                importlib.import_module(f"flockstep.frameworks.{module}"), names[task]
-            )
-            return found
+            return getattr(importlib.import_module(f"flockstep.frameworks.{module}"), names[task])
     raise CompositionError(
         f"torch models cannot be split by {partition}; use pipeline, tensor, sharded, grid or partition=none"
     )

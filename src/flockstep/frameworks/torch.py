@@ -18,8 +18,7 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import DistillationTargets, Evaluation, Indices, Job, metric_of
-from flockstep.frameworks.torch_call import called
-from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
+from flockstep.frameworks.torch_call import called, combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
 from flockstep.frameworks.torch_job import accuracy, optimizer_of, samples_of, tensors_of

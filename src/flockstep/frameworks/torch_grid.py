@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
+import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -23,7 +25,6 @@ from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses
 from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_local import LocallyConnected2d
-from flockstep.frameworks.torch_receptive_fields import ReceptiveField, receptive_field_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_split_layers import Places, numbered
 from flockstep.frameworks.torch_stages import (
@@ -36,9 +37,7 @@ from flockstep.frameworks.torch_stages import (
     engine_of,
     passes_over,
     trained_within,
-    trial_of,
     unsplit_trial,
-    with_obstacle_if_different,
 )
 from flockstep.frameworks.torch_ways import (
     Held,
@@ -76,8 +75,8 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     facts = SplitFacts((0,), tuple(whole.changing_buffers), whole.random, 0)
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     model = _assembled(whole, chain, grid, facts, who, shape, job.batch)
-    with trial_of(model), passes_over(who):
-        if got := _difference(model, model):
+    with passes_over(who):
+        if got := grid_difference(model, model):
             raise ConfigurationError(
                 f"the layers of {who}, divided into {grid.rows} x {grid.columns} rectangles, must compute what the "
                 f"model computes, got {got}; move what the model does besides running its layers (a forward method of "
@@ -95,12 +94,64 @@ def rectangles_without_values(job: Job, seed: int, grid: SpatialGrid, facts: Spl
     return _assembled(whole, opened_chain(whole.module, who), grid, facts, who, None, job.batch)
 
 
-def with_obstacle_of_rectangles(job: Job, seed: int, split: GridModel) -> GridModel:
-    """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
-    such a reason.
-    """
-    build = partial(rectangles_without_values, job, seed, split.partition, split.facts)
-    return with_obstacle_if_different(split, build, _difference)
+@dataclass(frozen=True)
+class ReceptiveField:
+    """The inputs that one output of a layer reads; each field is for height and width."""
+
+    size: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    fill: float = 0.0
+    """Value of the places around the inputs."""
+
+    def outputs(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width of the outputs, for inputs of the given height and width."""
+        found = [(size[a] + 2 * self.padding[a] - self.size[a]) // self.stride[a] + 1 for a in (0, 1)]
+        return found[0], found[1]
+
+    def read(self, made: PlaneRectangle) -> PlaneRectangle:
+        """Return the places of the inputs that a rectangle of outputs reads; they may lie outside of the plane."""
+        spans = [
+            (first * self.stride[a] - self.padding[a], (end - 1) * self.stride[a] - self.padding[a] + self.size[a])
+            for a, (first, end) in enumerate([(made.top, made.bottom), (made.left, made.right)])
+        ]
+        return PlaneRectangle(*spans[0], *spans[1])
+
+
+def receptive_field_of(module: nn.Module) -> ReceptiveField | None:
+    """Return the receptive field of a layer that can be divided into rectangles; None for other layers."""
+    if is_elementwise_layer(module):
+        return ReceptiveField()
+    found = None if hooked(module) else _field_of(module)
+    return found if found is not None and all(map(operator.lt, found.padding, found.size)) else None
+
+
+def _field_of(module: nn.Module) -> ReceptiveField | None:
+    match module:
+        case LocallyConnected2d():
+            if type(module) is LocallyConnected2d and all(one.requires_grad for one in module.parameters()):
+                return ReceptiveField(module.kernel_size, module.stride, module.padding)
+        case nn.Conv2d():
+            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and set(module.dilation) == {1}
+            if plain and not isinstance(module.padding, str):
+                return ReceptiveField(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
+        case nn.MaxPool2d():
+            if type(module) is nn.MaxPool2d and _pair(module.dilation) == (1, 1) and not module.return_indices:
+                return None if module.ceil_mode else _pool(module, -math.inf)
+        case nn.AvgPool2d():
+            counted = module.count_include_pad or _pair(module.padding) == (0, 0)
+            return _pool(module, 0.0) if type(module) is nn.AvgPool2d and counted and not module.ceil_mode else None
+    return None
+
+
+def _pool(module: nn.MaxPool2d | nn.AvgPool2d, fill: float) -> ReceptiveField:
+    return ReceptiveField(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding), fill)
+
+
+def _pair(value: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, int]:
+    """The values for height and width; torch also takes one number, or a sequence of one number, for both."""
+    both = [operator.index(one) for one in (value if isinstance(value, Sequence) else [value])]
+    return both[0], both[-1]
 
 
 class Crop(nn.Module):
@@ -514,16 +565,15 @@ def _span(layers: Sequence[PlacedLayer]) -> str:
     return f"layer {first!r}" if len(layers) == 1 else f"the {len(layers)} layers from {first!r} to {last!r}"
 
 
-def _difference(model: GridModel, known: GridModel) -> str | None:
-    """How loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those of the
-    unsplit model of `known`; None if by rounding only.
+def grid_difference(model: GridModel, known: GridModel) -> str | None:
+    """Return how loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those
+    of the unsplit model of `known`; None if by rounding only.
     """
-    whole, batch, loss, expected, buffers = unsplit_trial(known)
     params = known.lent([part.initial() for part in known.parts])
     slopes, parts = [np.zeros_like(one) for one in params], range(len(params))
     given: list[FlatArray | None] = [None for _ in parts]
     own = [0.0 for _ in parts]
-    with whole.displaced():
+    with unsplit_trial(known, model) as (whole, batch, loss, expected, buffers):
         for number in range(len(model.exchanges) + 1):
             if number:
                 exchange = model.exchanges[number - 1]
@@ -540,7 +590,7 @@ def _difference(model: GridModel, known: GridModel) -> str | None:
                 exchange = model.exchanges[number - 1]
                 sent = [exchange.slopes(part, given[part]) for part in parts]
                 given = [exchange.output_slopes(part, given[part], _arrived(sent, part)) for part in parts]
-    apart = buffers_apart(engine_of(model), buffers, whole.tolerance)
+        apart = buffers_apart(engine_of(model), buffers, whole.tolerance)
     return difference(own[0], loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance, apart)
 
 

@@ -15,7 +15,7 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import Entry, FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.shards import ModelShard, ShardedModel
+from flockstep.frameworks.shards import ModelShard, ShardedModel, ShardedPartsModel
 from flockstep.frameworks.stages import HeldPart, MicroBatch, PipelineModel, SplitModel
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_blocks import of_all_samples
@@ -23,16 +23,18 @@ from flockstep.frameworks.torch_chain import places_of
 from flockstep.frameworks.torch_stages import (
     PartsEngine,
     TorchPart,
+    check_loss,
     cut_chain,
     difference_in_shares,
+    engine_of,
     model_chain,
+    pipeline_difference,
     stage_torch,
-    with_obstacle,
 )
 from flockstep.partitions.base import Partition, check_samples
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 
 
@@ -110,15 +112,16 @@ def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFac
     return _sharded(stage_torch(job, seed, pipeline, facts, TorchUnit), sharded, f"job {job.name!r}")
 
 
-def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedModel:
-    """Return `split`, with the reason why its units cannot be built without the values of the whole model, if there is
-    such a reason.
-    """
-    pipeline = Pipeline(len(split.units), GPipe(), split.partition.ways)
-    engine = split.engine
+def units_difference(bare: ShardedModel, known: ShardedModel) -> str | None:
+    """Return how the results of `bare` for one batch differ from those of `known`; None if by rounding only."""
+    return pipeline_difference(_units_of(bare), _units_of(known))
+
+
+def _units_of(split: ShardedModel) -> PipelineModel:
+    """The units as the stages of a pipeline."""
+    pipeline, engine = Pipeline(len(split.units), GPipe(), split.partition.ways), split.engine
     assert isinstance(engine, ShardsEngine)
-    units = PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
-    return replace(split, facts=with_obstacle(job, seed, units).facts)
+    return PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
 
 
 def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
@@ -192,3 +195,44 @@ def _one_after_another(entries: Sequence[Entry]) -> Iterator[Entry]:
     for entry in entries:
         yield replace(entry, offset=offset)
         offset += entry.size
+
+
+def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> ShardedPartsModel:
+    """Divide the parameters of each part of a split model among the workers that hold the part.
+
+    Dropout on shard w of replica r draws from the streams of replica r W + w of the inner partition, for W shards.
+
+    Raises:
+        ConfigurationError: a layer's outputs depend on all samples of a batch, a buffer changes in training, a batch
+            has fewer samples than there are shards and micro-batches, a worker would hold no parameter, or the loss is
+            not the mean over samples.
+    """
+    sharded, who = partition.sharded, f"job {job.name!r}"
+    whole = engine_of(inner).whole
+    if isinstance(whole, TorchEngine):
+        check_samples("sharded", sharded.ways, job.batch // inner.microbatches)
+        check_loss(engine_of(inner), whole, sharded.ways, who, "partition=none")
+        _require_own_samples(inner, whole, partition, who)
+    held = [
+        [(part, sharded.collective.share(sharded.ways, size, shard))]
+        for part, size in enumerate(inner.sizes)
+        for shard in range(sharded.ways)
+    ]
+    engine, parts = shards_of(inner, held, partition, who)
+    words = tuple(f"shard {shard} of {layers}" for layers in inner.layers for shard in range(sharded.ways))
+    return ShardedPartsModel(engine, parts, words, inner.facts, partition, inner)
+
+
+def _require_own_samples(inner: SplitModel, whole: TorchEngine, partition: ShardedParts, who: str) -> None:
+    """Check that every layer computes each sample on its own.
+
+    Raises:
+        ConfigurationError: a layer computes or stores statistics of its samples.
+    """
+    known = (of_all_samples(layer, list(whole.changing_buffers)) for layer in model_chain(whole.module, who))
+    why = next((one for one in known if one), None) or difference_in_shares(inner, partition.sharded.ways)
+    if why:
+        raise ConfigurationError(
+            f"the shards of {partition} compute different samples, so that every layer must compute each sample on its "
+            f"own, got {why} of {who}; use for example nn.GroupNorm, or partition={partition.inner}"
+        )

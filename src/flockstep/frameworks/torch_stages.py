@@ -116,49 +116,11 @@ def stage_torch(
     None stands for `TorchPart`.
     """
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
-    return _staged(whole, job, pipeline, facts, make)
-
-
-def _staged(
-    whole: TorchEngine | SkeletonEngine, job: Job, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None
-) -> PipelineModel:
     chunks = cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
     return _assembled(whole, chunks, facts, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
-def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
-    """Try to build the parts of `split` without the whole model. Return `split`, with the reason if that is
-    impossible.
-    """
-    return replace(split, facts=replace(split.facts, obstacle=_obstacle(job, seed, split)))
-
-
-def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
-    """Reason why the parts of `split` cannot be built without the whole model; empty if they can."""
-    try:
-        whole = SkeletonEngine(job, seed, split.facts)
-    except ConfigurationError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
-        return f"building the model without values raised {in_short(error)}; do not compute with values in constructors"
-    kind = type(split.parts[0])
-    assert issubclass(kind, TorchPart)
-    try:
-        bare = _staged(whole, job, split.pipeline, split.facts, kind)
-        for part, known in zip(bare.parts, split.parts, strict=True):
-            part.take(known.values())
-        outputs, buffers = trial_differences(bare, split)
-    except Exception as error:  # noqa: BLE001
-        return f"the model that was built without values raised {in_short(error.__cause__ or error)}"
-    if got := outputs or (f"buffers that differ by {buffers:.2g}" if buffers else ""):
-        return (
-            "the model does not give the same results when it is built with uninitialized parameters and filled in "
-            f"later, got {got}; do not compute with values or random numbers in constructors"
-        )
-    return ""
-
-
-def with_obstacle_if_different(split: S, build: Callable[[], S], difference: Callable[[S, S], str | None]) -> S:
+def with_obstacle(split: S, build: Callable[[], S], difference: Callable[[S, S], str | None]) -> S:
     """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
     one: `build`, which builds them so, fails, or `difference` of what it has built and `split` is not None.
     """
@@ -166,14 +128,19 @@ def with_obstacle_if_different(split: S, build: Callable[[], S], difference: Cal
         bare = build()
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
-        with trial_of(split), trial_of(bare):
-            found = difference(bare, split)
+        found = difference(bare, split)
+        obstacle = found and (
+            "the model does not give the same results when it is built with uninitialized parameters and filled in "
+            f"later, got {found}; do not compute with values or random numbers in constructors"
+        )
+    except ConfigurationError as error:
+        obstacle = str(error)
     except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
-        found = in_short(error)
-    differs = (
-        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
-    )
-    return replace(split, facts=replace(split.facts, obstacle=f"{differs}: {found}" if found else ""))
+        obstacle = (
+            f"building the model without values raised {in_short(error.__cause__ or error)}; do not compute with "
+            "values in constructors"
+        )
+    return replace(split, facts=replace(split.facts, obstacle=obstacle or ""))
 
 
 def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
@@ -717,7 +684,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
         ConfigurationError: they differ by more than rounding, or a pass fails.
     """
     with passes_over(who):
-        outputs, buffers = trial_differences(split, known)
+        outputs, buffers = _trial_differences(split, known)
     if outputs:
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
@@ -748,29 +715,53 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-def unsplit_trial(known: SplitModel) -> tuple[TorchEngine, MicroBatch, float, FlatArray, FlatArray]:
-    """Return the engine of the unsplit model of `known`, its first batch, and the loss, the gradient and the changing
-    buffers that it computes from the batch.
+@contextmanager
+def unsplit_trial(
+    known: SplitModel, model: SplitModel, dropout: bool = False
+) -> Iterator[tuple[TorchEngine, MicroBatch, float, FlatArray, FlatArray]]:
+    """Return a context for a trial of the parts of `model`, which draw random numbers as the unsplit model of `known`
+    does; unless `dropout` is set, no unit drops out.
+
+    It yields the engine of the unsplit model, its first batch, and the loss, the gradient and the changing buffers that
+    the unsplit model computes from the batch.
     """
     engine, whole = engine_of(known), _built(known)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     gradient = np.empty_like(engine.initial())
-    loss = engine.gradient(engine.initial(), batch.indices, gradient)
-    return whole, batch, loss, gradient, whole.buffers(0)
+    with trial_of(known, dropout):
+        loss = engine.gradient(engine.initial(), batch.indices, gradient)
+        buffers = whole.buffers(0)
+    with trial_of(model, dropout), whole.displaced():
+        yield whole, batch, loss, gradient, buffers
 
 
-def trial_differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
+def pipeline_difference(model: PipelineModel, known: PipelineModel) -> str | None:
+    """Return how loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those
+    of the unsplit model of `known`; None if by rounding only.
+    """
+    outputs, buffers = _trial_differences(model, known)
+    return outputs or (f"buffers that differ by {buffers:.2g}" if buffers else None)
+
+
+def _trial_differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
     """
-    trial = engine_of(split)
-    with engine_of(known).trial():
-        whole, batch, loss, expected, buffers = unsplit_trial(known)
-    values = known.lent([part.initial() for part in known.parts])
-    slopes = [np.zeros_like(one) for one in values]
-    with trial.trial(), whole.displaced():
-        own = _passes(split, values, batch, slopes)
-        apart = buffers_apart(trial, buffers, whole.tolerance)
+    with unsplit_trial(known, split, dropout=True) as (whole, batch, loss, expected, buffers):
+        values = known.lent([part.initial() for part in known.parts])
+        slopes = [np.zeros_like(one) for one in values]
+        params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
+        count, between, own = len(split.facts.starts), None, math.nan
+        for number in range(count):
+            local, of = divmod(number, len(split.parts))
+            between, own = split.parts[of].forward(local, params[of], batch, between)
+            if split.parts[of].overwritten:
+                params[of].fill(math.nan)
+        for number in reversed(range(count)):
+            local, of = divmod(number, len(split.parts))
+            params[of][:] = values[of]
+            between = split.parts[of].backward(local, batch, between, slopes[of])
+        apart = buffers_apart(engine_of(split), buffers, whole.tolerance)
     return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
 
 
@@ -805,24 +796,6 @@ def difference_in_shares(split: SplitModel, count: int) -> str:
     if not math.isfinite(size) or (distance <= tolerance * size and abs(total[0] - loss) <= tolerance * level):
         return ""
     return _apart(float(total[0]), float(loss), distance, float(np.linalg.norm(expected[1:])))
-
-
-def _passes(split: PipelineModel, values: Sequence[FlatArray], batch: MicroBatch, slopes: Sequence[FlatArray]) -> float:
-    """Compute all chunks forward and backward with the parameters `values` (K + B,) of each part, add their gradients
-    to `slopes`, and return the batch's share in the loss.
-    """
-    params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
-    count, between, own = len(split.facts.starts), None, math.nan
-    for number in range(count):
-        local, of = divmod(number, len(split.parts))
-        between, own = split.parts[of].forward(local, params[of], batch, between)
-        if split.parts[of].overwritten:
-            params[of].fill(math.nan)
-    for number in reversed(range(count)):
-        local, of = divmod(number, len(split.parts))
-        params[of][:] = values[of]
-        between = split.parts[of].backward(local, batch, between, slopes[of])
-    return own
 
 
 def buffers_apart(engine: PartsEngine, expected: FlatArray, tolerance: float) -> float:
@@ -878,10 +851,12 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def trial_of(model: SplitModel) -> Iterator[None]:
-    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out."""
+def trial_of(model: SplitModel, dropout: bool = False) -> Iterator[None]:
+    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out, unless
+    `dropout` is set.
+    """
     engine = engine_of(model)
-    with engine.trial(), _without_dropout(engine.whole.module):
+    with engine.trial(), nullcontext() if dropout else _without_dropout(engine.whole.module):
         yield
 
 

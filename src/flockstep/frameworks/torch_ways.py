@@ -43,10 +43,8 @@ from flockstep.frameworks.torch_stages import (
     model_chain,
     others_of,
     passes_over,
-    trial_of,
     unsplit_trial,
     with_layers_of_batch,
-    with_obstacle_if_different,
 )
 from flockstep.frameworks.torch_trace import opened
 from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
@@ -87,8 +85,8 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     of_batch = all_of_all_samples(layers, changing)
     facts = SplitFacts(tuple(starts), changing, whole.random, 0, _classifies(whole), of_batch)
     model = _assembled(whole, partition, facts, who, shape, job.batch)
-    with trial_of(model), passes_over(who):
-        loss, largest, outputs = _difference(model, model)
+    with passes_over(who):
+        loss, largest, outputs = _trial(model, model)
     if loss:
         raise ConfigurationError(
             f"the layers of {who}, split over {tensor.ways} ways, must compute what the model computes, got {loss}; "
@@ -112,19 +110,6 @@ def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product
     """
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
     return _assembled(whole, partition, facts, f"job {job.name!r}", None, job.batch)
-
-
-def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorModel:
-    """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
-    such a reason.
-    """
-    assert isinstance(split.partition, TensorParallel | Product)
-    build = partial(ways_without_values, job, seed, split.partition, split.facts)
-    found = with_obstacle_if_different(split, build, lambda bare, known: _difference(bare, known)[0])
-    for part in split.parts:
-        assert isinstance(part, TorchWay)
-        part.forget()
-    return found
 
 
 def _pipeline_of(partition: TensorParallel | Product) -> tuple[Pipeline, TensorParallel]:
@@ -783,14 +768,24 @@ def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:
     return [f"part {way} of {split}" for way in range(ways)]
 
 
-def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
+def ways_difference(bare: TensorModel, known: TensorModel) -> str | None:
+    """Return how the results of `bare` for one batch differ from those of the unsplit model of `known`, in words; None
+    if by rounding only.
+    """
+    found = _trial(bare, known)[0]
+    for part in known.parts:
+        assert isinstance(part, TorchWay)
+        part.forget()
+    return found
+
+
+def _trial(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
     """Compare loss and gradient of one batch, computed by all parts of `model` and by the unsplit model of `known`.
 
     Returns:
         How they differ, None if by rounding only; the size in bytes of the largest array between parts, for one sample;
         the outputs of each block of each chunk.
     """
-    whole, batch, loss, expected, buffers = unsplit_trial(known)
     ways, stages = model.tensor.ways, model.pipeline.stages
     params = [part.initial() for part in known.parts]
     found = [np.zeros(part.schema.size + part.borrowed, part.schema.dtype) for part in model.parts]
@@ -802,7 +797,7 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
         for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
         for block in range(len(model.parts[stage * ways].shares[chunk]))
     ]
-    with whole.displaced():
+    with unsplit_trial(known, model) as (whole, batch, loss, expected, buffers):
         for group, chunk, block in order:
             copied = [model.parts[one].copied(params[one]) for one in group]
             weights = [WayWeights(params[one], copied) for one in group]
@@ -825,10 +820,10 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
             errors = _joined(slopes, block == 0)
             largest = max(largest, 0 if errors is None else errors.nbytes // len(batch.indices))
             backward.append(0 if errors is None else errors.size / len(batch.indices))
+        total, apart = _own_gradients(model, found), buffers_apart(engine_of(model), buffers, whole.tolerance)
     sizes = map(BlockOutputs, forward, reversed(backward), divided)
     counts = [len(model.parts[group[0]].shares[chunk]) for group, chunk, block in order if not block]
     outputs = [list(islice(sizes, count)) for count in counts]
-    total, apart = _own_gradients(model, found), buffers_apart(engine_of(model), buffers, whole.tolerance)
     return difference(own, loss, total, expected, whole.tolerance, apart), largest, outputs
 
 

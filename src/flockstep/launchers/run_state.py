@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import Schema
+from flockstep.drivers.part_group import held_by_servers
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
-from flockstep.drivers.whole_model import held_by_servers
 from flockstep.errors import FlockstepError
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.messages import Address

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
-from flockstep.partitions.timeline import idle_share, most_in_flight, timeline
 from flockstep.records.events import Event, StepEvent
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep_lab.claims.real_run import events_of
+from flockstep_lab.pipeline_timeline import idle_share, most_in_flight, timeline
 
 STAGES, BATCHES = 4, (4, 8, 32)
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0

@@ -13,7 +13,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import Batches, Plan
 from flockstep.frameworks.base import Job
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.timeline import most_versions
 from flockstep.programs import GRADIENT
 from flockstep.simulation.compute import Lognormal
 from flockstep.simulation.network import Link
@@ -21,6 +20,7 @@ from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.workloads.digits import Digits
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep_lab.claims.small_run import distance, ran
+from flockstep_lab.pipeline_timeline import most_versions
 
 if TYPE_CHECKING:
     import torch
