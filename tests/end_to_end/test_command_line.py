@@ -127,12 +127,6 @@ def test_bad_input_ends_with_a_sentence_before_anything_starts(
     assert not Path("runs").exists()
 
 
-def test_a_traceback_is_shown_only_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = outcome(["--debug", "train", "softmax", "-s", "gosip"], capsys)
-    assert code == 2
-    assert "Traceback" in err
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -209,17 +203,6 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert code == 0
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    def hashed(seed: str) -> object:
-        arguments = ["simulate", "softmax", "-s", "asgd", "-n", "8", "--steps", "20", "--compute", "exponential(0.05)"]
-        return json.loads(outcome([*arguments, "--seed", seed, "--json"], capsys)[1])["result_hash"]
-
-    first = hashed("1")
-    assert isinstance(first, str)
-    assert hashed("1") == first
-    assert hashed("2") != first
-
-
 def test_a_comparison_ranks_writes_a_report_and_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "softmax", "--simulate", "-n", "4", *FAST, "--out", "c"]
     code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip"], capsys)
@@ -288,18 +271,6 @@ def test_a_run_that_fails_before_its_first_step_names_its_folder(capfd: pytest.C
     assert err.endswith(
         "flockstep: the simulation raised LookupError: no data (early.py, line 17); --debug shows the traceback\n"
     )
-
-
-def test_a_launch_that_fails_keeps_what_its_folder_holds_and_names_it(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("fails.py").write_text("import flockstep\nassert flockstep.workers() == 2\nraise LookupError('no data')\n")
-    words = ["launch", "-n", "2", "--transport", "ipc", "--out", "failed", "--rank-output", "failed/ranks", "fails.py"]
-    assert run(words) == 1
-    err = capfd.readouterr().err
-    assert "record: failed\nflockstep: " in err
-    assert RunFolder(Path("failed")).read_summary().status == "failed"
-    assert b"no data" in Path("failed/ranks/rank-0.err").read_bytes()
-    assert run(["launch", "--out", "none", "nowhere.py"]) == 2
-    assert "record:" not in capfd.readouterr().err
 
 
 CUSTOM = '''
@@ -404,13 +375,6 @@ def test_words_are_completed(words: str, expected: set[str]) -> None:
     assert {line.partition(",")[2] for line in done.stdout.split()} == expected
 
 
-def test_nouns_may_be_plural(capsys: pytest.CaptureFixture[str]) -> None:
-    for one, many in (("topology", "topologies"), ("strategy", "strategies"), ("cluster", "clusters")):
-        code, out, _ = outcome(["list", many, "--json"], capsys)
-        assert code == 0
-        assert {row["noun"] for row in json.loads(out)} == {one}
-
-
 def test_what_a_plan_takes_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(["list", "cluster", "--json"], capsys)
     said = {row["write"]: row["summary"] for row in json.loads(out)}
@@ -422,20 +386,6 @@ def test_what_a_plan_takes_is_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0
     assert set(said) == set(MODELS)
     assert said["vgg-a"].startswith("132,863,336 parameters in 11 layers")
-
-
-def test_the_list_of_claims_explains_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(["reproduce"], capsys)
-    assert code == 0
-    assert "quick: takes a few seconds at most" in out
-
-
-def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -> None:
-    for strategy in ("bsp", "easgd"):
-        outcome(["simulate", "softmax", "-s", strategy, "-n", "2", *FAST, "--out", f"r/{strategy}"], capsys)
-    code, out, _ = outcome(["report", "r", "--out", "both.html"], capsys)
-    assert (code, out.strip()) == (0, "both.html")
-    assert Path("both.html").stat().st_size > 10_000
 
 
 def test_help_is_printed_in_an_encoding_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> None:

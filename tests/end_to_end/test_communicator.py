@@ -143,29 +143,6 @@ def test_a_killed_rank_is_named_and_the_others_may_go_on(tmp_path: Path) -> None
     assert [lost["node"] for lost in done.summary["lost"]] == [2]
 
 
-@pytest.mark.full
-def test_without_a_handler_the_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    body = """
-comm = flockstep.join()
-if comm.rank == 1:
-    comm.receive("here", 0)
-    os.kill(os.getpid(), 9)
-comm.send(1, "here", np.ones(1))
-comm.receive("x", 1)
-"""
-    done = ended(tmp_path, body, "-n", "2")
-    assert done.code == 1
-    assert done.err == "flockstep: worker 1 was killed by SIGKILL; worker 0 waited for 'x'\n"
-
-
-@pytest.mark.full
-def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None:
-    body = "with flockstep.join() as comm:\n    if comm.rank == 1: raise OSError('no disk')\n    comm.receive('x', 1)"
-    done = ended(tmp_path, body, "-n", "2")
-    assert done.code == 1
-    assert "flockstep: worker 1 raised OSError: no disk" in done.err
-
-
 JOINS = [
     ("flockstep.join(1000 + rank)", 2, "every worker must join with the same max_bytes, got 100"),
     ("if rank == 0: flockstep.join()", 0, "worker 1 exited with code 0 without joining the run"),

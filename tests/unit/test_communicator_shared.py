@@ -103,28 +103,6 @@ def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
     assert group.run(program) == [[200.0 * n] * 1000] * n
 
 
-def test_a_codec_does_to_a_shared_window_what_it_does_on_the_way(group):
-    def program(comm):
-        window = comm.window("w", comm.shared(3))
-        window.accumulate(comm.rank, np.float32([0.1, 1, 2]), codec="half")
-        return window.array.tolist()
-
-    assert group.run(program)[0] == np.float32([np.float16(0.1), 1, 2]).tolist()
-
-
-def test_local_keeps_others_out(group):
-    def program(comm):
-        window = comm.window("w", comm.shared(2))
-        with window.local() as array:
-            array += 1
-            with pytest.raises(ConfigurationError, match=r"window that this rank holds with local\(\)"):
-                window.put(0, np.zeros(1))
-        window.fence()
-        return window.array.tolist()
-
-    assert group.run(program)[0] == [1.0, 1.0]
-
-
 def test_wrong_shapes_and_types_are_refused(group):
     def program(comm):
         for shape, dtype, rule in ((3, "int32", "int32"), (-1, "float32", "-1"), (1 << 40, "float32", str(1 << 40))):

@@ -121,14 +121,6 @@ def test_slow_spells_have_their_length_and_share() -> None:
     assert not (draws(model, 500, rank=1) == draws(model, 500)).all()
 
 
-def test_a_core_serves_first_come_first_served() -> None:
-    clock = SharedCores(ConstantTime(1.0), 2).start(4, 0)
-    assert [finish(clock, rank, 0.0) for rank in (2, 0, 1)] == [1.0, 2.0, 1.0]
-    assert finish(clock, 2, 1.0) == 3.0  # behind rank 0, on core 0
-    assert finish(clock, 1, 1.5) == 2.5  # core 1 was idle for half a second
-    assert finish(clock, 3, 1.6) == 3.5
-
-
 def test_workers_that_share_cores_at_every_moment_slow_each_other_down() -> None:
     clock = Speeds(SharedCores(ConstantTime(1.0), 2, turns=True), (1.0,)).start(5, 0)
     assert finish(clock, 0, 0.0) == 1.0
@@ -140,30 +132,6 @@ def test_workers_that_share_cores_at_every_moment_slow_each_other_down() -> None
     assert clock.due(2, 1.3, share=0.5) == pytest.approx(1.25 + 2 / 3 - 1 / 4)
     clock.drop(1, 1.3)
     assert clock.due(2, 1.3) == pytest.approx(2.0)  # a gradient has one core at the most
-
-
-def test_workers_that_begin_together_wait_for_the_fullest_core() -> None:
-    """Three processes that computed in lockstep on two cores took 2.05 times as long as one, and five 3.7 times."""
-    clock = shared(2, *[1.0] * 5)
-    for step in range(3):
-        for rank in range(3):
-            clock.begin(rank, 2.0 * step)
-        assert [clock.due(rank, 2.0 * step) for rank in range(3)] == [2 * step + 2, 2 * step + 1, 2 * step + 2]
-    for rank in range(5):
-        clock.begin(rank, 6.0)
-    assert max(clock.due(rank, 6.0) for rank in range(5)) == 9.0
-
-
-def test_a_worker_goes_on_where_a_core_is_free() -> None:
-    """Worker 1 has ended on its core, where worker 2 begins a gradient; before, it was on the core of worker 0."""
-    clock = shared(2, *[1.0] * 3)
-    for rank in range(3):
-        clock.begin(rank, 0.0)
-    clock.drop(2, 1.5)
-    assert clock.due(0, 1.5) == pytest.approx(1.75)
-    clock.begin(2, 1.5)
-    assert clock.due(2, 1.5) == pytest.approx(2.5)
-    assert clock.due(0, 1.5) == pytest.approx(1.75)
 
 
 @given(

@@ -18,14 +18,6 @@ def test_order_is_time_then_order_of_scheduling(times: list[float]) -> None:
     assert drained(queue) == sorted((time, number) for number, time in enumerate(times))
 
 
-def test_events_need_no_order() -> None:
-    queue: EventQueue[object] = EventQueue()
-    first, second = object(), object()
-    queue.schedule(0.0, first)
-    queue.schedule(0.0, second)
-    assert queue.pop()[1] is first
-
-
 def test_only_taking_an_event_moves_the_clock() -> None:
     queue: EventQueue[str] = EventQueue(start=1.0)
     queue.schedule(3.0, "b")
