@@ -571,7 +571,6 @@ class Worker(Peer):
         steps: int | None,
         optimizer: Optimizer | None = None,
         train_size: int = 0,
-        tensors: Sequence[slice] = (),
     ):
         super().__init__(rank, cluster, params, random)
         self.steps = steps
@@ -583,8 +582,6 @@ class Worker(Peer):
         """Number of training samples of a declared job; 0 in a script's own loop."""
         self.samples = 0
         """Number of training samples in this worker's part; set by the driver of a declared job."""
-        self.tensors = tuple(tensors) or (slice(0, len(params)),)
-        """Slices of the model's tensors in the flat array, in order."""
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
@@ -601,6 +598,11 @@ class Worker(Peer):
         program.
         """
         self._peers: tuple[View, list[int]] | None = None
+
+    @property
+    def tensors(self) -> tuple[slice, ...]:
+        """Slices of the model's tensors in the flat array, in order."""
+        return (slice(0, len(self.params)),) if self.schema is None else self.schema.slices
 
     @property
     def peers(self) -> list[int]:

@@ -60,9 +60,11 @@ COMMANDS = {
 
 def run(arguments: list[str]) -> int:
     """Run a command; return its exit code: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
-    ours, scripts = _divided(arguments)
-    rest = [argument for argument in ours if argument != "--debug"] + scripts
-    said: dict[str, Any] = {"debug": "--debug" in ours, "arguments": rest}
+    # After `launch`, the command itself tells its own --debug from the script's.
+    at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), 0)
+    ours = at if arguments[at : at + 1] == ["launch"] else len(arguments)
+    rest = [argument for i, argument in enumerate(arguments) if i >= ours or argument != "--debug"]
+    said: dict[str, Any] = {"debug": "--debug" in arguments[:ours], "arguments": rest}
     for one in ENDING:
         if signal.getsignal(one) == signal.SIG_DFL:  # nohup has SIGHUP ignored
             signal.signal(one, _interrupt)
@@ -88,12 +90,6 @@ def run(arguments: list[str]) -> int:
         return 1
     except OSError as error:  # a folder that cannot be written to, a full disk
         return _say(error, 1, said["debug"])
-
-
-def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments in which --debug is looked for here; those of `launch`, which tells a script's own from its own."""
-    at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), 0)
-    return (arguments[:at], arguments[at:]) if arguments[at : at + 1] == ["launch"] else (arguments, [])
 
 
 def _unknown_option(error: ClickException) -> UnknownName | None:
@@ -138,13 +134,8 @@ def _say(error: Exception, code: int, debug: bool) -> int:
     text = error.format_message() if isinstance(error, ClickException) else str(error)
     text = text.replace(SHOWS_TRACEBACK, "") if debug else text
     if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way = (
-            "free space on its disk, or send the output to another place"
-            if full
-            else "send the output to another place"
-        )
-        text = f"cannot write to standard output: {error.strerror}; {way}"
+        space = "free space on its disk, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        text = f"cannot write to standard output: {error.strerror}; {space}send the output to another place"
     elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; solve this problem, or choose another place with --out"

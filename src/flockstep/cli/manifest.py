@@ -54,23 +54,15 @@ def manifest(
 
     words = list(command)
     require_trains(words)
-    _require_understood(context, words, options.nodes)
+    # the command is parsed here, rather than in every pod
+    inner = understood(context, words, "gets its value in each pod from the manifest", allowed=("timeout",))
+    if (workers := inner.params["workers"]) < options.nodes:
+        raise ConfigurationError(
+            f"a run in {options.nodes} pods needs at least {options.nodes} workers, got {workers}; raise -n, the "
+            "number of workers of all pods"
+        )
     objects = objects_of(Pods(**asdict(options)), words)
     if as_json:
         show.json(objects)
     else:
         print(json.dumps(objects, indent=2))
-
-
-def _require_understood(context: click.Context, words: list[str], nodes: int) -> None:
-    """Parse the command here, rather than in every pod.
-
-    Raises:
-        ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
-    """
-    inner = understood(context, words, "gets its value in each pod from the manifest", allowed=("timeout",))
-    if (workers := inner.params["workers"]) < nodes:
-        raise ConfigurationError(
-            f"a run in {nodes} pods needs at least {nodes} workers, got {workers}; raise -n, the number of workers of "
-            "all pods"
-        )

@@ -43,9 +43,7 @@ def make_worker(
     form that servers use; `train_size` and `samples` are the numbers of training samples in total and in the worker's
     part; `layers` returns the layers whose gradients can be factored.
     """
-    worker = Worker(
-        rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size, schema.slices
-    )
+    worker = Worker(rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size)
     worker.schema, worker.samples, worker.find_layers = schema, samples, layers
     worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)
     return worker

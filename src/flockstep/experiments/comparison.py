@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flockstep import registry
 from flockstep.drivers.setup import canonical, check, digest, partition_of, prepare, require_unchanged
@@ -38,6 +38,13 @@ Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
 that the folder holds.
 """
+
+
+class PlannedRun(NamedTuple):
+    """A run of a comparison, and the folder of its record."""
+
+    config: RunConfig
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Grid:
             faults=(),
         )
 
-    def groups(self, out: Path) -> list[list[_Planned]]:
+    def groups(self, out: Path) -> list[list[PlannedRun]]:
         """Return the runs by strategy and learning rate. Runs that differ only in their seed form one group.
 
         Raises:
@@ -104,7 +111,6 @@ class Grid:
         for config in configs:
             check(config)
         named = list(map(canonical, configs))
-        texts = [config.title for config in named]
         # A system may stand beside the strategy that it is composed of, but not an alias beside its expression.
         same = [one.strategy if one.system in registry.aliases("strategy") else one.title for one in named]
         for text in same:
@@ -112,14 +118,21 @@ class Grid:
                 raise ConfigurationError(
                     f"the strategy {text} is given {same.count(text)} times; give every strategy once"
                 )
-        found, places = [], _names(texts)
+        slugs = [slug(config.title) for config in named]
+        marks = [hashlib.sha256(config.title.encode()).hexdigest()[:8] for config in named]
+        # names that are equal after shortening get a suffix
+        places = [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
         if self.alone is not None:
             configs, places = [*configs, self._with(self.alone, ALONE)], [*places, slug(ONE_WORKER)]
+        groups = []
         for config, name in zip(configs, places, strict=True):
             for lr in self.rates or (self.base.lr,):
-                rated, place = dataclasses.replace(config, lr=lr), f"{name}-lr-{lr:g}" if self.rates else name
-                found.append([self._planned(rated, out / place, index) for index in range(self.seeds)])
-        return found
+                group, place = [], f"{name}-lr-{lr:g}" if self.rates else name
+                for seed in range(config.seed, config.seed + self.seeds):
+                    folder = out / (place if self.seeds == 1 else f"{place}-seed-{seed}")
+                    group.append(PlannedRun(dataclasses.replace(config, lr=lr, seed=seed), folder))
+                groups.append(group)
+        return groups
 
     def _with(self, base: RunConfig, strategy: str) -> RunConfig:
         """The configuration with a strategy; the output of scripts is hidden."""
@@ -136,17 +149,6 @@ class Grid:
         name = config.title if config.workers == self.base.workers else ONE_WORKER
         rate = f", lr {config.lr:g}" if self.rates else ""
         return name + rate + (f", seed {config.seed}" if self.seeds > 1 else "")
-
-    def _planned(self, config: RunConfig, folder: Path, index: int) -> _Planned:
-        seed = config.seed + index
-        place = folder if self.seeds == 1 else folder.with_name(f"{folder.name}-seed-{seed}")
-        return _Planned(dataclasses.replace(config, seed=seed), place)
-
-
-@dataclass(frozen=True)
-class _Planned:
-    config: RunConfig
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -234,33 +236,24 @@ def compare(options: CompareOptions) -> Comparison:
 
 
 def grid_of(options: CompareOptions) -> Grid:
-    """Return the runs of a comparison.
+    """Return the runs of a comparison. A Python file that defines no `job` at its top level is a script to launch.
 
     Raises:
-        ConfigurationError: an option is invalid, or has no effect on this kind of runs.
+        ConfigurationError: an option is invalid, or has no effect on this kind of runs, or a script is to be simulated.
     """
-    kind = kind_of(options.job, options.simulated)
-    refuse_idle(kind, options)
-    base = configured(kind, options, str(options.job), "")
-    strategies = tuple(map(str, listed("strategies", options.strategies)))
-    learning_rates = rates(options.lr_grid, options.lr)
-    return Grid(base, strategies, learning_rates, options.seeds, cluster_of(options), options.reference)
-
-
-def kind_of(job: str | Path, simulated: bool) -> Kind:
-    """Return the kind of run that compares strategies on `job`: a script's if it is a Python file that defines no
-    `job` at its top level.
-
-    Raises:
-        ConfigurationError: a script is to be simulated.
-    """
+    job = options.job
     script = Path(job).is_file() and Path(job).suffix == ".py" and not defines_job(job)
-    if script and simulated:
+    if script and options.simulated:
         raise ConfigurationError(
             f"{job} is a training script, because it has no function job(), and scripts run on real processes only; "
             "leave out --simulate (in Python, simulated=True), or add a function job() that returns a flockstep.Job"
         )
-    return "launch" if script else "simulate" if simulated else "train"
+    kind: Kind = "launch" if script else "simulate" if options.simulated else "train"
+    refuse_idle(kind, options)
+    base = configured(kind, options, strategy="")
+    strategies = tuple(map(str, listed("strategies", options.strategies)))
+    learning_rates = rates(options.lr_grid, options.lr)
+    return Grid(base, strategies, learning_rates, options.seeds, cluster_of(options), options.reference)
 
 
 def carry_out_all(
@@ -299,7 +292,7 @@ def carry_out_all(
         return found
 
 
-def _carry_out(run: _Planned, title: str, execute: Execute, say: Callable[[str], None]) -> None:
+def _carry_out(run: PlannedRun, title: str, execute: Execute, say: Callable[[str], None]) -> None:
     again = RunFolder(run.folder).unfinished
     if _is_finished(run.config, run.folder):
         say(f"{title}: kept from before")
@@ -341,16 +334,17 @@ def _in_short(summary: Summary) -> str:
     return f"{metric}{reached} ({summary.clock} {summary.seconds:.2f} s)".strip()
 
 
-def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comparison:
+def _ranked(groups: Sequence[Sequence[PlannedRun]], grid: Grid, out: Path) -> Comparison:
     """Rank the runs that have a record so far, and write the report."""
     there = [[run.folder for run in group if RunFolder(run.folder).config_file.exists()] for group in groups]
     folders = [folder for group in there for folder in group]
     read = dict(zip(folders, measured_alike([RunFolder(folder).read() for folder in folders]), strict=True))
     made = [RepeatedRuns(tuple(read[folder].summary for folder in group)) for group in there if group]
+    contenders = dict.fromkeys(group.contender for group in made)
     found = Comparison(
         tuple(RunResult(folder, record.config, record.summary) for folder, record in read.items()),
         tuple(made),
-        tuple(best(list(rates)) for rates in _by_strategy(made)),
+        tuple(best([one for one in made if one.contender == name]) for name in contenders),
         out / "report.html",
         grid.repeated,
     )
@@ -360,19 +354,6 @@ def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comp
     spread = (found.groups, found.chosen) if grid.repeated else None
     write_report(records, found.report, predictions=for_report(folders), spread=spread)
     return found
-
-
-def _by_strategy(groups: Sequence[RepeatedRuns]) -> list[list[RepeatedRuns]]:
-    """The groups of each strategy, one for each learning rate."""
-    contenders = list(dict.fromkeys(group.contender for group in groups))
-    return [[group for group in groups if group.contender == one] for one in contenders]
-
-
-def _names(texts: Sequence[str]) -> list[str]:
-    """A folder name for each strategy; names that are equal after shortening get a suffix."""
-    slugs = [slug(text) for text in texts]
-    marks = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
-    return [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
 
 
 def runs_in(folder: Path) -> list[Path]:

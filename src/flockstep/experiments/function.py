@@ -95,49 +95,31 @@ def launch(options: FunctionOptions) -> LaunchResult:
     config = replace(configured("launch", options, name, AS_THE_SCRIPT_SAYS), prefix=None)
     record = RunFolder(folder(options.out, f"launch-{name}"))
     before = record.begun
+
+    def show(stream: int, data: bytes) -> None:  # where this program prints, as into the output of a notebook's cell
+        target = sys.stdout if stream == OUT else sys.stderr
+        target.write(data.decode(errors="replace"))
+        target.flush()
+
     with scratch() as place:
         function_entry.store(place, name, function, options.args)
-        script, shown = Path(function_entry.__file__), Output(prefix=options.prefix, show=_print)
+        errors = {rank: function_entry.error_file(place, rank) for rank in range(workers)}
+        script, shown = Path(function_entry.__file__), Output(prefix=options.prefix, show=show)
         try:
             launch_script(script, [str(place)], config, record.path, shown, options.overwrite)
         except FlockstepError as error:
-            _add_traceback(error, place, workers)
+            # the function failed, and the run has neither told of it nor refused what the function would have joined
+            failed = [rank for rank, file in errors.items() if file.exists()]
+            told = getattr(error, "__notes__", ()) or isinstance(error, (Interrupted, ConfigurationError))
+            if failed and not told:
+                error.add_note(f"worker {failed[0]}: {errors[failed[0]].read_text()}")
             raise
         finally:
             if record.begun not in (None, before):
-                _keep_source(function, record)
-        _require_results(record, place, workers)
+                with contextlib.suppress(OSError, TypeError):  # Python does not know the source of every function
+                    write_whole(record.path / FUNCTION / "source.py", inspect.getsource(function).encode())
+        for file in errors.values():  # a result could not travel here, or the function failed after its run
+            if file.exists():
+                raise RunError(f"{file.read_text()}; the run itself has finished, and its record is in {record.path}")
         returned = function_entry.results(place, workers)
     return LaunchResult(record.path, record.read_config(), record.read_summary(), returned)
-
-
-def _keep_source(function: Callable[..., Any], record: RunFolder) -> None:
-    """Write the source of the function into the record, if Python knows the source."""
-    with contextlib.suppress(OSError, TypeError):
-        write_whole(record.path / FUNCTION / "source.py", inspect.getsource(function).encode())
-
-
-def _print(stream: int, data: bytes) -> None:
-    """Print a part of a worker's output where this program prints, as into the output of a notebook's cell."""
-    target = sys.stdout if stream == OUT else sys.stderr
-    target.write(data.decode(errors="replace"))
-    target.flush()
-
-
-def _add_traceback(error: FlockstepError, shared: Path, workers: int) -> None:
-    """Add the traceback of the function's own error to the error of the run, unless the run has told of it already, or
-    has refused what the function would have joined.
-    """
-    if getattr(error, "__notes__", ()) or isinstance(error, (Interrupted, ConfigurationError)):
-        return
-    for rank in range(workers):
-        if (file := function_entry.error_file(shared, rank)).exists():
-            error.add_note(f"worker {rank}: {file.read_text()}")
-            return
-
-
-def _require_results(record: RunFolder, shared: Path, workers: int) -> None:
-    """Raise `RunError` if what a rank returned could not travel here, or the function failed after its run."""
-    for rank in range(workers):
-        if (file := function_entry.error_file(shared, rank)).exists():
-            raise RunError(f"{file.read_text()}; the run itself has finished, and its record is in {record.path}")

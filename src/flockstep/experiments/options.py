@@ -182,12 +182,16 @@ def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P,
 
         described = options_of(structure)
         signature = inspect.signature(structure)
-        shown = [one.replace(annotation=described[one.name][1]) for one in signature.parameters.values()]
+        shown = [
+            one.replace(annotation=described[one.name][1]) if one.name in described else one
+            for one in signature.parameters.values()
+        ]
         lines = [
             textwrap.fill(f"{name}: {option.help}", 110, initial_indent="    ", subsequent_indent="        ")
             for name, (option, _, _) in described.items()
         ]
-        head, sections, rest = (inspect.getdoc(function) or "").partition("\nReturns:")
+        doc = inspect.getdoc(function) or ""
+        head, sections, rest = doc.partition("\nReturns:" if "\nReturns:" in doc else "\nRaises:")
         called.__doc__ = head + "\n".join(["\nArgs:", *lines, ""]) + sections + rest
         returned = inspect.signature(function).return_annotation
         called.__signature__ = inspect.Signature(shown, return_annotation=returned)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from flockstep.drivers.node_state import Saved
 from flockstep.drivers.plan import LocalOptimizer, Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
+from flockstep.experiments.options import takes
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel, SoftmaxRegression
 from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node
 from flockstep.optimizers.base import Optimizer
+from flockstep.options import Opt
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
@@ -430,54 +432,70 @@ class SimulatedRun:
         return counts
 
 
-def run_strategy(
-    strategy: Strategy | str,
-    workers: int = 4,
-    steps: int = STEPS,
-    *,
-    job: Job | None = None,
-    compute: ComputeModel | str = COMPUTE,
-    network: Network | str = NETWORK,
-    seed: int = 0,
-    result: ResultPolicy | None = None,
-    evaluate_every: int | None = None,
-    replicas: FlatArray | None = None,
-    resume: Mapping[Address, Saved] | None = None,
-    simulation: type[Watched] = Watched,
-    faults: Sequence[Fault | str] = (),
-    restarts: Sequence[float] = (),
-    schedule: Schedule | str | None = None,
-    engine: Callable[[Job, int], Engine] = NumpyEngine,
-    parts: Sequence[Indices] | None = None,
-) -> SimulatedRun:
-    """Run a strategy in virtual time, by default on `small_job`.
+@dataclass(frozen=True)
+class VirtualRun:
+    """What is run in virtual time, and under which conditions."""
 
-    Args:
-        replicas: (n, K), initial parameters of each worker; state derived from the common initial parameters is kept.
-        resume: state from `Simulation.save`, from which the run continues up to `steps`.
-        simulation: a subclass of `Simulation` that inspects or changes messages.
-        faults: injected faults, for example "dies(1, 0.5)".
-        restarts: virtual seconds at which all nodes are stopped and restarted from bytes.
-        schedule: schedule of learning rate and batch size over the steps of the run.
-        engine: function that creates the engine for the job's gradients from job and seed.
-        parts: the training samples of each worker; None for equal parts.
+    strategy: Strategy | str
+    workers: int = 4
+    steps: int = STEPS
+    _: KW_ONLY
+    job: Job | None = None
+    compute: ComputeModel | str = COMPUTE
+    network: Network | str = NETWORK
+    seed: int = 0
+    result: ResultPolicy | None = None
+    evaluate_every: int | None = None
+    replicas: Annotated[
+        FlatArray | None,
+        Opt(
+            help="(n, K), initial parameters of each worker; state derived from the common initial parameters is kept."
+        ),
+    ] = None
+    resume: Annotated[
+        Mapping[Address, Saved] | None,
+        Opt(help="state from `Simulation.save`, from which the run continues up to `steps`."),
+    ] = None
+    simulation: Annotated[type[Watched], Opt(help="a subclass of `Simulation` that inspects or changes messages.")] = (
+        Watched
+    )
+    faults: Annotated[Sequence[Fault | str], Opt(help='injected faults, for example "dies(1, 0.5)".')] = ()
+    restarts: Annotated[
+        Sequence[float], Opt(help="virtual seconds at which all nodes are stopped and restarted from bytes.")
+    ] = ()
+    schedule: Annotated[
+        Schedule | str | None, Opt(help="schedule of learning rate and batch size over the steps of the run.")
+    ] = None
+    engine: Annotated[
+        Callable[[Job, int], Engine],
+        Opt(help="function that creates the engine for the job's gradients from job and seed."),
+    ] = NumpyEngine
+    parts: Annotated[
+        Sequence[Indices] | None, Opt(help="the training samples of each worker; None for equal parts.")
+    ] = None
+
+
+@takes(VirtualRun)
+def run_strategy(given: VirtualRun) -> SimulatedRun:
+    """Run a strategy in virtual time, by default on `small_job`.
 
     Raises:
         FlockstepError: the run failed, for example by a deadlock.
     """
-    strategy = Strategy.parse(strategy)
+    strategy, workers, steps = Strategy.parse(given.strategy), given.workers, given.steps
     strategy.check(workers)
-    job = job or small_job()
-    source, cluster = GradientSource(workers, job, seed, engine), strategy.cluster(workers)
-    policy, every = choose_result(strategy, result), evaluate_every or steps
-    optimizer, timetable = source.engine.optimizer, None
-    if schedule is not None:
+    job = given.job or small_job()
+    source, cluster = GradientSource(workers, job, given.seed, given.engine), strategy.cluster(workers)
+    policy, every = choose_result(strategy, given.result), given.evaluate_every or steps
+    optimizer, parts, timetable = source.engine.optimizer, given.parts or source.parts, None
+    if given.schedule is not None:
         facts = optimizer.lr, job.batch, workers, source.engine.train_size, steps
-        timetable = Timetable.over_steps(Schedule.parse(schedule), *facts)
-    plan = Plan(strategy, cluster, optimizer, parts or source.parts, job.batch, steps, seed, policy, every, timetable)
-    models = ComputeModel.parse(compute), Network.parse(network)
-    virtual = simulation(source.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults], restarts)
-    for rank, params in enumerate([] if replicas is None else replicas):
+        timetable = Timetable.over_steps(Schedule.parse(given.schedule), *facts)
+    plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, given.seed, policy, every, timetable)
+    models = ComputeModel.parse(given.compute), Network.parse(given.network)
+    faults = [Fault.parse(fault) for fault in given.faults]
+    virtual = given.simulation(source.engine, plan, *models, given.resume, faults, given.restarts)
+    for rank, params in enumerate([] if given.replicas is None else given.replicas):
         virtual.runners[rank].node.params[:] = params
     virtual.run()
     return SimulatedRun(virtual)
