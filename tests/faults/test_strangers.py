@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flockstep.transports.admission import UNPROVED
+from flockstep.transports.connection import UNPROVED
 from support.jobs import go_on, paced, undisturbed
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, content, open_files, search_path, wait_until

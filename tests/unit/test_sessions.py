@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message
-from flockstep.transports.session import Session
+from flockstep.transports.connection import Session
 from flockstep.transports.streams import StreamBus
 from flockstep_lab.link_faults import FaultProxy
 from support.buses import Make, arrived, buses, introduced, join, still_works

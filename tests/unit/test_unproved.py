@@ -10,15 +10,16 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-import flockstep.transports.admission as admission
 import flockstep.transports.streams as streams
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.messages import Message
+from flockstep.transports import connection as rules
 from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake, time_for_proof
 from flockstep.transports.sealed import RECORD
 from flockstep.transports.streams import StreamBus
@@ -92,9 +93,9 @@ def test_a_thousand_idle_connections_take_few_handles_and_keep_nobody_out(
     for _ in range(1000):
         crowd.enter_context(raw_connection(first))
         assert first.poll(0) is None
-        assert len(first._connections) <= admission.UNPROVED
+        assert len(first._connections) <= rules.UNPROVED
     join(first, second)
-    assert first.traffic.rejected >= 1000 - admission.UNPROVED + 1
+    assert first.traffic.rejected >= 1000 - rules.UNPROVED + 1
     still_works(first, second)
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     said = "more than 128 connections were open whose other end had not proved yet that it knows the secret"
@@ -109,7 +110,7 @@ def test_strangers_that_say_hello_keep_nobody_out(
     make: Make, crowd: contextlib.ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer's hello is still under way when its connection is the newest of too many."""
-    monkeypatch.setattr(admission, "UNPROVED", 8)
+    monkeypatch.setattr(rules, "UNPROVED", 8)
     first, second = make(0, transport), make(1, transport)
     for _ in range(20):
         crowd.enter_context(raw_connection(first, HELLO[transport]))
@@ -122,7 +123,7 @@ def test_strangers_that_say_hello_keep_nobody_out(
 def test_the_host_with_the_most_connections_gives_way(
     make: Make, crowd: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "UNPROVED", 8)
+    monkeypatch.setattr(rules, "UNPROVED", 8)
     first = make(0)
     handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     peer = crowd.enter_context(raw_connection(first, handshake.out))
@@ -147,7 +148,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_sent_away(
     first._next_look = 0.0
     first._look(connection.since + time_for_proof(first._heartbeat) - 1)
     assert connection.open
-    first._admission.limit = 0.0
+    first._proof_time = 0.0
     slow.sendall(HELLO["tcp"][20:21])
     while connection.open:
         assert first.poll(0.01) is None
@@ -268,7 +269,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
     stranger = raw_connection(first)
     while len(first._connections) < 2:
         first.poll(0.01)
-    first._admission.limit = 0.0
+    first._proof_time = 0.0
     while len(first._connections) > 1:
         first.poll(0)
     assert first.traffic.rejected == 1
@@ -277,7 +278,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
 
 
 def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "UNPROVED", 3)
+    monkeypatch.setattr(rules, "UNPROVED", 3)
     first = make(0, "tcp")
     handshake = Handshake(SECRET, connects=True, encrypts=False, purpose="run worker 0")
     with contextlib.ExitStack() as stack:
@@ -302,7 +303,7 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
     with raw_connection(first, handshake.out) as peer:
         answered(peer, handshake, first)
         peer.sendall(handshake.out)
-        first._admission.limit = -1.0
+        first._proof_time = -1.0
         first._look(first._next_look)
         assert [one.established for one in first._connections.values()] == [True]
         assert first.traffic.rejected == 0
@@ -353,10 +354,10 @@ def test_a_host_with_many_connections_loses_its_own_only(
     flood: str, peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also at a listener for both protocols, which writes IPv4 addresses as IPv6 addresses."""
-    monkeypatch.setattr(admission, "UNPROVED", 4)
-    waiting, rule = Stranger(peer), admission.Admission(5.0)
-    connections = [waiting, *(Stranger(flood, begun=True) for _ in range(4))]
-    excess = rule.excess(connections)
+    monkeypatch.setattr(rules, "UNPROVED", 4)
+    waiting: Any = Stranger(peer)
+    connections: list[Any] = [waiting, *(Stranger(flood, begun=True) for _ in range(4))]
+    excess = rules.excess(connections)
     assert excess is not None
     assert excess.host == flood
-    assert rule.excess(connections[:4]) is None
+    assert rules.excess(connections[:4]) is None

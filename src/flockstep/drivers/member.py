@@ -53,7 +53,7 @@ from flockstep.records.failpoints import reach
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Traffic
-from flockstep.transports.session import LINK_TIMEOUT
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory, host_here
 from flockstep.transports.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity

@@ -24,7 +24,7 @@ from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.records.config import RunConfig
 from flockstep.transports.base import Transport
-from flockstep.transports.session import LINK_TIMEOUT
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 BETWEEN_HOSTS = "tcp(memory=true)"

@@ -58,9 +58,9 @@ from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.links import Buffer, Control, LocalFrames
-from flockstep.transports.session import LINK_TIMEOUT
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""

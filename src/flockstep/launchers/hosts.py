@@ -55,8 +55,8 @@ from flockstep.messages import Address
 from flockstep.messages import server as server_address
 from flockstep.records.checkpoints import MANIFEST, ArrivingShard, Shard, shard_file
 from flockstep.transports.bus import Backlog
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.links import Buffer, Frames
-from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import MAX_HEADER, PROTOCOL
 
 SHOWN = 16

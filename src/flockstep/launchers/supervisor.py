@@ -65,8 +65,8 @@ from flockstep.records.failpoints import reach
 from flockstep.records.flight import decoded
 from flockstep.records.scratch import scratch
 from flockstep.transports.base import Transport
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.links import Control, Frames
-from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from flockstep.expression import Component
 from flockstep.transports.bus import Bus
-from flockstep.transports.session import LINK_TIMEOUT
+from flockstep.transports.connection import LINK_TIMEOUT
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import SenderIdentity
 

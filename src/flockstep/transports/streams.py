@@ -24,6 +24,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import select
 import socket
 import struct
@@ -31,7 +32,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass
 from threading import Lock, Thread
 
 import numpy as np
@@ -39,11 +39,20 @@ import numpy as np
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.addresses import connecting, host_of, is_loopback, listening, tcp_address
-from flockstep.transports.admission import UNPROVED, Admission
 from flockstep.transports.bus import Backlog, Bus, Traffic
+from flockstep.transports.connection import (
+    ACKNOWLEDGED,
+    LINK_TIMEOUT,
+    STAGING,
+    UNPROVED,
+    Connection,
+    Dial,
+    Session,
+    excess,
+)
 from flockstep.transports.copies import BufferPool
+from flockstep.transports.handshake import time_for_proof
 from flockstep.transports.sealed import LinkForged, SealedSocket
-from flockstep.transports.session import ACKNOWLEDGED, LINK_TIMEOUT, Session, new_key, replace_end
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
@@ -69,8 +78,6 @@ LOCAL_BUFFER = 1 << 20
 """Size in bytes of the system's buffers between nodes on one host; with larger buffers, data in transit no longer fits
 the processor's caches. Between hosts the system chooses the size from the link's delay.
 """
-STAGING = 1 << 17
-"""Number of bytes of one read if no large payload is expected; it exceeds the size of the largest header."""
 USUAL_HEADER = 256
 """Number of bytes of the first read of a message if a large payload is expected: only enough for the header, so that
 the payload can be received in place.
@@ -103,110 +110,6 @@ receiver wants to continue.
 _PAYLOAD = 1 << 31
 """Bit in the length of the header: a payload follows, which may be empty."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Dial:
-    """Attempts to connect to a peer that has not greeted yet."""
-
-    address: str
-    key: str
-    """Key of the session with the peer; empty within a host."""
-    since: float
-    """Time of the first attempt, in seconds of the monotonic clock."""
-    count: int = 0
-    due: float = 0.0
-    """Time of the next attempt; infinite while an attempt is under way."""
-
-
-class _Connection:
-    """One connection and the state of its incoming and outgoing messages."""
-
-    refused = False
-    """Whether nothing listens at the address to which this node connects."""
-    closed = False
-    """Whether the connection broke because the other end closed it."""
-
-    def __init__(self, sock: socket.socket | SealedSocket, host: str, wanted: Address | None):
-        self.socket = sock
-        self.host = host
-        """Numeric address of the other end's host; empty for a Unix socket."""
-        self.since = time.monotonic()
-        """Time at which the connection began, in seconds of the monotonic clock."""
-        self.where = ""
-        """Address to which this node has connected."""
-        self.wanted = wanted
-        """The peer that this node has connected to; None if the other end connected."""
-        self.greeting: Message | None = None
-        self.session: Session | None = None
-        """The session with the peer, which goes on when the connection breaks; None within a host."""
-        self.down = math.inf
-        """Time at which the connection broke; infinite while there is a connection."""
-        self.why = ""
-        """Reason for which the connection broke."""
-        self.left = False
-        """Whether the peer has said that it leaves, so that it is not to be connected to again."""
-        self.writing = False
-        """Whether a message is being written, so that its payload must stay the last part of the queue."""
-        self.checked = self.since, 0, 0
-        """Last check at which bytes had arrived since the check before; bytes received and sent at the last check."""
-        self.open = True
-        self.deaf = False
-        """Whether the other end no longer accepts data."""
-        self.armed = False
-        """Whether epoll reports when the socket can be written again."""
-        self.out: deque[memoryview] = deque()
-        self.waiting = 0
-        """Number of bytes queued in `out`."""
-        self.staging = memoryview(b"")
-        """Buffer for what is read; empty until the other end is proved."""
-        self.end = 0
-        """Number of bytes in `staging` that have been read."""
-        self.ahead = STAGING
-        """Bytes per read: few if a large payload is expected, which is received directly into its own buffer."""
-        self.header = b""
-        self.body: memoryview | None = None
-        """The payload that is arriving, of which `filled` bytes have been received."""
-        self.filled = 0
-
-    @property
-    def established(self) -> bool:
-        """Whether the other end has proved that it belongs to this run; a socket in a private folder needs no proof."""
-        return isinstance(self.socket, socket.socket) or self.socket.established
-
-    @property
-    def begun(self) -> bool:
-        """Whether the other end has sent a whole hello; anyone can do so."""
-        return isinstance(self.socket, SealedSocket) and self.socket.begun
-
-    def has_output(self) -> bool:
-        """Whether the socket is to report when it accepts more bytes."""
-        return (bool(self.out) and self.established) or (isinstance(self.socket, SealedSocket) and self.socket.blocked)
-
-    def has_input(self) -> bool:
-        """Whether bytes were received that the system's socket no longer reports."""
-        return isinstance(self.socket, SealedSocket) and self.socket.unread
-
-    def usable(self) -> bool:
-        """Whether messages can be sent to the peer, if only later."""
-        return self.open and (self.session is not None or not self.deaf)
-
-    def connected(self) -> bool:
-        """Whether the connection is open, and has not broken."""
-        return self.open and self.down == math.inf
-
-    def own(self, payload: memoryview, pool: BufferPool) -> None:
-        """Copy what the peer has not acknowledged of `payload`, which was written last and may change from now on."""
-        unsent, kept = min(payload.nbytes, self.waiting), 0
-        if self.session is not None:
-            kept = min(payload.nbytes - unsent, self.session.unacknowledged)
-        if not (self.open and unsent + kept):
-            return
-        copy = pool.room(unsent + kept).data
-        copy[:] = payload[payload.nbytes - unsent - kept :]
-        if self.session is not None:
-            self.session.replace_end(copy[:kept])
-        replace_end(self.out, copy[kept:])
 
 
 class LinkLog:
@@ -250,7 +153,7 @@ class StreamBus(Bus):
     _closed = _woken = False
     _wanted: Wanted | None = None
     """The message that the program waits for, if there is a place for its array."""
-    _placing: _Connection | None = None
+    _placing: Connection | None = None
     """The connection on which an array arrives in that place."""
     _placed: Message | None = None
     """The message whose array arrived in that place, once the message is in the inbox."""
@@ -295,7 +198,7 @@ class StreamBus(Bus):
                 "connect; give every node of the run the same secret, or use --transport ipc on one host"
             )
         self.traffic = Traffic()
-        self._heartbeat, self._admission = heartbeat, Admission(heartbeat)
+        self._heartbeat, self._proof_time = heartbeat, time_for_proof(heartbeat)
         self._link_timeout, self._local_sessions = link_timeout, local_sessions
         self._me = me
         self._encrypts = encrypts
@@ -307,9 +210,9 @@ class StreamBus(Bus):
         if self._listener is not None:
             self._epoll.register(self._listener, select.EPOLLIN)
         self._lent: set[Address] = set()
-        self._connections: dict[int, _Connection] = {}
-        self._peers: dict[Address, _Connection] = {}
-        self._dials: dict[Address, _Dial] = {}
+        self._connections: dict[int, Connection] = {}
+        self._peers: dict[Address, Connection] = {}
+        self._dials: dict[Address, Dial] = {}
         """Peer that this node connects to → its attempts, until the peer has greeted."""
         self._ended: dict[Address, tuple[float, str]] = {}
         """Peer → time at which its connection ended, in seconds of the monotonic clock, and why none was opened."""
@@ -337,11 +240,13 @@ class StreamBus(Bus):
             for connection in list(self._connections.values()):
                 self._admit(connection)
             now = time.monotonic()
-            self._dials = {
-                peer: _Dial(where := address.partition(BESIDE)[0], self._key_for(host_of(where)), now)
-                for peer, address in peers.items()
-                if peer < self._me.address
-            }
+            self._dials = {}
+            for peer, address in peers.items():
+                if peer < self._me.address:
+                    where = address.partition(BESIDE)[0]
+                    host = host_of(where)
+                    resumes = host and (self._local_sessions or not self._is_here(host))
+                    self._dials[peer] = Dial(where, secrets.token_hex(16) if resumes else "", now)
             self._look(math.inf)
         self._start()
 
@@ -373,10 +278,6 @@ class StreamBus(Bus):
             self._alarm = os.eventfd(0, os.EFD_NONBLOCK)
             self._epoll.register(self._alarm, select.EPOLLIN)
         return self._epoll.fileno()
-
-    def _key_for(self, host: str) -> str:
-        """A key for a session with a peer on that host; empty if the connection is not to be opened again."""
-        return new_key() if host and (self._local_sessions or not self._is_here(host)) else ""
 
     def _is_here(self, host: str) -> bool:
         """Whether a connection to that host stays within this host."""
@@ -530,7 +431,7 @@ class StreamBus(Bus):
             self._me.peer_memory.clear()
             self._inbox.clear()
 
-    def _take_leave(self, connection: _Connection) -> tuple[_Connection, int] | None:
+    def _take_leave(self, connection: Connection) -> tuple[Connection, int] | None:
         """Tell a peer that this node leaves; return the number of the last byte, unless there is no connection."""
         session = connection.session
         if session is None or not connection.connected():
@@ -579,7 +480,7 @@ class StreamBus(Bus):
         due = min((dial.due for dial in self._dials.values()), default=math.inf)
         self._next_look = min(due, now + self._heartbeat / CHECKS if self._tcp else math.inf)
 
-    def _check(self, connection: _Connection, now: float, late: bool) -> None:
+    def _check(self, connection: Connection, now: float, late: bool) -> None:
         """Interrupt a silent connection, and close a connection whose other end has not proved in time that it belongs
         to this run. `late`: whether this process did not look in time.
         """
@@ -589,15 +490,15 @@ class StreamBus(Bus):
         elif connection.wanted in self._peers and self._peers[connection.wanted] is not connection:
             if now > connection.since + self._heartbeat:  # the next attempt to go on with the session may be answered
                 self._drop(connection)
-        elif not connection.established and self._admission.overdue(connection, now):
+        elif not connection.established and now > connection.since + self._proof_time:
             self._read(connection)  # the proof may have arrived while this process could not read it
             if connection.open and not connection.established:
                 self._end_unproved(
                     connection,
-                    f"the other end did not prove within {self._admission.limit:g} s that it knows the secret",
+                    f"the other end did not prove within {self._proof_time:g} s that it knows the secret",
                 )
 
-    def _check_silence(self, connection: _Connection, session: Session, now: float, late: bool) -> None:
+    def _check_silence(self, connection: Connection, session: Session, now: float, late: bool) -> None:
         """Interrupt a connection on which nothing arrives; acknowledge if this end had nothing to send."""
         heard, received, sent = connection.checked
         if late or session.received != received or self._unread > UNREAD:
@@ -609,23 +510,23 @@ class StreamBus(Bus):
             self._acknowledge(connection)
         connection.checked = heard, session.received, session.sent + connection.waiting
 
-    def _acknowledge(self, connection: _Connection, leaves: int = 0) -> None:
+    def _acknowledge(self, connection: Connection, leaves: int = 0) -> None:
         """Tell the peer how many bytes have arrived, and whether this node leaves."""
         assert connection.session is not None
         connection.session.told = connection.session.received
         self._flush(connection, memoryview(_PREFIX.pack(0, leaves, connection.session.received)))
 
-    def _interrupt(self, connection: _Connection, why: str) -> None:
+    def _interrupt(self, connection: Connection, why: str) -> None:
         """The connection of a session broke: the end that opened it opens another one."""
         assert connection.greeting is not None
         self._unplug(connection)
         connection.down, connection.why, connection.deaf, connection.closed = time.monotonic(), why, False, False
         if connection.wanted is not None:
             assert connection.session is not None
-            self._dials[connection.wanted] = _Dial(connection.where, connection.session.key, connection.down)
+            self._dials[connection.wanted] = Dial(connection.where, connection.session.key, connection.down)
             self._next_look = min(self._next_look, connection.down)
 
-    def _break(self, connection: _Connection, why: str) -> None:
+    def _break(self, connection: Connection, why: str) -> None:
         """The other end has closed the connection, or the system has."""
         if connection.session is None or connection.left or self._closed:
             if connection.session is not None:
@@ -668,7 +569,7 @@ class StreamBus(Bus):
                 self._woken = True
         return moved
 
-    def _drain(self, connection: _Connection) -> None:
+    def _drain(self, connection: Connection) -> None:
         """Read what was decrypted already, and send what the encryption had held back."""
         if isinstance(connection.socket, SealedSocket):
             while connection.connected() and connection.has_input():
@@ -693,27 +594,24 @@ class StreamBus(Bus):
                 raise
             return
         self._add(sock, where[0] if self._tcp else "", None)
-        excess = self._admission.excess([one for one in self._connections.values() if one.wanted is None])
-        if excess is not None:
-            self._reject(
-                excess,
-                f"more than {UNPROVED} connections were open whose other end had not proved yet that it knows "
-                "the secret",
-            )
+        surplus = excess([one for one in self._connections.values() if one.wanted is None])
+        if surplus is not None:
+            late = "connections were open whose other end had not proved yet that it knows the secret"
+            self._reject(surplus, f"more than {UNPROVED} {late}")
 
-    def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> _Connection:
+    def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> Connection:
         sock.setblocking(False)
         if self._is_here(host):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
         purpose = f"{self._me.run} {node_name(self._me.address if wanted is None else wanted)}"
         link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts, purpose) if host else sock
-        connection = self._connections[sock.fileno()] = _Connection(link, host, wanted)
+        connection = self._connections[sock.fileno()] = Connection(link, host, wanted)
         self._epoll.register(sock, select.EPOLLIN)
         self._flush(connection)
         return connection
 
-    def _dial(self, peer: Address, dial: _Dial) -> None:
+    def _dial(self, peer: Address, dial: Dial) -> None:
         """Connect to a peer and greet it; both go on as far as the socket allows, with the other connections."""
         dial.count += 1
         dial.due = math.inf
@@ -736,7 +634,7 @@ class StreamBus(Bus):
         if again and dial is not None and refused:
             self._give_up(peer, f"{self._peers[peer].why}, and nothing listens at {dial.address} any more")
             return
-        limit = math.inf if dial is None else dial.since + self._admission.limit
+        limit = math.inf if dial is None else dial.since + self._proof_time
         if dial is None or peer in self._ended or (not again and (dial.count > REDIALS or now > limit)):
             why = ""
             if dial is not None and not again:
@@ -748,14 +646,14 @@ class StreamBus(Bus):
         dial.due = now + min(FIRST_WAIT * 2 ** (dial.count - 1), LONGEST_WAIT if again else math.inf)
         self._next_look = min(self._next_look, dial.due)
 
-    def _greet(self, connection: _Connection, peer: Address, key: str) -> None:
+    def _greet(self, connection: Connection, peer: Address, key: str) -> None:
         """Send a greeting over a connection to a peer with whom this node has the session `key`."""
         current = self._peers.get(peer)
         received = 0 if current is None or current.session is None else current.session.received
         note = Greeting(peer in self._me.peer_memory, key, received)
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
-    def _admit(self, connection: _Connection) -> None:
+    def _admit(self, connection: Connection) -> None:
         """Accept or reject a connection that has greeted, once the expected peers are known."""
         if connection.greeting is None or self._expected is None or not connection.open:
             return
@@ -784,7 +682,7 @@ class StreamBus(Bus):
             self._lent.add(peer)
             self._copies.heap = self._heap
 
-    def _resume(self, connection: _Connection, session: Session, fresh: _Connection, peer: Address) -> None:
+    def _resume(self, connection: Connection, session: Session, fresh: Connection, peer: Address) -> None:
         """Go on with a session on a fresh connection, from the bytes that have arrived at either end."""
         assert fresh.greeting is not None
         try:
@@ -813,7 +711,7 @@ class StreamBus(Bus):
         connection.down, connection.checked = math.inf, (now, 0, 0)
         self._flush(connection)
 
-    def _end_unproved(self, connection: _Connection, why: str) -> None:
+    def _end_unproved(self, connection: Connection, why: str) -> None:
         """Close a connection whose other end is not proved: the peer may be tried again, a stranger is rejected."""
         if connection.wanted is None:
             self._reject(connection, why)
@@ -821,7 +719,7 @@ class StreamBus(Bus):
             self._failures[connection.wanted] = why
             self._drop(connection)
 
-    def _reject(self, connection: _Connection, why: str) -> None:
+    def _reject(self, connection: Connection, why: str) -> None:
         """Refuse a connection for good, and count it."""
         first = not self.traffic.rejected
         self._log.refused(self._me.address, connection.host, connection.begun, why, first)
@@ -831,7 +729,7 @@ class StreamBus(Bus):
             self._ended.setdefault(connection.wanted, (time.monotonic(), ""))
         self._drop(connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection.open:
             connection.open = False
             connection.out.clear()
@@ -840,7 +738,7 @@ class StreamBus(Bus):
             self._woken = True
             self._note_end(connection)
 
-    def _unplug(self, connection: _Connection) -> None:
+    def _unplug(self, connection: Connection) -> None:
         """Close the socket of a connection, unless it is closed."""
         descriptor = connection.socket.fileno()
         if self._connections.get(descriptor) is connection:
@@ -849,7 +747,7 @@ class StreamBus(Bus):
             connection.socket.close()
             connection.armed = False
 
-    def _note_end(self, connection: _Connection) -> None:
+    def _note_end(self, connection: Connection) -> None:
         if connection.greeting is not None:
             peer = connection.greeting.source
             if self._peers.get(peer) is connection or connection.wanted == peer:
@@ -859,7 +757,7 @@ class StreamBus(Bus):
                 connection.wanted, connection.refused
             )  # while the connection is open, a greeting can still be read
 
-    def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
+    def _write(self, connection: Connection, header: bytes, array: Array | None) -> None:
         """Write a message; what the peer has not acknowledged soon is copied if the array can change."""
         session, arrived = connection.session, 0
         if session is not None:
@@ -885,7 +783,7 @@ class StreamBus(Bus):
         if waits and connection.connected():
             self._acknowledge(connection)
 
-    def _flush(self, connection: _Connection, *more: memoryview) -> None:
+    def _flush(self, connection: Connection, *more: memoryview) -> None:
         """Write the queue, and `more` after it, as far as the socket accepts it."""
         out = connection.out
         out.extend(more)
@@ -925,7 +823,7 @@ class StreamBus(Bus):
             connection.armed = not connection.armed
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         """Read what has arrived, as far as it belongs to one message."""
         try:
             if not connection.staging and not self._prove(connection):
@@ -965,7 +863,7 @@ class StreamBus(Bus):
                 why = f"the connection ended before the other end proved that it knows the secret: {error}"
                 self._end_unproved(connection, why)
 
-    def _forged(self, connection: _Connection, why: str) -> None:
+    def _forged(self, connection: Connection, why: str) -> None:
         """Bytes arrived that the peer cannot have sent: a session goes on over another connection."""
         if connection.session is None and connection.wanted not in self._peers:
             self._reject(connection, why)
@@ -976,7 +874,7 @@ class StreamBus(Bus):
         else:  # the next attempt to go on with the session may arrive unchanged
             self._drop(connection)
 
-    def _count(self, connection: _Connection, count: int) -> None:
+    def _count(self, connection: Connection, count: int) -> None:
         """Count bytes that have arrived in a session, and acknowledge them from time to time."""
         session = connection.session
         if session is not None:
@@ -984,7 +882,7 @@ class StreamBus(Bus):
             if session.received - session.told >= ACKNOWLEDGED and not connection.writing:
                 self._acknowledge(connection)
 
-    def _prove(self, connection: _Connection) -> bool:
+    def _prove(self, connection: Connection) -> bool:
         """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
         link = connection.socket
         if isinstance(link, SealedSocket):
@@ -998,7 +896,7 @@ class StreamBus(Bus):
         connection.ahead = _PREFIX.size  # nothing is read beyond the greeting, which precedes the session
         return True
 
-    def _parse(self, connection: _Connection) -> None:
+    def _parse(self, connection: Connection) -> None:
         """Deliver the messages that have been read, and prepare a buffer for a payload that has begun."""
         staging, begin, end = connection.staging, 0, connection.end
         while end - begin >= _PREFIX.size and connection.open and connection.body is None:
@@ -1042,7 +940,7 @@ class StreamBus(Bus):
             staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
 
-    def _note_departure(self, connection: _Connection, which: int) -> None:
+    def _note_departure(self, connection: Connection, which: int) -> None:
         """The peer leaves, or has given up the session that this node wants to continue on a new connection; a prefix
         with neither only acknowledges bytes.
         """
@@ -1055,7 +953,7 @@ class StreamBus(Bus):
                 self._give_up(connection.wanted, f"{self._peers[connection.wanted].why}, and the other end gave it up")
             self._drop(connection)
 
-    def _acknowledged(self, connection: _Connection, session: Session, count: int) -> bool:
+    def _acknowledged(self, connection: Connection, session: Session, count: int) -> bool:
         """Drop what the peer has received; return False, and close the connection, if the number is impossible."""
         try:
             session.acknowledge(count)
@@ -1064,7 +962,7 @@ class StreamBus(Bus):
             return False
         return True
 
-    def _room(self, connection: _Connection, header: bytes, nbytes: int) -> memoryview:
+    def _room(self, connection: Connection, header: bytes, nbytes: int) -> memoryview:
         """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""
         wanted, greeting = self._wanted, connection.greeting
         if (
@@ -1081,7 +979,7 @@ class StreamBus(Bus):
             return wanted.place.view(np.uint8).data
         return self._copies.room(nbytes).data
 
-    def _sizes_allowed(self, connection: _Connection, length: int, nbytes: int) -> bool:
+    def _sizes_allowed(self, connection: Connection, length: int, nbytes: int) -> bool:
         if connection.greeting is None:
             if length <= GREETING_BYTES and not nbytes:
                 return True
@@ -1099,7 +997,7 @@ class StreamBus(Bus):
         )
         return False
 
-    def _deliver(self, connection: _Connection, header: bytes, body: memoryview | None) -> None:
+    def _deliver(self, connection: Connection, header: bytes, body: memoryview | None) -> None:
         greeting = connection.greeting
         try:
             if greeting is None:
@@ -1119,7 +1017,7 @@ class StreamBus(Bus):
             else:
                 self._refuse(connection, error)
 
-    def _refuse(self, connection: _Connection, error: ProtocolError) -> None:
+    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
         """Report a peer's message that breaks the protocol, and close the connection."""
         self._inbox.append(error)
         connection.why = str(error)
