@@ -227,9 +227,11 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     made = flockstep.plan("softmax", "edge", strategies=chosen, workers=4, require=["reproducible"])
     words = ["plan", "softmax", "-c", "edge", "-n", "4", "--require", "reproducible"]
     want = said([*words, "-s", "all_reduce", "-s", "local_sgd"], capsys)
-    notes = {name: want["trials"].pop(name) for name in ("interrupted", "notes")}
-    assert json.loads(json.dumps(made.document())) == want
-    assert notes["interrupted"] is False
+    document = json.loads(json.dumps(made.document()))
+    for one in (document, want):  # the notes tell the CPU seconds
+        assert len(one["trials"].pop("notes")) == 1
+    assert document == want
+    assert want["trials"]["interrupted"] is False  # type: ignore[index]
     assert {one.name for one in made.outlook.predictions} == {one["name"] for one in want["strategies"]}  # type: ignore[attr-defined]
     assert made.choice == want["advice"]["choice"]  # type: ignore[index]
     assert made.advice.sentences[0] in str(made)

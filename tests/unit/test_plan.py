@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 import re
@@ -16,25 +15,19 @@ import pytest
 
 import flockstep
 from flockstep.cli.app import run
+from flockstep.cli.plan import print_plan
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError, RunError
+from flockstep.experiments.options import PlanOptions
+from flockstep.experiments.planned import PlanResult, planned
 from flockstep.planning import step_prediction
+from flockstep.planning.advice import advise
 from flockstep.planning.check import Check, Figures, check_cells
 from flockstep.planning.criteria import relative_samples
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import MOST, Outlook, candidates, plan
-from flockstep.planning.plan_text import (
-    HEADINGS,
-    TABLE_2,
-    as_much,
-    cells,
-    exposed,
-    many,
-    row_of_table_2,
-    ruled_out,
-    short,
-)
+from flockstep.planning.search import Found
 from flockstep.planning.step_prediction import (
     ALONE,
     Unpredictable,
@@ -43,6 +36,9 @@ from flockstep.planning.step_prediction import (
     predict_step,
     rehearsed,
 )
+from flockstep.planning.tables import CRITERIA, PREDICTIONS, criteria, prediction_cells, predictions
+from flockstep.planning.trials import Trial
+from flockstep.planning.words import as_much, exposed, many, short
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
@@ -184,12 +180,16 @@ def test_rates_of_heavy_tails_are_those_of_the_mean() -> None:
     assert found.range < 0.01
 
 
+def row_of(found: Outlook, name: str) -> dict[str, str]:
+    cells = prediction_cells(found, found.named(name), "1")
+    return dict(zip((one.heading for one in PREDICTIONS), cells, strict=True))
+
+
 def test_a_range_stands_beside_the_step() -> None:
     uneven = plan(TASK, cluster("1gbit", HEAVY, count=12), strategies=("dpsgd",))
-    step = dict(zip(HEADINGS, cells(uneven, uneven.named("dpsgd"), 1.0), strict=True))["step"]
-    assert re.fullmatch(r"[\d.]+ ms ± \d+ %", step)
+    assert re.fullmatch(r"[\d.]+ ms ± \d+ %", row_of(uneven, "dpsgd")["step"])
     steady = plan(TASK, cluster("1gbit"), strategies=("dpsgd",))
-    assert "±" not in dict(zip(HEADINGS, cells(steady, steady.named("dpsgd"), 1.0), strict=True))["step"]
+    assert "±" not in row_of(steady, "dpsgd")["step"]
 
 
 def test_work_sets_the_time_of_a_gradient_where_it_is_known() -> None:
@@ -359,7 +359,6 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     assert as_much(3.21) == "3.2 times as many"
     assert exposed(1.35) == "over 100 %"
     assert exposed(0.16) == "16 %"
-    assert ruled_out([("a", "x"), ("b", "y"), ("c", "x")]) == ("a, c: x", "b: y")
 
 
 def test_errors_that_round_to_nothing_have_no_sign() -> None:
@@ -373,21 +372,17 @@ def test_errors_that_round_to_nothing_have_no_sign() -> None:
 
 def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     found = plan(TASK, cluster("10gbit"), strategies=("gossip", "all_reduce", "ensemble"))
-    row = dict(zip(HEADINGS, cells(found, found.named("gossip"), 1.0), strict=True))
+    row = row_of(found, "gossip")
     assert any(f"{row['staleness']} versions late" in said for said in found.departures(found.named("gossip")))
-    assert (
-        dict(zip(TABLE_2, row_of_table_2(found, found.named("gossip")), strict=True))["staleness"] == row["staleness"]
-    )
-    assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["staleness"] == "–"
+    graded = criteria(found, advise(found))
+    place = [one.heading for one in CRITERIA].index("staleness")
+    assert next(cells for cells in graded.rows if cells[0] == "gossip")[place] == row["staleness"]
+    assert row_of(found, "ensemble")["staleness"] == "–"
 
 
-def test_a_plan_begins_with_its_advice_and_shows_what_matters(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = importlib.import_module("flockstep.cli.plan")
-    monkeypatch.setattr(command, "_outlook", functools.cache(command._outlook))  # one plan is shown twice
-    words = ["plan", "vgg-a", "-c", "lab-1gbit", "-n", "2"]
-    assert run(words) == 0
+def test_a_plan_begins_with_its_advice_and_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(PlanOptions("vgg-a", "lab-1gbit", workers=2))
+    print_plan(found, everything=False)
     short = capsys.readouterr().out
     lines = short.splitlines()
     assert lines[0] == "vgg-a on 2 workers of lab-1gbit:"
@@ -397,8 +392,24 @@ def test_a_plan_begins_with_its_advice_and_shows_what_matters(
     assert "--all shows everything" in short
     assert "memory" not in lines[table]
     assert len(lines) < 50
-    assert run([*words, "--all"]) == 0
+    print_plan(found, everything=True)
     whole = capsys.readouterr().out
     assert "memory" in whole
     assert "what these figures do not include:" in whole
     assert len(whole.splitlines()) > 2 * len(lines)
+
+
+def test_the_speed_up_of_a_trial_that_missed_its_goal_is_a_limit_and_stands_last(outlook: Outlook) -> None:
+    """One worker reaches the goal in 3 s; the trial of local SGD ended after 2 s, at half of its way."""
+
+    def tried(name: str, end: float | None, seconds: float) -> Found:
+        return Found(name, (Trial(name, 4, 0.1, 0, 0.9, "target" if end else "time", end, seconds, 3, 9, 0.5, 0.5),))
+
+    slow = "local_sgd(period=8)"
+    advice = advise(outlook, (), [tried(ALONE, 3.0, 3.0), tried("all_reduce", 4.0, 4.0), tried(slow, None, 2.0)])
+    cells = {row[0]: row[1] for row in predictions(outlook, advice).rows}
+    assert cells[ALONE] == "1.00"
+    assert cells["all_reduce"] == "0.750"
+    assert cells[slow].startswith("< ")
+    assert list(cells)[-1] == slow
+    assert PlanResult(outlook, advice).document()["strategies"][-1]["limit"]

@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
+from flockstep.experiments.planned import PlanResult
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile
-from flockstep.planning.page import plan_page
 from flockstep.planning.plan import Outlook, plan
-from flockstep.report.page import Listing
 
 TASK = JobProfile("surrogate", 100_000, ((400, 200), (20_000,)))
 CLUSTER = read_cluster(
@@ -26,15 +25,8 @@ def outlook() -> Outlook:
     return plan(TASK, CLUSTER, strategies=("all_reduce", "ps", "local_sgd(period=8)", "dpsgd"))
 
 
-def test_what_trials_found_stands_before_the_predictions(outlook: Outlook) -> None:
-    found = Listing("Trials", "in virtual time", ("strategy", "best found"), [("ps", "3 s")])
-    page = plan_page(outlook, advise(outlook), [found])
-    assert [one.heading for one in page.listings][:2] == ["Trials", "Predictions"]
-    assert "in virtual time" in page.render()
-
-
 def test_the_page_has_its_tables(outlook: Outlook) -> None:
-    text = plan_page(outlook, advise(outlook)).render()
+    text = PlanResult(outlook, advise(outlook)).page().render()
     assert "Predictions" in text
     assert "Criteria" in text
     assert text.count('<tr class="chosen">') == 2
@@ -42,7 +34,7 @@ def test_the_page_has_its_tables(outlook: Outlook) -> None:
 
 def test_the_tables_heed_needs(outlook: Outlook) -> None:
     advice = advise(outlook, ("unbalanced",))
-    page = plan_page(outlook, advice)
+    page = PlanResult(outlook, advice).page()
     assert any(heading == "Ruled out" and said for heading, said in page.lists)
     rows = next(one.rows for one in page.listings if one.heading == "Predictions")
     speedups = [advice.speedups[row[0]] for row in rows]
@@ -56,6 +48,6 @@ def test_without_anything_that_fits_no_row_is_chosen() -> None:
     outlook = plan(TASK, small, strategies=("all_reduce", "ps"))
     advice = advise(outlook)
     assert advice.choice is None
-    text = plan_page(outlook, advice).render()
+    text = PlanResult(outlook, advice).page().render()
     assert "No strategy meets the requirements" in text
     assert '<tr class="chosen">' not in text

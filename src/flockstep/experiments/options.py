@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ from flockstep.options import (
     Arg,
     BadGradientOptions,
     CheckpointOptions,
+    CommonOptions,
     DistributionOptions,
     Opt,
     ProcessOptions,
@@ -58,6 +60,9 @@ STRATEGY = Opt(
     names=("--strategy", "-s"),
     nouns=("strategy",),
 )
+
+
+_splits, _trials = partial(Opt, panel="Split models"), partial(Opt, panel="Trials")
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,110 @@ class CompareOptions(
         ),
     ] = True
     out: Out = None
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What is planned, and for which machines."""
+
+    what: Annotated[
+        str | Path,
+        Arg(
+            help="Name of a workload or model (`flockstep list workload`, `flockstep list model`), or a Python file "
+            "with job()."
+        ),
+    ]
+    cluster: Annotated[
+        str | Path | None,
+        Opt(
+            names=("--cluster", "-c"),
+            help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` "
+            "writes.",
+            shown="laptop, or here after flockstep calibrate; with --check the cluster of the run",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PlannedJob):
+    """Options of a plan."""
+
+    workers: Annotated[
+        int | None, Opt(names=("--workers", "-n"), help="Number of workers (default: all workers of the cluster).")
+    ] = None
+    require: Annotated[
+        Sequence[str],
+        Opt(
+            help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
+            "repeat the option for several."
+        ),
+    ] = ()
+    strategies: Annotated[
+        Sequence[str],
+        Opt(
+            names=("--strategy", "-s"),
+            help="Strategy to consider; repeat the option for several (default: all strategies).",
+            nouns=("strategy",),
+        ),
+    ] = ()
+    batch: Annotated[
+        int | None, Opt(names=("--batch", "-b"), help="Number of samples per gradient (default: the job's).")
+    ] = None
+    hours: Annotated[
+        float | None,
+        Opt(
+            help="Length of the run in hours; it determines how many failures are expected.",
+            shown="the time of the job's epochs; 24 without data",
+            above=0,
+            advice="leave it out for the length of the job",
+        ),
+    ] = None
+    imports: Annotated[Sequence[str], options_of(CommonOptions)["imports"][0]] = ()
+    hybrid: Annotated[
+        bool,
+        _splits(help="Also predict models that are split over workers, and choose partition and strategy together."),
+    ] = False
+    partitions: Annotated[
+        Sequence[str],
+        _splits(
+            names=("--partition",),
+            help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
+            "--hybrid: the best partitions that a search finds).",
+        ),
+    ] = ()
+    memory: Annotated[
+        str | None,
+        _splits(
+            help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
+            shown="memory stated by the cluster",
+        ),
+    ] = None
+    budget: Annotated[
+        float,
+        _trials(
+            help="CPU seconds for trials, which train with the strategies in virtual time to measure how many samples "
+            "each needs on this job; 0 for no trials, so that a formula assumes the number."
+        ),
+    ] = 120.0
+    top: Annotated[
+        int | None,
+        _trials(help="Number of strategies to try in addition to one worker (default: all that could be best)."),
+    ] = None
+    seed: Annotated[int, _trials(help="First seed of trials.")] = 0
+    split: Annotated[str | None, _trials(help="How data is split in trials (default: as --require demands).")] = None
+    simulate: Annotated[
+        bool, _trials(help="Trials go on to the job's target, not only to a loss that one worker reaches early.")
+    ] = False
+    target: Annotated[
+        float | None, _trials(help="Metric that a trial must reach, with --simulate (default: the job's).")
+    ] = None
+    keep: Annotated[
+        Path | None,
+        _trials(
+            help="Folder in which trials are saved, with --simulate; give the same folder again to continue (default: "
+            "a new folder in runs/)."
+        ),
+    ] = None
 
 
 def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:

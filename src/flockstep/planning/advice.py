@@ -1,22 +1,33 @@
 """Advice on the choice of a strategy, from Table 2 of Langer et al. (2020), the plan's figures and the user's
-requirements.
+requirements: the recommendation, its reasons, and the conditions under which it would change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.errors import UnknownName
-from flockstep.planning import advice_text as say
-from flockstep.planning.criteria import count, drops, is_central, is_repeatable, is_synchronous, preference, repeated
+from flockstep.planning import worker_losses
+from flockstep.planning.criteria import (
+    MARGIN,
+    approximates,
+    count,
+    drops,
+    is_central,
+    is_repeatable,
+    is_synchronous,
+    preference,
+    repeated,
+)
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.plan_text import short
 from flockstep.planning.search import Found, measured
 from flockstep.planning.step_prediction import ALONE, StepPrediction
-from flockstep.planning.worker_losses import unfit_to_lose_workers
-from flockstep.report import formatting
+from flockstep.planning.words import as_much, exposed, many, ranged, short
+from flockstep.report.formatting import listed, number, seconds, share, size
 
 REQUIREMENTS = {
     "unbalanced": "the data of the workers differ in kind or size, as if sorted by label",
@@ -41,6 +52,10 @@ SLOWER = 4.0
 """Factor by which communication is assumed to be slower under the requirement slow-links."""
 
 
+SHOWN = 3
+"""Number of strategies that a sentence lists by name."""
+
+
 @dataclass(frozen=True)
 class Advice:
     """A recommendation of a strategy, as sentences with reasons."""
@@ -60,10 +75,12 @@ class Advice:
     """Name of a strategy → predicted speed relative to one worker, by which strategies are ordered."""
     untried: tuple[str, ...] = ()
     """Names of the strategies that were to be tried, but for which no trial finished."""
+    limits: frozenset[str] = frozenset()
+    """Names of the strategies whose trials ended before their goal, so that `speedups` has only an upper limit."""
 
     def ranked(self, outlook: Outlook) -> list[StepPrediction]:
-        """The plan's strategies in order of their predicted speed-up, highest first."""
-        return sorted(outlook.predictions, key=lambda one: -self.speedups[one.name])
+        """The plan's strategies in order of their speed-up, highest first; those with only a limit come last."""
+        return sorted(outlook.predictions, key=lambda one: (one.name in self.limits, -self.speedups[one.name]))
 
     def document(self) -> dict[str, Any]:
         """Return the advice as plain data, for JSON."""
@@ -110,28 +127,30 @@ def advise(
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
     speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
-    speedups |= _measured(tried, speedups)
+    told = _measured(tried, speedups)
+    speedups |= told
+    limits = frozenset(name for name in told if tried[name].seconds is None)
     if not left:
-        sentences = say.nothing(outlook, excluded)
-        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups)
+        sentences = _nothing(outlook, excluded)
+        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups, (), limits)
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -preference(one, speedups[one.name])))
     level = _level(left, tried)
     choice = min(level, key=lambda one: _complexity(one, outlook))
     left.remove(choice)
     left.insert(0, choice)
-    meanings = [REQUIREMENTS[one] for one in requirements]
-    case = say.Case(outlook, left, speedups, meanings, dict(excluded).get(ALONE), tried, level)
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
+    case = _Case(outlook, left, speedups, requirements, dict(excluded).get(ALONE), tried, level, untried)
     return Advice(
         choice,
         case.second,
-        (*say.recommendation(case, choice), *_partial(case, tried, untried)),
-        say.reasons(case, choice),
-        () if tried else say.changes(case, choice),
+        case.sentences(),
+        case.reasons(),
+        () if tried else case.changes(),
         tuple(excluded),
         requirements,
         speedups,
         untried,
+        limits,
     )
 
 
@@ -175,23 +194,6 @@ def _rank(tried: Found | None) -> tuple[int, float]:
     if tried is None:
         return 1, 0.0
     return (2, 0.0) if tried.seconds is None else (0, tried.seconds)
-
-
-def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
-    """Sentences about missing trials, and about the basis of the advice in that case."""
-    said = list[str]()
-    choice, planned = case.left[0], max(case.left, key=case.preference)
-    if untried:
-        were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
-        rest = ", ".join(map(short, untried))
-        said.append(
-            f"This advice is partial: of {len(untried) + len(tried)} strategies {were} tried; not tried: {rest}."
-        )
-    if tried and choice.name not in tried:
-        said.append(f"No tried strategy reached the target; the plan alone recommends {short(choice.name)}.")
-    elif untried and planned.name not in tried:
-        said.append(f"The plan alone would recommend {short(planned.name)}, which was not tried.")
-    return tuple(said)
 
 
 def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[StepPrediction]:
@@ -256,7 +258,7 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
-        return f"a worker's memory of {formatting.size(memory)} is not enough"
+        return f"a worker's memory of {size(memory)} is not enough"
     if found.strategy is None:
         return "the data are on other machines" if "private" in requirements else None
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
@@ -274,6 +276,257 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
         return "steps follow the curvature, so the number of steps to a target is not known"
-    if "elastic" in requirements and (why := unfit_to_lose_workers(found, outlook)) is not None:
+    if "elastic" in requirements and (why := worker_losses.unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the sentences of an advice are made from."""
+
+    outlook: Outlook
+    left: Sequence[StepPrediction]
+    """Predictions for the strategies that meet the requirements: the choice, then the others, best first."""
+    speedups: Mapping[str, float]
+    """Name of a strategy → predicted speed relative to one worker, under the requirements."""
+    requirements: Sequence[str]
+    alone: str | None
+    """Reason why training on one worker does not meet the requirements; None if it meets them."""
+    tried: Mapping[str, Found]
+    """Name of a strategy → its trials."""
+    level: Sequence[StepPrediction]
+    """The strategies that trials do not tell from the fastest."""
+    untried: Sequence[str]
+    """Names of the strategies that were to be tried, but for which no trial finished."""
+
+    @property
+    def choice(self) -> StepPrediction:
+        return self.left[0]
+
+    @property
+    def second(self) -> StepPrediction | None:
+        return self.left[1] if len(self.left) > 1 else None
+
+    @property
+    def decided(self) -> bool:
+        """Whether trials decided the choice."""
+        return self.choice.name in self.tried and self.tried[self.choice.name].seconds is not None
+
+    def speedup(self, found: StepPrediction) -> str:
+        return as_much(self.speedups[found.name], "fast")
+
+    def needs(self, found: StepPrediction) -> str:
+        """Text of the number of samples that a strategy needs, relative to one worker; a formula's number is
+        assumed.
+        """
+        verb = "needs" if found.name in self.outlook.measured else "is assumed to need"
+        return f"{verb} {as_much(self.outlook.relative_samples(found))} samples for the same accuracy"
+
+    def sentences(self) -> tuple[str, ...]:
+        """Which strategy to use, with which settings, and instead of what."""
+        choice, workers = self.choice, many(self.choice.workers, "worker")
+        if self.decided:
+            said = self._by_trials()
+        elif choice.strategy is None:
+            said = [f"Use one worker ({_rate(choice)}).", self._instead_of_others()]
+        else:
+            more = as_much(choice.samples_per_second / self.outlook.alone.samples_per_second)
+            pace = f"it processes {more} samples per second as one worker ({number(choice.samples_per_second)})"
+            if self.alone is None or self.speedups[choice.name] >= 1:
+                use = (
+                    f"Use {short(choice.name)} on {workers}. It is predicted to train {self.speedup(choice)} as one "
+                    f"worker: {pace} and {self.needs(choice)}."
+                )
+            else:
+                # Samples per second alone would suggest a gain that this strategy does not have.
+                use = (
+                    f"One worker is predicted to need only {share(self.speedups[choice.name])} of the time, but is "
+                    f"ruled out: {self.alone}. With this requirement, use {short(choice.name)} on {workers}: {pace}, "
+                    f"but {self.needs(choice)}."
+                )
+            said = [use, self._uncompressed()]
+        return (*filter(None, said), *self._partial())
+
+    def _by_trials(self) -> list[str]:
+        choice, own, alone = self.choice, self.tried[self.choice.name], self.tried.get(ALONE)
+        assert own.best is not None
+        assert own.seconds is not None
+        use = f"Use {short(choice.name)} with learning rate {own.best.lr:.3g}"
+        if choice.strategy is None:
+            others = [self.tried[one.name] for one in self.left[1:] if one.name in self.tried]
+            times = [one.seconds for one in others if one.seconds is not None]
+            best = f"; the best trained {as_much(own.seconds / min(times), 'fast')}" if own.seconds and times else ""
+            among = many(len(others), "strategy", "strategies")
+            said = f"{use}: in trials on the job, none of {among} was faster by more than a tenth{best}."
+        elif alone is None or alone.seconds is None:
+            use = f"{use} on {many(choice.workers, 'worker')}"
+            said = f"{use}: in trials on the job, it reached the goal first; one worker did not reach the goal."
+        else:
+            low, high = alone.range[0] / own.range[1], alone.range[1] / own.range[0]
+            between = f"{number(low, 2)} to {number(high, 2)}" if math.isfinite(high) else f"at least {number(low, 2)}"
+            said = (
+                f"{use} on {many(choice.workers, 'worker')}: in trials on the job, it trained "
+                f"{as_much(alone.seconds / own.seconds, 'fast')} as one worker at the best learning rate of each "
+                f"({between} times over {many(len(own.at_best_rate), 'seed')})."
+            )
+        equal = [short(one.name) for one in self.level if one is not choice]
+        if not equal:
+            return [said]
+        told = listed([*equal[:SHOWN], *([many(len(equal) - SHOWN, "other")] if len(equal) > SHOWN else [])])
+        simplest = f"{short(choice.name)} is the simplest of them"
+        return [said, f"Within the ranges of the trials, {told} trained as fast; {simplest}."]
+
+    def _instead_of_others(self) -> str:
+        """Why one worker is recommended, and not the fastest strategy, or the one with the most samples per second."""
+        others = [one for one in self.left if one.strategy is not None and combines(one)]
+        if not others:
+            return "No other strategy meets the requirements."
+        if self.outlook.workers == 1:
+            return ""
+        fastest = max(others, key=lambda one: self.speedups[one.name])
+        workers, gain = many(fastest.workers, "worker"), self.speedups[fastest.name]
+        if gain > self.speedups[self.choice.name]:
+            told = number(math.floor(100 * gain) / 100, 3)  # never rounded up to the margin
+            return (
+                f"{short(fastest.name)} on {workers} is predicted to train {told} times as fast as one worker, but "
+                f"{uncertain()}."
+            )
+        most = max(others, key=lambda one: one.samples_per_second)
+        ratio = as_much(most.samples_per_second / self.choice.samples_per_second)
+        return (
+            f"On {workers} of {self.outlook.site.cluster.name}, {short(most.name)} processes the most samples per "
+            f"second, {number(most.samples_per_second)} ({ratio} as one worker); it {self.needs(most)}, so it is "
+            f"predicted to train {self.speedup(most)} as one worker."
+        )
+
+    def _uncompressed(self) -> str:
+        """Why no compression is recommended, if a strategy with compression would be slower."""
+        compressed = [one for one in self.left if approximates(one) and not drops(one)]
+        if approximates(self.choice) or not compressed:
+            return ""
+        best = max(compressed, key=lambda one: self.speedups[one.name])
+        ratio = self.speedups[best.name] / self.speedups[self.choice.name]
+        if ratio >= 1:
+            return ""
+        rate = as_much(best.samples_per_second / self.choice.samples_per_second)
+        return (
+            f"Do not compress: {short(best.name)}, the best strategy with compression, processes {rate} samples per "
+            f"second as {short(self.choice.name)}, but is predicted to train {as_much(ratio, 'fast')}."
+        )
+
+    def _partial(self) -> list[str]:
+        """Sentences about missing trials, and about the basis of the advice in that case."""
+        said = list[str]()
+        planned = max(self.left, key=lambda one: preference(one, self.speedups[one.name]))
+        if self.untried:
+            tried = len(self.tried)
+            were = "none was" if not tried else "only 1 was" if tried == 1 else f"only {tried} were"
+            rest = ", ".join(map(short, self.untried))
+            said.append(
+                f"This advice is partial: of {len(self.untried) + tried} strategies {were} tried; not tried: {rest}."
+            )
+        if self.tried and self.choice.name not in self.tried:
+            said.append(f"No tried strategy reached the target; the plan alone recommends {short(self.choice.name)}.")
+        elif self.untried and planned.name not in self.tried:
+            said.append(f"The plan alone would recommend {short(planned.name)}, which was not tried.")
+        return said
+
+    def reasons(self) -> tuple[str, ...]:
+        """The reasons for the recommendation, one sentence each."""
+        outlook, choice, name, said = self.outlook, self.choice, short(self.choice.name), list[str]()
+        latency, bandwidth = outlook.site.link
+        if bandwidth < math.inf:
+            said.append(
+                f"Sending the model ({size(outlook.task.nbytes)}) over the slowest link takes "
+                f"{seconds(outlook.task.nbytes / bandwidth + latency)}; computing a gradient takes "
+                f"{seconds(outlook.alone.seconds)} on the fastest worker."
+            )
+        if choice.strategy is not None:
+            said.append(
+                f"A step of {name} takes {ranged(choice)}; a worker computes for {share(choice.utilization)} of this "
+                f"time and sends {size(choice.sent_bytes)} (from a rehearsal)."
+            )
+        if departs := outlook.departures(choice):
+            said.append(
+                f"{name} differs from training on one worker: {'; '.join(departs)}. It therefore {self.needs(choice)} "
+                "as one worker."
+            )
+        second = self.second
+        if second is not None and (not self.decided or second.name in outlook.measured):
+            needs = f" and {self.needs(second)} as one worker" if second.strategy is not None else ""
+            said.append(f"The second-best choice is {short(second.name)}: it processes {_rate(second)}{needs}.")
+        said += [f"Taken into account: {REQUIREMENTS[one]}." for one in self.requirements]
+        if choice.strategy is None:
+            return tuple(said)
+        if outlook.site.cluster.failures:
+            said.append(worker_losses.sentence(choice, outlook))
+        row, versions = outlook.criteria(choice), outlook.late(choice)
+        parts = [f"the learning rate {_RATES[row.learning_rate]}"]
+        if versions:
+            parts.append(f"updates are {number(versions, 2)} versions late on average")
+        parts.append(f"it has {many(row.hyper_parameters, 'additional hyper-parameter')}")
+        if row.exposure is not None:
+            parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
+        parts.append(f"reproducing a result exactly is {row.reproducible}")
+        graded = f"the strategy is {row.technique}: {', '.join(parts)}"
+        return (*said, f"By the criteria of table 2 of Langer et al. (2020), {graded}.")
+
+    def changes(self) -> tuple[str, ...]:
+        """The conditions under which another strategy becomes better, and the command that measures both."""
+        choice, second = self.choice, self.second
+        if second is None:
+            return ()
+        said, name, outlook = list[str](), short(second.name), self.outlook
+        ahead = preference(second, second.samples_per_second) / preference(choice, choice.samples_per_second)
+        behind = preference(choice, self.speedups[choice.name]) / (preference(second, self.speedups[second.name]) or 1)
+        if outlook.relative_samples(second) > outlook.relative_samples(choice) and ahead > 1.005:
+            more = as_much(second.samples_per_second / choice.samples_per_second)
+            said.append(
+                "if staleness, approximation and separate models did not slow down the progress of this job, "
+                f"{name} would be recommended, because it processes {more} samples per second"
+            )
+        elif self.speedups[second.name] > 0 and behind >= 1:
+            much = "less than 0.1 % faster" if behind < 1.001 else f"{share(behind - 1)} faster"
+            much = f"{number(behind, 2)} times as fast" if behind >= 2 else much
+            said.append(f"if {name} were {much}, it would be recommended")
+        if outlook.task.job is not None:
+            tried = [short(one.name) for one in (choice, second)]
+            options = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
+            said.append(
+                f"to measure the time to target of {' and '.join(tried)}, repeat the command with --simulate "
+                f"{' '.join(f'-s {option}' for option in options)}"
+            )
+        return tuple(said)
+
+
+_RATES = {
+    "higher": "may grow with the number of workers",
+    "likely": "is near one worker's",
+    "lower": "must be lower",
+}
+
+
+def _nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The sentences that say that no strategy meets the requirements, and why."""
+    why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
+    single = f"{alone.name}: {why.pop(alone.name)}"
+    too_large = memory is not None and alone.memory > memory
+    if too_large:
+        single = f"{alone.name} needs {size(alone.memory)} and has {size(memory)}"
+    others = list(why.values())
+    said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
+    way = "plan for machines with more memory" if too_large else "leave out one --require"
+    return (f"No strategy meets the requirements: {'; '.join(said)}.", f"To get advice, {way}.")
+
+
+def _rate(found: StepPrediction) -> str:
+    return f"{number(found.samples_per_second)} samples per second"
+
+
+def uncertain() -> str:
+    """Text of the reason why one worker is recommended although more workers are predicted to be a little faster."""
+    return (
+        f"predictions err by up to {share(MARGIN - 1)}, so several workers are recommended only if they are "
+        f"predicted to train at least {MARGIN:g} times as fast"
+    )

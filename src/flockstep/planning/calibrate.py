@@ -18,8 +18,8 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import identity, task_of
-from flockstep.planning.plan_text import many
 from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
+from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder

@@ -16,16 +16,16 @@ from flockstep.nodes import Hosts
 from flockstep.planning.evaluations import EvaluationTraffic, evaluation_traffic
 from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
-from flockstep.planning.plan_text import short
 from flockstep.planning.record_imports import NotAskedFor, trusted
 from flockstep.planning.rehearsal import STEPS, Conditions, rehearse
 from flockstep.planning.step_prediction import StepPrediction, predict_step
+from flockstep.planning.words import short
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
-from flockstep.report.terminal import TableColumn
+from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation.compute import ComputeModel, SharedCores
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Network
@@ -361,6 +361,11 @@ CHECK_COLUMNS = (
     ),
 )
 """Columns of the table of predictions and measurements."""
+
+
+def check_table(found: Sequence[Check]) -> TextTable:
+    """Return the table of predictions and measurements."""
+    return TextTable(CHECK_COLUMNS, list(map(check_cells, found)), "predicted and measured")
 
 
 def check_cells(one: Check) -> tuple[str, ...]:

@@ -29,15 +29,14 @@ from flockstep.partitions.pipeline_schedules.zb_h1 import ZeroBubbleH1
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.partitions.unsplit import Unsplit
-from flockstep.planning.advice import Advice, slower, unfit, waiting
-from flockstep.planning.advice_text import uncertain
+from flockstep.planning.advice import Advice, slower, uncertain, unfit, waiting
 from flockstep.planning.criteria import DOUBT, preference, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
-from flockstep.planning.plan_text import short
 from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, at_most, has_versions, rehearsed
+from flockstep.planning.words import short
 from flockstep.report.formatting import number, size
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of

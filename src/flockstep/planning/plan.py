@@ -9,7 +9,15 @@ from typing import Any
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
-from flockstep.planning.criteria import Criteria, criteria, departures, effective_rate, relative_samples
+from flockstep.planning.criteria import (
+    Criteria,
+    criteria,
+    departures,
+    effective_rate,
+    is_synchronous,
+    lateness,
+    relative_samples,
+)
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.step_prediction import ALONE, MOST, StepPrediction, alone, predict_step
 from flockstep.report import formatting
@@ -94,6 +102,15 @@ class Outlook:
         """
         return effective_rate(found.samples_per_second, self.relative_samples(found))
 
+    def late(self, found: StepPrediction) -> float | None:
+        """Return the mean staleness of a strategy's updates in versions; None if the strategy has no versions or all
+        workers wait for each other.
+        """
+        if found.staleness is not None or found.strategy is None or not combines(found):
+            return found.staleness
+        waits = is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits)
+        return None if waits else lateness(found, self.site)
+
     def criteria(self, found: StepPrediction) -> Criteria:
         """Return the strategy's row of Table 2 of Langer et al. (2020)."""
         return criteria(found, self.site)
@@ -162,6 +179,12 @@ def plan(
         try:
             _require_sense(strategy, site, count)
             found.append(replace(predict_step(strategy, site, count), name=name))
+        except KeyboardInterrupt as stop:
+            done = [one for one, _ in wanted[:number]]
+            told = f"{number} of {len(wanted)} strategies were finished: {', '.join(done)}; a plan of fewer strategies"
+            way = f"{told} takes less time: name strategies with -s, for example -s all_reduce -s local_sgd"
+            why = f"{str(stop) or 'interrupted'}; {way if done else 'no strategy was finished'}"
+            raise Interrupted(why) from None
         except Interrupted:
             raise
         except FlockstepError as error:  # a custom strategy may end in a deadlock

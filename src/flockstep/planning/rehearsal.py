@@ -225,7 +225,7 @@ class _Stage:
         least = max(BLOCKS, math.ceil(GRADIENTS / self.workers))
         return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
 
-    def run(self, elements: int, steps: int) -> _Run:
+    def run(self, elements: int, steps: int) -> _RunEvents:
         """Run `steps` steps with a surrogate of about `elements` parameters."""
         task, at, replicas, shapes = self.task, self.at, self.replicas, shrunk(self.shapes, elements)
         if self.split is not None:
@@ -240,7 +240,7 @@ class _Stage:
         parts = np.array_split(np.arange(engine.train_size), replicas)
         plan = Plan(known, cluster, engine.optimizer, parts, batches.batch, steps, at.seed, result, steps)
         drops = known.traits.server_optimizer and known.traits.delivery == "partial"
-        run = _Run(self.workers, engine, cluster.servers if drops else 0, self.listen)
+        run = _RunEvents(self.workers, engine, cluster.servers if drops else 0, self.listen)
         work = at.work
         compute = Longer(at.compute, work.step) if work.step else at.compute
         network = Handled(at.network, work.message, work.receive, work.serve, engine.factor, work.copy)
@@ -262,7 +262,7 @@ class _Stage:
         return run
 
 
-class _Run:
+class _RunEvents:
     """The events of one run that a rehearsal uses, and what the events add up to."""
 
     def __init__(

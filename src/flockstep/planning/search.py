@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.trial_store import TrialStore
-from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, trial
+from flockstep.planning.trials import Trial, TrialContext, trial
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 
@@ -40,11 +40,6 @@ HELD = 1e9
 """Largest size in bytes of the models of all workers together with which a plan does so."""
 FAR = 1e9
 """Cost of a trial that missed the goal, to which the distance from the goal is added."""
-
-
-def left_out() -> Sequence[str]:
-    """Return sentences about the effects that trials do not model."""
-    return (*LEFT_OUT, "trials choose the learning rate with one seed, and no other hyper-parameter of a strategy")
 
 
 @dataclass(frozen=True)
@@ -181,13 +176,18 @@ class Race:
         """The trials of every strategy that was tried, or that refused a trial."""
         return tuple(self._found.values())
 
-    def document(self) -> dict[str, Any]:
-        """Return the trials as plain data, for JSON."""
-        return {
-            "target": self.goal,
-            "found": [one.document() for one in self.found],
-            "left_out": list(left_out()),
-        }
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences about the goal, the CPU time and the folder of the trials."""
+        saved = self.kept.folder if self.kept is not None else None
+        goal = "" if self.goal is None else f" to a {'loss' if self.target is None else 'metric'} of {self.goal:.3g}"
+        budget = "" if self.budget is None else f" of a budget of {self.budget:g} s, which --budget changes"
+        said = [f"trials{goal} took {self.spent:.0f} s of CPU time{budget}"]
+        if self.out_of_budget:
+            again = "" if saved is None else f"; to continue, repeat the command with --keep {saved}"
+            said.append(f"the budget was used up before the trials were finished{again}")
+        if saved is not None:
+            said.append(f"trials are saved in {saved}")
+        return tuple(said)
 
     @property
     def spent(self) -> float:

@@ -49,6 +49,7 @@ LEFT_OUT = (
     "in trials, a sender encodes the whole model at every gradient",
     "if workers have different models, a trial ends with averaging the models once, over the slowest link",
     "no node fails in a trial, and each trial draws its random times only once",
+    "trials choose the learning rate with one seed, and no other hyper-parameter of a strategy",
 )
 """Sentences about effects that are not part of the virtual seconds of a trial."""
 

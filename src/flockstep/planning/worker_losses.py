@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flockstep.planning.plan import Outlook
-from flockstep.planning.plan_text import many
 from flockstep.planning.step_prediction import StepPrediction
+from flockstep.planning.words import many
 from flockstep.report import formatting
 
 HOUR, DAY = 3600.0, 86400.0

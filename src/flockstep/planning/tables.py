@@ -1,0 +1,250 @@
+"""The tables of a plan, which the terminal and the HTML page show."""
+
+from __future__ import annotations
+
+import math
+
+from flockstep.planning.advice import Advice
+from flockstep.planning.criteria import NEVER
+from flockstep.planning.hybrid import HybridAdvice
+from flockstep.planning.plan import Outlook
+from flockstep.planning.search import Found, Race
+from flockstep.planning.step_prediction import StepPrediction
+from flockstep.planning.trials import Trial
+from flockstep.planning.words import exposed, many, ranged, short
+from flockstep.report.formatting import NONE, number, seconds, share, size
+from flockstep.report.page import Listing
+from flockstep.report.terminal import TableColumn, TextTable
+
+FOREMOST = 6
+"""Number of strategies, and of split models, that a plan shows, unless everything is asked for."""
+MATTERS = 5
+"""Largest rank of the columns that the table of a plan shows, unless everything is asked for."""
+LITTLE = 1e-3
+"""Speed-up below which the table shows only an upper limit of the speed-up."""
+Column = TableColumn
+_STRATEGY, _SPEEDUP = Column("strategy", text=True), "speed relative to one worker"
+
+PREDICTIONS = (
+    _STRATEGY,
+    Column(
+        "speed-up",
+        note=f"speed-up: {_SPEEDUP}: measured in trials (<: the trial ended before its goal), otherwise predicted from "
+        "the samples per second and the number of samples that a formula assumes.",
+    ),
+    Column("samples/s", rank=2, note="samples/s: samples per second of all workers together."),
+    Column(
+        "step",
+        rank=3,
+        note="step: time between two gradients of a worker; ± is two standard errors of the rehearsal's mean, also of "
+        "samples/s.",
+    ),
+    Column(
+        "computes",
+        rank=4,
+        note="computes: share of a step spent computing; the rest of the step is communication and waiting.",
+    ),
+    Column("sends", rank=5, note="sends: bytes that a worker sends per step."),
+    Column("server", rank=8, note="server: bytes per step through the busiest server."),
+    Column(
+        "staleness",
+        rank=7,
+        note="staleness: mean number of updates applied between reading the parameters and applying the gradient.",
+    ),
+    Column("max", rank=9, note="max: largest staleness in the rehearsal."),
+    Column(
+        "memory",
+        rank=6,
+        note="memory: bytes on a worker for parameters, gradients, optimizer, strategy, and the activations of a batch "
+        "if the layers are known.",
+    ),
+)
+CRITERIA = (
+    _STRATEGY,
+    Column("technique", text=True, note="The columns are those of table 2 of Langer et al. (2020), for this job."),
+    Column("similar data", note="similar data: whether the data of the workers must be similar."),
+    Column("learning rate", note="learning rate: the best learning rate, relative to that of one worker."),
+    Column("staleness"),
+    Column("hyper-parameters", note="hyper-parameters: number of hyper-parameters that the strategy adds."),
+    Column(
+        "waits for slowest",
+        note="waits for slowest: share of the slowest worker's delay by which all workers are delayed (over 100 %: "
+        "also in later steps).",
+    ),
+    Column("deaths survived"),
+    Column("reproducible", note="reproducible: how hard it is to reproduce a result exactly."),
+    Column("differences", note="differences: number of differences from training on one worker."),
+)
+TRIALS = (
+    _STRATEGY,
+    Column("time"),
+    Column("range", rank=1),
+    Column("learning rate"),
+    Column("steps", rank=4),
+    Column("sends", rank=3),
+    Column("trials", rank=2),
+)
+SPLITS = (
+    Column("partition", text=True),
+    _STRATEGY,
+    Column("speed-up"),
+    Column("samples/s", rank=2),
+    Column("step", rank=4),
+    Column("computes", rank=5),
+    Column("sends", rank=6),
+    Column("memory", rank=1),
+    Column("replicas", rank=3),
+)
+
+
+def listing(table: TextTable) -> Listing:
+    """Return a table of the terminal as a table of the HTML page."""
+    return Listing(
+        table.title,
+        " ".join([*(one.note for one in table.columns if one.note), *table.notes]),
+        [one.heading for one in table.columns],
+        table.rows,
+        {row: "chosen" for row, style in table.styles.items() if style == "bold"},
+        [place for place, one in enumerate(table.columns) if one.text],
+    )
+
+
+def predictions(outlook: Outlook, advice: Advice, everything: bool = True) -> TextTable:
+    """Return the table of strategies, highest speed-up first; unless `everything` is set, only the best that meet the
+    requirements, the recommended one and one worker.
+    """
+    out = {name for name, _ in advice.excluded}
+    ranked = advice.ranked(outlook)
+    always = {outlook.alone.name, *([] if advice.choice is None else [advice.choice.name])}
+    best = [one.name for one in ranked if one.name not in out][:FOREMOST]
+    shown = [one for one in ranked if everything or one.name in {*best, *always}]
+    kept = [place for place, one in enumerate(PREDICTIONS) if everything or one.rank <= MATTERS]
+    styles = {row: "dim" for row, one in enumerate(shown) if one.name in out}
+    styles |= {row: "bold" for row, one in enumerate(shown) if one is advice.choice}
+    rest, columns = len(ranked) - len(shown), many(len(PREDICTIONS) - len(kept), "more column")
+    left = f"{many(rest, 'more strategy', 'more strategies')}, {columns}" if rest else columns
+    notes = (
+        f"Left out: {left}, further reasons, strategies that are ruled out, and effects that the figures do not "
+        "include; --all shows everything."
+    )
+    rows = [prediction_cells(outlook, one, speedup_of(advice, one)) for one in shown]
+    return TextTable(
+        [PREDICTIONS[place] for place in kept],
+        [[row[place] for place in kept] for row in rows],
+        "Predictions",
+        styles=styles,
+        notes=() if everything else (notes,),
+    )
+
+
+def prediction_cells(outlook: Outlook, found: StepPrediction, speedup: str) -> tuple[str, ...]:
+    """Return the table row of a prediction."""
+    most = found.staleness_most
+    return (
+        short(found.name),
+        speedup,
+        number(found.samples_per_second),
+        ranged(found),
+        share(found.utilization),
+        size(found.sent_bytes),
+        size(found.server_bytes) if found.server_bytes else NONE,
+        _late(outlook, found),
+        NONE if most is None else str(most),
+        size(found.memory),
+    )
+
+
+def speedup_of(advice: Advice, found: StepPrediction) -> str:
+    """Return the speed-up of a strategy as text; a trial that ended before its goal tells only a limit."""
+    speedup = advice.speedups[found.name]
+    return f"< {number(speedup)}" if found.name in advice.limits else _speedup(speedup)
+
+
+def _speedup(speedup: float) -> str:
+    return f"< {LITTLE:g}" if speedup < LITTLE else number(speedup)
+
+
+def _late(outlook: Outlook, found: StepPrediction) -> str:
+    versions = outlook.late(found)
+    return NONE if versions is None else number(versions, 2) if versions < NEVER else "unbounded"
+
+
+def criteria(outlook: Outlook, advice: Advice) -> TextTable:
+    """Return the table of Langer et al. (2020) for the strategies of a plan."""
+    rows, ranked = [], advice.ranked(outlook)
+    for found in ranked:
+        row = outlook.criteria(found)
+        rows.append((
+            short(found.name),
+            row.technique,
+            "needed" if row.balanced_data else "not needed",
+            {"likely": "near one worker's"}.get(row.learning_rate, row.learning_rate),
+            _late(outlook, found),
+            str(row.hyper_parameters),
+            exposed(row.exposure),
+            f"{row.survives:,}",
+            row.reproducible,
+            str(len(outlook.departures(found))),
+        ))  # fmt: skip
+    chosen = {row: "bold" for row, one in enumerate(ranked) if one is advice.choice}
+    return TextTable(CRITERIA, rows, "Criteria", styles=chosen)
+
+
+def trials(race: Race, everything: bool) -> TextTable:
+    """Return the table of the tried strategies, fastest first; unless `everything` is set, without those that missed
+    the goal.
+    """
+    reached = [one for one in race.found if one.seconds is not None]
+    shown = reached if reached and not everything else race.found
+    ranked = sorted(shown, key=lambda one: (one.seconds is None, one.seconds or 0.0))
+    goal = "" if race.goal is None else f" of {race.goal:.3g}"
+    title = f"Trials: virtual time until the goal{goal} at the best learning rate, with real gradients"
+    return TextTable(TRIALS, list(map(_trial_cells, ranked)), title)
+
+
+def _trial_cells(one: Found) -> tuple[str, ...]:
+    best = one.best
+    if best is None:
+        return short(one.strategy), NONE, NONE, one.refused or "", "", "", "0"
+    low, high = (seconds(end) if math.isfinite(end) else NONE for end in one.range)
+    return (
+        short(one.strategy),
+        outcome(best),
+        f"{low} to {high}" if len(one.at_best_rate) > 1 else NONE,
+        f"{best.lr:.3g}",
+        number(best.steps),
+        size(best.sent_bytes),
+        str(len(one.trials)),
+    )
+
+
+def outcome(trial: Trial) -> str:
+    """Return the outcome of a trial as text: its time to target, 'diverged', or the time within which it missed the
+    target.
+    """
+    if trial.seconds_to_target is not None:
+        return seconds(trial.seconds_to_target)
+    return "diverged" if trial.end == "diverged" else f"not in {seconds(trial.seconds)}"
+
+
+def splits(found: HybridAdvice, everything: bool) -> TextTable:
+    """Return the table of split models, highest speed-up first."""
+    shown = found.splits if everything else found.splits[:FOREMOST]
+    rows = [
+        (
+            str(one.partition),
+            short(str(one.strategy)) if one.replicas > 1 else "none",
+            _speedup(found.speedups[one.name]),
+            number(one.samples_per_second),
+            seconds(one.seconds),
+            share(one.utilization),
+            size(one.sent_bytes),
+            size(one.memory),
+            str(one.replicas),
+        )
+        for one in shown
+    ]
+    rest = len(found.splits) - len(shown)
+    notes = [f"{rest} more combinations of partition and strategy; --all shows them."] if rest else []
+    chosen = {row: "bold" for row, one in enumerate(shown) if one is found.choice}
+    return TextTable(SPLITS, rows, "Split replicas", styles=chosen, notes=notes)
