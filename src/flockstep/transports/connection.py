@@ -129,7 +129,7 @@ class Dial:
     """Time of the next attempt; infinite while an attempt is under way."""
 
 
-class Connection:
+class PeerLink:
     """One connection and the state of its incoming and outgoing messages."""
 
     refused = False
@@ -219,7 +219,7 @@ class Connection:
         replace_end(self.out, copy[kept:])
 
 
-def excess(connections: Sequence[Connection]) -> Connection | None:
+def excess(connections: Sequence[PeerLink]) -> PeerLink | None:
     """Return the connection to close after the last of `connections` has been accepted; None if all may stay.
 
     The bound protects the listener's memory and file descriptors. The connection is one of the host with the most

@@ -45,8 +45,8 @@ from flockstep.transports.connection import (
     LINK_TIMEOUT,
     STAGING,
     UNPROVED,
-    Connection,
     Dial,
+    PeerLink,
     Session,
     excess,
 )
@@ -153,7 +153,7 @@ class StreamBus(Bus):
     _closed = _woken = False
     _wanted: Wanted | None = None
     """The message that the program waits for, if there is a place for its array."""
-    _placing: Connection | None = None
+    _placing: PeerLink | None = None
     """The connection on which an array arrives in that place."""
     _placed: Message | None = None
     """The message whose array arrived in that place, once the message is in the inbox."""
@@ -210,8 +210,8 @@ class StreamBus(Bus):
         if self._listener is not None:
             self._epoll.register(self._listener, select.EPOLLIN)
         self._lent: set[Address] = set()
-        self._connections: dict[int, Connection] = {}
-        self._peers: dict[Address, Connection] = {}
+        self._connections: dict[int, PeerLink] = {}
+        self._peers: dict[Address, PeerLink] = {}
         self._dials: dict[Address, Dial] = {}
         """Peer that this node connects to → its attempts, until the peer has greeted."""
         self._ended: dict[Address, tuple[float, str]] = {}
@@ -431,7 +431,7 @@ class StreamBus(Bus):
             self._me.peer_memory.clear()
             self._inbox.clear()
 
-    def _take_leave(self, connection: Connection) -> tuple[Connection, int] | None:
+    def _take_leave(self, connection: PeerLink) -> tuple[PeerLink, int] | None:
         """Tell a peer that this node leaves; return the number of the last byte, unless there is no connection."""
         session = connection.session
         if session is None or not connection.connected():
@@ -480,7 +480,7 @@ class StreamBus(Bus):
         due = min((dial.due for dial in self._dials.values()), default=math.inf)
         self._next_look = min(due, now + self._heartbeat / CHECKS if self._tcp else math.inf)
 
-    def _check(self, connection: Connection, now: float, late: bool) -> None:
+    def _check(self, connection: PeerLink, now: float, late: bool) -> None:
         """Interrupt a silent connection, and close a connection whose other end has not proved in time that it belongs
         to this run. `late`: whether this process did not look in time.
         """
@@ -498,7 +498,7 @@ class StreamBus(Bus):
                     f"the other end did not prove within {self._proof_time:g} s that it knows the secret",
                 )
 
-    def _check_silence(self, connection: Connection, session: Session, now: float, late: bool) -> None:
+    def _check_silence(self, connection: PeerLink, session: Session, now: float, late: bool) -> None:
         """Interrupt a connection on which nothing arrives; acknowledge if this end had nothing to send."""
         heard, received, sent = connection.checked
         if late or session.received != received or self._unread > UNREAD:
@@ -510,13 +510,13 @@ class StreamBus(Bus):
             self._acknowledge(connection)
         connection.checked = heard, session.received, session.sent + connection.waiting
 
-    def _acknowledge(self, connection: Connection, leaves: int = 0) -> None:
+    def _acknowledge(self, connection: PeerLink, leaves: int = 0) -> None:
         """Tell the peer how many bytes have arrived, and whether this node leaves."""
         assert connection.session is not None
         connection.session.told = connection.session.received
         self._flush(connection, memoryview(_PREFIX.pack(0, leaves, connection.session.received)))
 
-    def _interrupt(self, connection: Connection, why: str) -> None:
+    def _interrupt(self, connection: PeerLink, why: str) -> None:
         """The connection of a session broke: the end that opened it opens another one."""
         assert connection.greeting is not None
         self._unplug(connection)
@@ -526,7 +526,7 @@ class StreamBus(Bus):
             self._dials[connection.wanted] = Dial(connection.where, connection.session.key, connection.down)
             self._next_look = min(self._next_look, connection.down)
 
-    def _break(self, connection: Connection, why: str) -> None:
+    def _break(self, connection: PeerLink, why: str) -> None:
         """The other end has closed the connection, or the system has."""
         if connection.session is None or connection.left or self._closed:
             if connection.session is not None:
@@ -569,7 +569,7 @@ class StreamBus(Bus):
                 self._woken = True
         return moved
 
-    def _drain(self, connection: Connection) -> None:
+    def _drain(self, connection: PeerLink) -> None:
         """Read what was decrypted already, and send what the encryption had held back."""
         if isinstance(connection.socket, SealedSocket):
             while connection.connected() and connection.has_input():
@@ -599,14 +599,14 @@ class StreamBus(Bus):
             late = "connections were open whose other end had not proved yet that it knows the secret"
             self._reject(surplus, f"more than {UNPROVED} {late}")
 
-    def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> Connection:
+    def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> PeerLink:
         sock.setblocking(False)
         if self._is_here(host):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
         purpose = f"{self._me.run} {node_name(self._me.address if wanted is None else wanted)}"
         link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts, purpose) if host else sock
-        connection = self._connections[sock.fileno()] = Connection(link, host, wanted)
+        connection = self._connections[sock.fileno()] = PeerLink(link, host, wanted)
         self._epoll.register(sock, select.EPOLLIN)
         self._flush(connection)
         return connection
@@ -646,14 +646,14 @@ class StreamBus(Bus):
         dial.due = now + min(FIRST_WAIT * 2 ** (dial.count - 1), LONGEST_WAIT if again else math.inf)
         self._next_look = min(self._next_look, dial.due)
 
-    def _greet(self, connection: Connection, peer: Address, key: str) -> None:
+    def _greet(self, connection: PeerLink, peer: Address, key: str) -> None:
         """Send a greeting over a connection to a peer with whom this node has the session `key`."""
         current = self._peers.get(peer)
         received = 0 if current is None or current.session is None else current.session.received
         note = Greeting(peer in self._me.peer_memory, key, received)
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, connection: PeerLink) -> None:
         """Accept or reject a connection that has greeted, once the expected peers are known."""
         if connection.greeting is None or self._expected is None or not connection.open:
             return
@@ -682,7 +682,7 @@ class StreamBus(Bus):
             self._lent.add(peer)
             self._copies.heap = self._heap
 
-    def _resume(self, connection: Connection, session: Session, fresh: Connection, peer: Address) -> None:
+    def _resume(self, connection: PeerLink, session: Session, fresh: PeerLink, peer: Address) -> None:
         """Go on with a session on a fresh connection, from the bytes that have arrived at either end."""
         assert fresh.greeting is not None
         try:
@@ -711,7 +711,7 @@ class StreamBus(Bus):
         connection.down, connection.checked = math.inf, (now, 0, 0)
         self._flush(connection)
 
-    def _end_unproved(self, connection: Connection, why: str) -> None:
+    def _end_unproved(self, connection: PeerLink, why: str) -> None:
         """Close a connection whose other end is not proved: the peer may be tried again, a stranger is rejected."""
         if connection.wanted is None:
             self._reject(connection, why)
@@ -719,7 +719,7 @@ class StreamBus(Bus):
             self._failures[connection.wanted] = why
             self._drop(connection)
 
-    def _reject(self, connection: Connection, why: str) -> None:
+    def _reject(self, connection: PeerLink, why: str) -> None:
         """Refuse a connection for good, and count it."""
         first = not self.traffic.rejected
         self._log.refused(self._me.address, connection.host, connection.begun, why, first)
@@ -729,7 +729,7 @@ class StreamBus(Bus):
             self._ended.setdefault(connection.wanted, (time.monotonic(), ""))
         self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: PeerLink) -> None:
         if connection.open:
             connection.open = False
             connection.out.clear()
@@ -738,7 +738,7 @@ class StreamBus(Bus):
             self._woken = True
             self._note_end(connection)
 
-    def _unplug(self, connection: Connection) -> None:
+    def _unplug(self, connection: PeerLink) -> None:
         """Close the socket of a connection, unless it is closed."""
         descriptor = connection.socket.fileno()
         if self._connections.get(descriptor) is connection:
@@ -747,7 +747,7 @@ class StreamBus(Bus):
             connection.socket.close()
             connection.armed = False
 
-    def _note_end(self, connection: Connection) -> None:
+    def _note_end(self, connection: PeerLink) -> None:
         if connection.greeting is not None:
             peer = connection.greeting.source
             if self._peers.get(peer) is connection or connection.wanted == peer:
@@ -757,7 +757,7 @@ class StreamBus(Bus):
                 connection.wanted, connection.refused
             )  # while the connection is open, a greeting can still be read
 
-    def _write(self, connection: Connection, header: bytes, array: Array | None) -> None:
+    def _write(self, connection: PeerLink, header: bytes, array: Array | None) -> None:
         """Write a message; what the peer has not acknowledged soon is copied if the array can change."""
         session, arrived = connection.session, 0
         if session is not None:
@@ -783,7 +783,7 @@ class StreamBus(Bus):
         if waits and connection.connected():
             self._acknowledge(connection)
 
-    def _flush(self, connection: Connection, *more: memoryview) -> None:
+    def _flush(self, connection: PeerLink, *more: memoryview) -> None:
         """Write the queue, and `more` after it, as far as the socket accepts it."""
         out = connection.out
         out.extend(more)
@@ -823,7 +823,7 @@ class StreamBus(Bus):
             connection.armed = not connection.armed
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: PeerLink) -> None:
         """Read what has arrived, as far as it belongs to one message."""
         try:
             if not connection.staging and not self._prove(connection):
@@ -863,7 +863,7 @@ class StreamBus(Bus):
                 why = f"the connection ended before the other end proved that it knows the secret: {error}"
                 self._end_unproved(connection, why)
 
-    def _forged(self, connection: Connection, why: str) -> None:
+    def _forged(self, connection: PeerLink, why: str) -> None:
         """Bytes arrived that the peer cannot have sent: a session goes on over another connection."""
         if connection.session is None and connection.wanted not in self._peers:
             self._reject(connection, why)
@@ -874,7 +874,7 @@ class StreamBus(Bus):
         else:  # the next attempt to go on with the session may arrive unchanged
             self._drop(connection)
 
-    def _count(self, connection: Connection, count: int) -> None:
+    def _count(self, connection: PeerLink, count: int) -> None:
         """Count bytes that have arrived in a session, and acknowledge them from time to time."""
         session = connection.session
         if session is not None:
@@ -882,7 +882,7 @@ class StreamBus(Bus):
             if session.received - session.told >= ACKNOWLEDGED and not connection.writing:
                 self._acknowledge(connection)
 
-    def _prove(self, connection: Connection) -> bool:
+    def _prove(self, connection: PeerLink) -> bool:
         """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
         link = connection.socket
         if isinstance(link, SealedSocket):
@@ -896,7 +896,7 @@ class StreamBus(Bus):
         connection.ahead = _PREFIX.size  # nothing is read beyond the greeting, which precedes the session
         return True
 
-    def _parse(self, connection: Connection) -> None:
+    def _parse(self, connection: PeerLink) -> None:
         """Deliver the messages that have been read, and prepare a buffer for a payload that has begun."""
         staging, begin, end = connection.staging, 0, connection.end
         while end - begin >= _PREFIX.size and connection.open and connection.body is None:
@@ -940,7 +940,7 @@ class StreamBus(Bus):
             staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
 
-    def _note_departure(self, connection: Connection, which: int) -> None:
+    def _note_departure(self, connection: PeerLink, which: int) -> None:
         """The peer leaves, or has given up the session that this node wants to continue on a new connection; a prefix
         with neither only acknowledges bytes.
         """
@@ -953,7 +953,7 @@ class StreamBus(Bus):
                 self._give_up(connection.wanted, f"{self._peers[connection.wanted].why}, and the other end gave it up")
             self._drop(connection)
 
-    def _acknowledged(self, connection: Connection, session: Session, count: int) -> bool:
+    def _acknowledged(self, connection: PeerLink, session: Session, count: int) -> bool:
         """Drop what the peer has received; return False, and close the connection, if the number is impossible."""
         try:
             session.acknowledge(count)
@@ -962,7 +962,7 @@ class StreamBus(Bus):
             return False
         return True
 
-    def _room(self, connection: Connection, header: bytes, nbytes: int) -> memoryview:
+    def _room(self, connection: PeerLink, header: bytes, nbytes: int) -> memoryview:
         """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""
         wanted, greeting = self._wanted, connection.greeting
         if (
@@ -979,7 +979,7 @@ class StreamBus(Bus):
             return wanted.place.view(np.uint8).data
         return self._copies.room(nbytes).data
 
-    def _sizes_allowed(self, connection: Connection, length: int, nbytes: int) -> bool:
+    def _sizes_allowed(self, connection: PeerLink, length: int, nbytes: int) -> bool:
         if connection.greeting is None:
             if length <= GREETING_BYTES and not nbytes:
                 return True
@@ -997,7 +997,7 @@ class StreamBus(Bus):
         )
         return False
 
-    def _deliver(self, connection: Connection, header: bytes, body: memoryview | None) -> None:
+    def _deliver(self, connection: PeerLink, header: bytes, body: memoryview | None) -> None:
         greeting = connection.greeting
         try:
             if greeting is None:
@@ -1017,7 +1017,7 @@ class StreamBus(Bus):
             else:
                 self._refuse(connection, error)
 
-    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
+    def _refuse(self, connection: PeerLink, error: ProtocolError) -> None:
         """Report a peer's message that breaks the protocol, and close the connection."""
         self._inbox.append(error)
         connection.why = str(error)
