@@ -17,7 +17,7 @@ import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import Schema
-from flockstep.errors import ConfigurationError, Diverged, PeerLost
+from flockstep.errors import ConfigurationError, Diverged, PeerLost, require
 from flockstep.messages import (
     ANYTHING,
     LEAVE,
@@ -137,8 +137,7 @@ class BadGradients:
             raise ConfigurationError(
                 f"max_gradient_norm must be > 0 and finite, got {self.max_norm:g}; leave it out for no limit"
             )
-        if self.strikes < 1:
-            raise ConfigurationError(f"strikes must be >= 1 refused gradients, got {self.strikes}; 3 is the default")
+        require(self.strikes >= 1, "strikes", ">= 1 refused gradients", self.strikes, "3 is the default")
 
     def replaced(self, action: BadGradientAction | None, max_norm: float | None) -> BadGradients:
         """Return these settings with another action or largest norm; None keeps a value."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flockstep import registry
 from flockstep.drivers.setup import canonical, check, digest, partition_of, prepare, require_unchanged
-from flockstep.errors import CompositionError, ConfigurationError, Interrupted, RunError
+from flockstep.errors import CompositionError, ConfigurationError, Interrupted, RunError, require
 from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.options import CompareOptions, configured, listed, rates, refuse_idle, takes
 from flockstep.experiments.single import RunResult, carry_out, cluster_of, on_cluster
@@ -67,8 +67,7 @@ class Grid:
             raise ConfigurationError(
                 "a comparison needs at least one strategy, got none; give for example 'all_reduce' and 'gossip'"
             )
-        if self.seeds < 1:
-            raise ConfigurationError(f"seeds must be >= 1, got {self.seeds}; 5 are usual")
+        require(self.seeds >= 1, "seeds", ">= 1", self.seeds, "5 are usual")
 
     @property
     def count(self) -> int:

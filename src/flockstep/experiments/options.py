@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import ConfigurationError, UnknownName, require
 from flockstep.options import (
     Arg,
     BadGradientOptions,
@@ -353,8 +353,7 @@ def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
     Raises:
         ConfigurationError: `values` is a string.
     """
-    if isinstance(values, str):
-        raise ConfigurationError(f"{name} must be a list, got {values!r}; write [{values!r}]")
+    require(not isinstance(values, str), name, "a list", f"{values!r}", f"write [{values!r}]")
     return tuple(values)
 
 

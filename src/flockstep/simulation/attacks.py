@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.nodes import Cluster
 from flockstep.simulation.faults import Fault
 
@@ -86,8 +86,7 @@ class FlipsSign(WrongGradient):
     end: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 1 flips the sign alone")
+        require(0 < self.factor < math.inf, "factor", "> 0 and finite", self.factor, "1 flips the sign alone")
 
     def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
         gradient *= -self.factor
@@ -103,8 +102,7 @@ class Enlarges(WrongGradient):
     end: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 1000 is usual")
+        require(0 < self.factor < math.inf, "factor", "> 0 and finite", self.factor, "1000 is usual")
 
     def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
         gradient *= self.factor
@@ -125,8 +123,7 @@ class LittleIsEnough(WrongGradient):
     end: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.z):
-            raise ConfigurationError(f"z must be finite, got {self.z}; the paper uses 1.5")
+        require(math.isfinite(self.z), "z", "finite", self.z, "the paper uses 1.5")
 
     def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
         key = f"{part.start}:{part.stop}"

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, require
 from flockstep.expression import Component
 
 _TAG = int.from_bytes(b"time", "big")  # separates these random streams from others of the same seed
@@ -111,10 +111,8 @@ class ComputeModel(Component):
         Raises:
             ConfigurationError: `workers` is below 1, or `seed` is negative.
         """
-        if workers < 1:
-            raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a run without exchange")
-        if seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {seed}; use any whole number from 0")
+        require(workers >= 1, "workers", ">= 1", workers, "use 1 for a run without exchange")
+        require(seed >= 0, "seed", ">= 0", seed, "use any whole number from 0")
         return [self.stream(seed, rank) for rank in range(workers)]
 
     def clock(self, streams: list[Iterator[float]]) -> Clock:
@@ -276,8 +274,7 @@ def _generator(seed: int, stream: int, rank: int) -> np.random.Generator:
 
 
 def _above(value: float, least: float, what: str, way_out: str) -> None:
-    if not least < value < math.inf:
-        raise ConfigurationError(f"{what} must be > {least:g} and finite, got {value:g}; {way_out}")
+    require(least < value < math.inf, what, f"> {least:g} and finite", f"{value:g}", way_out)
 
 
 @dataclass(frozen=True)
@@ -477,8 +474,7 @@ class SlowSpells(Wrapper):
                 f"probability must be in [0, 1], got {self.probability:g}; use 0.01 for 1 step in 100"
             )
         _above(self.factor, 0, "a spell's factor", "10 stands for ten times as slow")
-        if self.length < 1:
-            raise ConfigurationError(f"length must be >= 1 step, got {self.length}; use 1 for single slow steps")
+        require(self.length >= 1, "length", ">= 1 step", self.length, "use 1 for single slow steps")
 
     @property
     def spells(self) -> int:
@@ -509,10 +505,7 @@ class SharedCores(Wrapper):
     turns: bool = False
 
     def __post_init__(self) -> None:
-        if self.cores < 1:
-            raise ConfigurationError(
-                f"cores must be >= 1, got {self.cores}; leave shared_cores out if every worker has its own core"
-            )
+        require(self.cores >= 1, "cores", ">= 1", self.cores, "leave shared_cores out if every worker has its own core")
         if self.base.sharing is not None:
             raise CompositionError(f"the workers of {self.base} share cores already; use shared_cores only once")
 

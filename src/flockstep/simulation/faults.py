@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import Component
 from flockstep.messages import Address, node_name
 from flockstep.nodes import Cluster
@@ -58,8 +58,7 @@ class Drops(Fault):
     nth: int = 1
 
     def __post_init__(self) -> None:
-        if self.nth < 1:
-            raise ConfigurationError(f"nth must be >= 1, got {self.nth}; use 1 for the first message")
+        require(self.nth >= 1, "nth", ">= 1", self.nth, "use 1 for the first message")
 
     def check(self, cluster: Cluster) -> None:
         _takes_part(self.source, cluster)
@@ -80,8 +79,7 @@ class Slows(Fault):
     until: str | float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; use 2 for twice as slow")
+        require(0 < self.factor < math.inf, "factor", "> 0 and finite", self.factor, "use 2 for twice as slow")
         units.duration(self.at, "at")
         units.duration(self.until, "until")
 
@@ -116,10 +114,9 @@ class Narrows(Fault):
     until: str | float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(
-                f"factor must be > 0 and finite, got {self.factor}; 10 leaves a tenth of the bandwidth"
-            )
+        require(
+            0 < self.factor < math.inf, "factor", "> 0 and finite", self.factor, "10 leaves a tenth of the bandwidth"
+        )
         at, until = units.duration(self.at, "at"), units.duration(self.until, "until")
         if until and until <= at:
             raise ConfigurationError(

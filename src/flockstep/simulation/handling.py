@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import add
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.messages import HEADER_BYTES, Address
 from flockstep.nodes import Cluster, Hosts
 from flockstep.simulation.compute import Wrapper
@@ -67,8 +67,7 @@ class Handled(Network):
     def __post_init__(self) -> None:
         for name in ("message", "receive", "serve", "copy"):
             _time(getattr(self, name), name)
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor:g}; leave it out for 1")
+        require(0 < self.factor < math.inf, "factor", "> 0 and finite", f"{self.factor:g}", "leave it out for 1")
 
     def start(self, cluster: Cluster) -> Fabric:
         """Return the hops of the wrapped network, between the processors of two nodes."""
@@ -79,8 +78,7 @@ class Handled(Network):
 
 
 def _time(seconds: float, name: str) -> None:
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{name} must be >= 0 seconds and finite, got {seconds:g}; leave it out for none")
+    require(0 <= seconds < math.inf, name, ">= 0 seconds and finite", f"{seconds:g}", "leave it out for none")
 
 
 class _Begun(Transit):

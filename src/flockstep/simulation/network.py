@@ -28,7 +28,7 @@ from typing import ClassVar
 
 import msgspec
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import Component
 from flockstep.messages import Address, node_name
 from flockstep.nodes import Cluster, Hosts, one_host
@@ -249,10 +249,7 @@ class TwoTier(Network):
     outer_latency: str | float
 
     def __post_init__(self) -> None:
-        if self.group < 1:
-            raise ConfigurationError(
-                f"group must be >= 1 worker, got {self.group}; use link for a network without groups"
-            )
+        require(self.group >= 1, "group", ">= 1 worker", self.group, "use link for a network without groups")
         units.bandwidth(self.inner_bandwidth, "inner_bandwidth")
         units.duration(self.inner_latency, "inner_latency")
         units.bandwidth(self.outer_bandwidth, "outer_bandwidth")

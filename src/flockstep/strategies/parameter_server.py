@@ -12,7 +12,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
+from flockstep.errors import CompositionError, PeerLost, ProtocolError, require
 from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
@@ -83,8 +83,7 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         check_replicas(self.replicas)
-        if self.shards < 1:
-            raise ConfigurationError(f"shards must be >= 1, got {self.shards}; use 1 for a single server")
+        require(self.shards >= 1, "shards", ">= 1", self.shards, "use 1 for a single server")
         access = self.consistency.access
         if self.shards > 1 and isinstance(access, CancelStale):
             raise CompositionError(
