@@ -49,13 +49,10 @@ from flockstep.planning.hybrid import (
     predict_split,
 )
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.pipeline_surrogate import PipelineShape
 from flockstep.planning.plan import plan
 from flockstep.planning.rehearsal import Rehearsal
-from flockstep.planning.split_shape import SplitShape
-from flockstep.planning.split_surrogate import split_shape
+from flockstep.planning.split_surrogate import PipelineShape, SplitShape, WaysShape, split_shape
 from flockstep.planning.step_prediction import rehearsed
-from flockstep.planning.ways_surrogate import WaysShape
 from flockstep.records.events import StepEvent
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result

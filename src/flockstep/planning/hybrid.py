@@ -33,8 +33,7 @@ from flockstep.planning.advice import Advice, slower, uncertain, unfit, waiting
 from flockstep.planning.criteria import DOUBT, preference, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.plan import Outlook
-from flockstep.planning.split_shape import SplitShape
-from flockstep.planning.split_surrogate import split_shape
+from flockstep.planning.split_surrogate import SplitShape, split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, at_most, has_versions, rehearsed
 from flockstep.planning.words import short
 from flockstep.report.formatting import number, size

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import build_model, make_engine, make_split, may_define
+from flockstep.frameworks.job import build_model, make_engine, may_define
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
 from flockstep.partitions.base import Partition
-from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
-from flockstep.planning.split_shape import SplitShape
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
 from flockstep.simulation.compute import ComputeModel
@@ -99,24 +97,8 @@ class JobProfile:
         return SurrogateBatches(self.batch, engine.train_size, engine.layers(self.batch))
 
     @cached_property
-    def sizes_of_parts(self) -> Callable[[Pipeline], tuple[int, ...]] | None:
-        """Function that cuts the job's model into parts as a run does, and returns the number of parameters of each
-        part; None without a job.
-        """
-        job = self.job
-        if job is None:
-            return None
-
-        def sizes(pipeline: Pipeline) -> tuple[int, ...]:
-            return make_split(job(0), 0, pipeline).sizes
-
-        return lru_cache(maxsize=256)(sizes)
-
-    @cached_property
-    def splits(self) -> dict[Partition, SplitShape]:
-        """Partition → the job's model as the partition splits it, for partitions by which a plan has split the
-        model.
-        """
+    def splits(self) -> dict[Partition, Any]:
+        """Partition → what plans know of the job's model as a run splits it, for partitions that were looked at."""
         return {}
 
     @cached_property

@@ -25,7 +25,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.planning.job_profile import JobProfile
-from flockstep.planning.split_shape import SplitShape
+from flockstep.planning.split_surrogate import SplitShape
 from flockstep.planning.surrogate import (
     Shrunk,
     SurrogateBatches,

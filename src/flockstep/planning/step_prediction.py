@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import Conditions, Rehearsal, rehearse
-from flockstep.planning.split_shape import SplitShape
+from flockstep.planning.split_surrogate import SplitShape
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Wrapper
