@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from flockstep.cli.layers import shape_named, show_layers
+from flockstep.cli.layers import layers as show_layers
+from flockstep.cli.layers import shape_named
 from flockstep.costs import formulas
 from flockstep.costs.builder import At, Net
 from flockstep.costs.concurrency import CONCURRENCY

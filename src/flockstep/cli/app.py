@@ -19,6 +19,7 @@ from click.shell_completion import get_completion_class, shell_complete
 
 from flockstep import __version__
 from flockstep.cli.commands import CommandEntry, CommandGroup, command_of, group_of
+from flockstep.cli.options import Json
 from flockstep.cli.plug_ins import LAB
 from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.options import Arg, Opt
@@ -35,7 +36,7 @@ RUN, LOOK_UP, PLAN, HERE, EVIDENCE, HELP = (
     "Train and compare", "Look up", "Before a run", "This machine", "Evidence (needs flockstep-lab)", "Help",
 )  # fmt: skip
 """Headings of the groups of commands in `--help`."""
-_RUNNING, _LOOKING = "flockstep.cli.running", "flockstep.cli.looking"
+_RUNNING = "flockstep.cli.running"
 COMMANDS = {
     **{name: CommandEntry(f"{_RUNNING}:{name}", RUN) for name in ("train", "resume", "join", "simulate", "compare")},
     "launch": CommandEntry(f"{_RUNNING}:launch", RUN, rest=True),
@@ -44,14 +45,14 @@ COMMANDS = {
     "secret": CommandEntry(f"{_RUNNING}:secret", RUN),
     "list": CommandEntry("flockstep.cli.listing:list_components", LOOK_UP),
     "systems": CommandEntry("flockstep.cli.listing:systems", LOOK_UP),
-    "layers": CommandEntry(f"{_LOOKING}:layers", PLAN),
-    "layouts": CommandEntry(f"{_LOOKING}:layouts", PLAN),
+    "layers": CommandEntry("flockstep.cli.layers:layers", PLAN),
+    "layouts": CommandEntry("flockstep.cli.layers:layouts", PLAN),
     "report": CommandEntry(f"{_RUNNING}:report", RUN),
     "flight": CommandEntry("flockstep.cli.flight:flight", RUN),
     "track": CommandEntry(f"{_RUNNING}:track", RUN),
     "plan": CommandEntry("flockstep.cli.plan:plan", PLAN),
     "calibrate": CommandEntry("flockstep.cli.calibrate:calibrate", HERE),
-    "doctor": CommandEntry(f"{_LOOKING}:doctor", HERE),
+    "doctor": CommandEntry("flockstep.cli.app:doctor", HERE),
     **{name: CommandEntry(panel=EVIDENCE, about=about) for name, about in LAB.items()},
     "help": CommandEntry("flockstep.cli.app:show_help", HELP),
     "version": CommandEntry("flockstep.cli.app:show_version", HELP),
@@ -200,6 +201,22 @@ def _complete(install: bool) -> None:
     if code not in before:
         file.write_text(f"{before}\n{code}", "utf-8")
     print(f"{shell} completion is in {file}; it takes effect in a new shell")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Test the installation: try every transport, launcher and extra, and say what to install."""
+    from flockstep.cli import show
+    from flockstep.doctor import examine
+
+    with show.status() as say:
+        report = examine(say=say)
+    if as_json:
+        show.json(report.document())
+    else:
+        print(report)
+    if report.interrupted is not None:
+        raise Interrupted(report.interrupted)
+    raise Exit(0 if report.works else 1)
 
 
 def show_help(

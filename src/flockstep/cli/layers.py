@@ -1,50 +1,25 @@
-"""`flockstep layers`: shows the layers of a job's model, of a file's model, or of a reference model."""
+"""`flockstep layers` and `flockstep layouts`: layers of models, and the delay of a step by layout of the parameters."""
 
 from __future__ import annotations
 
-from rich.markup import escape
+from typing import TYPE_CHECKING, Annotated
 
 from flockstep import registry
-from flockstep.cli import show
-from flockstep.costs.concurrency import CONCURRENCY
-from flockstep.costs.layers import ModelShape
-from flockstep.costs.reference import MODELS, reference
+from flockstep.cli import options as o
 from flockstep.errors import UnknownName
-from flockstep.frameworks.layers import file_shape, job_shape
-from flockstep.report import layers
-from flockstep.report.terminal import TableColumn, TextTable
-from flockstep.workloads.base import Workload
+from flockstep.options import Arg, Opt
+
+if TYPE_CHECKING:
+    from flockstep.costs.layers import ModelShape
 
 MANY = 40
 """Number of layers above which the table shows only layers with parameters."""
-RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9, *(12, 11, 10) * len(CONCURRENCY), 2)
-"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
-
-
-def show_layers(
-    what: str,
-    batch: int = 32,
-    workers: int = 16,
-    as_json: bool = False,
-    everything: bool = False,
-) -> None:
-    """Print a table of the layers of the model `what` for `batch` samples per worker.
-
-    `what` is a workload's expression, a reference model, or a Python file with `job()` or `model()` and `inputs()`.
-    A long table leaves out layers without parameters, unless `everything` is set.
-
-    Raises:
-        ConfigurationError: there is no such model, the model cannot be run, or batch or workers are below 1.
-    """
-    model = shape_named(what)
-    found = layers.document(model, batch, workers)
-    if as_json:
-        show.json(found)
-        return
-    page = show.page()
-    page.print(_table(model, batch, workers, everything))
-    for sentence in layers.sentences(model, batch, workers):
-        page.print(escape(sentence), highlight=False)
+RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9)
+"""Column of the table → rank, without the columns of the ways to split a layer and the last; a narrow terminal leaves
+out the columns of the highest rank first.
+"""
+PUBLISHED = ("vgg-a", "resnet-152", "googlenet")
+"""Names of the models in the published figure of layouts."""
 
 
 def shape_named(what: str) -> ModelShape:
@@ -53,6 +28,10 @@ def shape_named(what: str) -> ModelShape:
     Raises:
         ConfigurationError: there is no such model, or the model cannot be run.
     """
+    from flockstep.costs.reference import MODELS, reference
+    from flockstep.frameworks.layers import file_shape, job_shape
+    from flockstep.workloads.base import Workload
+
     if what.endswith(".py"):
         return file_shape(what)
     if what in MODELS:
@@ -63,19 +42,74 @@ def shape_named(what: str) -> ModelShape:
     return job_shape(Workload.parse(what).job(0))
 
 
-def _table(model: ModelShape, batch: int, workers: int, everything: bool) -> TextTable:
-    rows = layers.rows(model, batch, workers)
+def layers(
+    what: Annotated[
+        str, Arg(help="A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")
+    ],
+    batch: Annotated[int, Opt(names=("--batch", "-b"), help="Number of samples per worker and step.")] = 32,
+    workers: Annotated[
+        int, Opt(names=("--workers", "-n"), help="Number of workers over which the data, or one layer, is split.")
+    ] = 16,
+    everything: Annotated[
+        bool, Opt(names=("--all",), help="Show every layer (default: a long table omits layers without parameters).")
+    ] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Show a model's layers: parameters, work, depth, and the bytes sent under data parallelism and if the layer is
+    split.
+    """
+    from flockstep.cli import show
+    from flockstep.costs.concurrency import CONCURRENCY
+    from flockstep.report import layers as table
+    from flockstep.report.terminal import TableColumn, TextTable
+
+    model = shape_named(what)
+    document = table.document(model, batch, workers)
+    if as_json:
+        show.json(document)
+        return
+    rows = table.rows(model, batch, workers)
     shown = [row for row in rows if everything or len(rows) <= MANY or row.parameters or row.counted != "formula"]
     left_out = len(rows) - len(shown)
-    title = f"{model.name}: {batch} samples on each of {workers} workers"
+    ranks = (*RANKS, *(12, 11, 10) * len(CONCURRENCY), 2)
     columns = [
-        TableColumn(one, text=place < 2 or place == len(layers.HEADINGS) - 1, rank=rank)
-        for place, (one, rank) in enumerate(zip(layers.HEADINGS, RANKS, strict=True))
+        TableColumn(one, text=place < 2 or place == len(table.HEADINGS) - 1, rank=rank)
+        for place, (one, rank) in enumerate(zip(table.HEADINGS, ranks, strict=True))
     ]
-    cells = [*map(layers.cells, shown), layers.total_cells(model, batch, workers)]
-    said = (
-        [f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."]
-        if left_out
-        else []
-    )
-    return TextTable(columns, cells, title, total=True, notes=said)
+    cells = [*map(table.cells, shown), table.total_cells(model, batch, workers)]
+    note = f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."
+    title = f"{model.name}: {batch} samples on each of {workers} workers"
+    page = show.page()
+    page.print(TextTable(columns, cells, title, total=True, notes=[note] if left_out else []))
+    for sentence in table.sentences(model, batch, workers):
+        page.print(sentence, highlight=False, markup=False)
+
+
+def layouts(
+    what: Annotated[
+        tuple[str, ...], Arg(help="Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet).")
+    ] = (),
+    workers: Annotated[int, Opt(names=("--workers", "-n"), help="Workers.")] = 16,
+    bandwidth: Annotated[str, Opt(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
+    as_json: o.Json = False,
+) -> None:
+    """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
+    from flockstep.cli import show
+    from flockstep.report import formatting
+    from flockstep.report.layouts import Delays, ModelSize
+    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.simulation import units
+
+    shapes = [shape_named(name) for name in what or PUBLISHED]
+    models = tuple(ModelSize(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
+    delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
+    if as_json:
+        show.json(delays.document())
+        return
+    headings = [f"{model.name}, {formatting.size(model.nbytes)}" for model in models]
+    columns = [TableColumn("layout", text=True), *(TableColumn(one, rank=i) for i, one in enumerate(headings))]
+    title = f"Lower bound of the delay per step, {workers} workers with links of {delays.link}"
+    page = show.page()
+    page.print(TextTable(columns, delays.rows(), title))
+    for sentence in delays.sentences():
+        page.print(sentence, highlight=False, markup=False)
