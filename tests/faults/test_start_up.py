@@ -82,7 +82,7 @@ def test_an_interrupt_before_all_have_joined(kind: signal.Signals, tmp_path: Pat
     run.fault(kind, "main" if kind == signal.SIGTERM else "group")
     ended = run.end()
     why = "stopped by SIGTERM" if kind == signal.SIGTERM else "interrupted"
-    assert (ended.code, ended.err) == (130, f"flockstep: {why}; everything computed so far is in the record\n")
+    assert (ended.code, ended.err) == (130, f"flockstep: {why}; no worker had begun to train\n")
     assert ended.seconds < ended.limit
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
