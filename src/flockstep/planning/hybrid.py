@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from flockstep.costs.cluster_reading import memory_bytes
@@ -242,7 +241,11 @@ def samples_needed(whole: StepPrediction, partition: Partition, site: Site) -> f
     `whole` is the prediction for the same number of whole replicas, with the step time of the split replicas and with
     the bytes that the split replicas send to each other.
     """
-    return _with_delays(relative_samples(whole, site), partition.mean_delay, whole.workers, site.task)
+    relative, delay = relative_samples(whole, site), partition.mean_delay
+    if not delay:
+        return relative
+    stable = 1 / math.sin(math.pi / (2 * (2 * delay + 1)))  # a delay costs samples as staleness does
+    return DOUBT * (relative + whole.workers * (stable - 1) / (1 + site.task.noise))
 
 
 def memory_of(shape: SplitShape, task: JobProfile) -> float:
@@ -250,14 +253,6 @@ def memory_of(shape: SplitShape, task: JobProfile) -> float:
     optimizer and activations.
     """
     return shape.elements_held(task.slots) * task.itemsize
-
-
-def _with_delays(relative: float, mean: float, replicas: int, task: JobProfile) -> float:
-    """Add the samples that a mean delay of `mean` updates costs, as staleness costs them (see `relative_samples`)."""
-    if not mean:
-        return relative
-    stable = 1 / math.sin(math.pi / (2 * (2 * mean + 1)))
-    return DOUBT * (relative + replicas * (stable - 1) / (1 + task.noise))
 
 
 def partitions(site: Site, workers: int) -> Iterator[list[Partition]]:
@@ -292,54 +287,45 @@ def _search(
 ) -> Iterator[SplitPrediction]:
     """Yield the best partition of each list of `partitions`, by short rehearsals: first the number of micro-batches of
     1F1B, then, from this number on, that of the other synchronous schedules. Partitions that a run would refuse are
-    added to `refused`.
+    added to `refused`, once for each reason.
+
+    1F1B holds fewer activations than GPipe, but a stage waits for a message from each neighbor between two passes, so
+    that the latency of a link counts once for each micro-batch.
     """
     reasons: set[str] = set()
 
-    def predicted(option: Partition) -> SplitPrediction | None:
-        try:
-            return predict_split(strategy, option, site, workers, short=True) if fits(option, site, limit) else None
-        except FlockstepError as error:
-            if str(error) not in reasons:
-                refused.append((str(option), str(error)))
-            reasons.add(str(error))
-            return None
-
-    def predicted_if_allowed(option: Partition) -> SplitPrediction | None:
-        try:
-            return predict_split(strategy, option, site, workers, short=True) if fits(option, site, limit) else None
-        except ConfigurationError:  # too few layers for the chunks of a schedule
-            return None
+    def fastest(options: Sequence[Partition], count: int | None) -> SplitPrediction | None:
+        """Uphill from the first partition with `count` micro-batches, or as many as stages, in both directions."""
+        enough = [one for one, option in enumerate(options) if _microbatches(option) >= (count or _stages(option))]
+        start, best = enough[0] if enough else len(options) - 1, None
+        for way in (options[start:], options[:start][::-1]):
+            for option in way:
+                try:
+                    if not fits(option, site, limit):
+                        continue
+                    found = predict_split(strategy, option, site, workers, short=True)
+                except FlockstepError as error:
+                    # Other schedules than 1F1B may need more layers than there are, which tells nothing.
+                    if count is None and str(error) not in reasons:
+                        refused.append((str(option), str(error)))
+                        reasons.add(str(error))
+                    continue
+                if best is not None and found.seconds >= best.seconds:
+                    break
+                best = found
+        return best
 
     for options in partitions(site, workers):
-        best = _with_microbatches(options, _steady, predicted)
-        if best is not None:
-            yield _with_schedules(best, options, predicted_if_allowed)
-
-
-def _with_microbatches(
-    options: Sequence[Partition],
-    enough: Callable[[Partition], bool],
-    predicted: Callable[[Partition], SplitPrediction | None],
-) -> SplitPrediction | None:
-    """Return the fastest of partitions with increasing numbers of micro-batches, uphill from the first one with enough
-    micro-batches; None if none of them fits and can run. `predicted` returns None for one that does not.
-    """
-    start = next((i for i, one in enumerate(options) if enough(one)), len(options) - 1)
-    best: SplitPrediction | None = None
-    for way in (options[start:], options[:start][::-1]):
-        for option in way:
-            other = predicted(option)
-            if other is not None and best is not None and other.seconds >= best.seconds:
-                break
-            best = other or best
-    return best
-
-
-def _steady(partition: Partition) -> bool:
-    """Return whether there are at least as many micro-batches as stages."""
-    pipeline = _pipeline_of(partition)
-    return pipeline is None or pipeline.microbatches >= pipeline.stages
+        best = fastest(options, None)
+        if best is None:
+            continue
+        if (pipeline := _pipeline_of(best.partition)) is not None:
+            for schedule in (GPipe(), ZeroBubbleH1(), Interleaved(2)):
+                others = [one for option in options if (one := _scheduled(option, schedule)) is not None]
+                other = fastest(others, pipeline.microbatches) if others else None
+                if other is not None and other.seconds * MARGIN < best.seconds:
+                    best = other
+        yield best
 
 
 def _pipeline_of(partition: Partition) -> Pipeline | None:
@@ -348,26 +334,14 @@ def _pipeline_of(partition: Partition) -> Pipeline | None:
     return found if isinstance(found, Pipeline) else None
 
 
-def _with_schedules(
-    best: SplitPrediction,
-    options: Sequence[Partition],
-    predicted: Callable[[Partition], SplitPrediction | None],
-) -> SplitPrediction:
-    """Return the fastest of the best partition with 1F1B and of `options` with the other synchronous schedules.
+def _microbatches(partition: Partition) -> int:
+    pipeline = _pipeline_of(partition)
+    return 1 if pipeline is None else pipeline.microbatches
 
-    1F1B holds fewer activations than GPipe, but a stage waits for a message from each neighbor between two passes, so
-    that the latency of a link counts once for each micro-batch.
-    """
-    pipeline = _pipeline_of(best.partition)
-    if pipeline is None:
-        return best
-    count = pipeline.microbatches
-    for schedule in (GPipe(), ZeroBubbleH1(), Interleaved(2)):
-        others = [other for option in options if (other := _scheduled(option, schedule)) is not None]
-        found = _with_microbatches(others, partial(_has_microbatches, count=count), predicted)
-        if found is not None and found.seconds * MARGIN < best.seconds:
-            best = found
-    return best
+
+def _stages(partition: Partition) -> int:
+    pipeline = _pipeline_of(partition)
+    return 1 if pipeline is None else pipeline.stages
 
 
 def _scheduled(option: Partition, schedule: PipelineSchedule) -> Partition | None:
@@ -379,11 +353,6 @@ def _scheduled(option: Partition, schedule: PipelineSchedule) -> Partition | Non
     except ConfigurationError:
         return None
     return Product(other, option.tensor) if isinstance(option, Product) else other
-
-
-def _has_microbatches(partition: Partition, count: int) -> bool:
-    pipeline = _pipeline_of(partition)
-    return pipeline is None or pipeline.microbatches >= count
 
 
 def fits(partition: Partition, site: Site, limit: float | None) -> bool:
@@ -432,13 +401,21 @@ def advise_hybrid(
     Raises:
         ConfigurationError: a partition of `asked` does not divide the number of workers, or cannot split the model.
     """
-    site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
+    site, workers = outlook.site, outlook.workers
     for partition in asked.partitions:
         partition.replicas(workers)
         split_shape(site.task, partition)
     refused: list[tuple[str, str]] = []
     found: list[SplitPrediction] = []
     planner = None
+
+    def predict(strategy: Strategy, partition: Partition, name: str) -> SplitPrediction | None:
+        try:
+            return predict_split(strategy, partition, site, workers)
+        except FlockstepError as error:
+            refused.append((name, str(error)))
+            return None
+
     try:
         if workers > MOST:
             raise ConfigurationError(
@@ -448,25 +425,74 @@ def advise_hybrid(
         tried = list(asked.partitions)
         if wanted and not tried:
             say("partitions")
-            failed: list[tuple[str, str]] = []
-            tried = [one.partition for one in _best(_search(site, workers, wanted[0], limit, failed))]
-            if not tried and failed:
-                refused.append(("splitting", failed.pop(0)[1]))
-            if not any(partitions(site, workers)):
-                raise ConfigurationError(
-                    f"no pipeline of {site.task.name} has stages for {workers} workers; use another number of workers"
-                )
-            refused += failed
-        found = list(_crossed(wanted, tried, site, workers, refused, say))
-        planner = _planner(wanted, site, workers, refused) if wanted else None
+            tried = _searched(site, workers, wanted[0], refused)
+        for done, partition in enumerate(tried):
+            # A single replica has nothing to exchange.
+            alone = [Strategy.parse(ALONE)] if wanted else []
+            for strategy in wanted if partition.parts < workers else alone:
+                name = f"{partition} with {strategy}"
+                say(name, done, len(tried))
+                if (prediction := predict(strategy, partition, name)) is not None:
+                    found.append(prediction)
+        if wanted and (pipeline := planned_by_pipedream(site, workers)) is not None:
+            # The replicas of a stage average their gradients.
+            planner = predict(Strategy.parse(ALONE), pipeline, f"PipeDream's plan {pipeline}")
     except FlockstepError as error:
         refused.append(("splitting", str(error)))
-    return _concluded(outlook, advice, found, planner, tuple(refused), asked.imports)
+    return _concluded(outlook, advice, found, planner, refused, asked.imports)
 
 
-def _best(found: Iterator[SplitPrediction]) -> list[SplitPrediction]:
-    ranked = sorted(found, key=lambda one: -one.samples_per_second / one.relative_samples)
-    return ranked[:TOP_PARTITIONS]
+def _concluded(
+    outlook: Outlook,
+    advice: Advice,
+    found: list[SplitPrediction],
+    planner: SplitPrediction | None,
+    refused: list[tuple[str, str]],
+    imports: Sequence[str],
+) -> HybridAdvice:
+    """The choice between whole replicas and the predicted splits."""
+    single, longer, limit = outlook.alone.samples_per_second, slower(advice.requirements), outlook.site.cluster.memory
+    speedups = {
+        one.name: one.samples_per_second / waiting(one.utilization, longer) / one.relative_samples / single
+        for one in [*found, *([planner] if planner is not None else [])]
+    }
+    ranked = sorted(found, key=lambda one: -speedups[one.name])
+    fitting = [one for one in ranked if limit is None or one.memory <= limit]
+    whole: StepPrediction | None = advice.choice
+    choice: SplitPrediction | StepPrediction | None = whole
+    if fitting:
+        best = fitting[0]
+        if whole is None or speedups[best.name] > _to_beat(advice.speedups[whole.name], whole):
+            choice = best
+    if choice is None:
+        least = f"a worker needs at least {size(_least(outlook))}"
+        sentences: tuple[str, ...] = (
+            f"Neither whole nor split replicas fit into the {size(limit or 0.0)} of a worker; {least}.",
+        )
+    elif isinstance(choice, SplitPrediction):
+        sentences = _to_split(outlook, advice, choice, speedups[choice.name])
+    else:
+        speedup = advice.speedups[choice.name]
+        if fitting:
+            why = (
+                f"{choice.name} with whole replicas has a predicted speed-up of {number(speedup)}, the best split "
+                f"({fitting[0].name}) of {number(speedups[fitting[0].name])}"
+            )
+            if choice.workers == 1 and speedups[fitting[0].name] > speedup:
+                why += f", and {uncertain()}"
+        elif ranked:
+            why = f"no split fits into the {size(limit or 0.0)} of a worker"
+        else:
+            told = [reason for name, reason in refused if name == "splitting"]
+            why = told[0] if told else "no partition can be combined with a strategy"
+        sentences = (f"Do not split the model: {why}.",)
+    reasons: tuple[str, ...] = ()
+    if planner is not None:
+        figures = f"predicted speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker"
+        same = "with the same number of workers for each stage"
+        reasons = (f"PipeDream's planner, {same}, would choose {planner.partition}: {figures}.",)
+    command = None if choice is None else _command(outlook, choice, imports)
+    return HybridAdvice(choice, tuple(ranked), speedups, sentences, reasons, command, tuple(refused), planner)
 
 
 def _splittable(
@@ -480,78 +506,33 @@ def _splittable(
     for one in advice.ranked(outlook):
         if one.strategy is None or len(wanted) == TOP_STRATEGIES or unfit(one, free, advice.requirements) is not None:
             continue
-        if (why := _unsplittable(one.strategy)) is None:
+        if one.strategy.traits.fixed_steps and one.strategy.traits.plain_gradients:
             wanted.append(one.strategy)
         else:
+            why = "the workers request more than the gradient of their next batch, which stages cannot compute"
             refused.append((one.name, why))
     return wanted
 
 
-def _unsplittable(strategy: Strategy) -> str | None:
-    """Reason why a strategy cannot train a split model, as its traits say; None if they do not rule it out."""
-    if strategy.traits.fixed_steps and strategy.traits.plain_gradients:
-        return None
-    return "the workers request more than the gradient of their next batch, which stages cannot compute"
+def _searched(site: Site, workers: int, strategy: Strategy, refused: list[tuple[str, str]]) -> list[Partition]:
+    """The best partitions that a search finds.
 
-
-def _crossed(
-    wanted: Sequence[Strategy],
-    tried: Sequence[Partition],
-    site: Site,
-    workers: int,
-    refused: list[tuple[str, str]],
-    say: ProgressCallback,
-) -> Iterator[SplitPrediction]:
-    """Yield the predictions of all combinations. A single replica has nothing to exchange, and trains with
-    `ALONE`.
+    Raises:
+        ConfigurationError: the number of workers has no partition.
     """
-    for done, partition in enumerate(tried):
-        for strategy in wanted if partition.parts < workers else [Strategy.parse(ALONE)] if wanted else []:
-            say(f"{partition} with {strategy}", done, len(tried))
-            try:
-                yield predict_split(strategy, partition, site, workers)
-            except FlockstepError as error:
-                refused.append((f"{partition} with {strategy}", str(error)))
-
-
-def _planner(
-    wanted: Sequence[Strategy], site: Site, workers: int, refused: list[tuple[str, str]]
-) -> SplitPrediction | None:
-    """The prediction for the plan of PipeDream's planner, whose replicas of a stage average their gradients."""
-    pipeline = planned_by_pipedream(site, workers)
-    if pipeline is None:
-        return None
-    try:
-        return predict_split(Strategy.parse("all_reduce"), pipeline, site, workers)
-    except FlockstepError as error:
-        refused.append((f"PipeDream's plan {pipeline}", str(error)))
-        return None
-
-
-def _concluded(
-    outlook: Outlook,
-    advice: Advice,
-    found: Sequence[SplitPrediction],
-    planner: SplitPrediction | None,
-    refused: tuple[tuple[str, str], ...],
-    imports: Sequence[str],
-) -> HybridAdvice:
-    single, limit = outlook.alone.samples_per_second, outlook.site.cluster.memory
-    longer = slower(advice.requirements)
-    speedups = {
-        one.name: one.samples_per_second / waiting(one.utilization, longer) / one.relative_samples / single
-        for one in [*found, *([planner] if planner is not None else [])]
-    }
-    ranked = tuple(sorted(found, key=lambda one: -speedups[one.name]))
-    fitting = [one for one in ranked if limit is None or one.memory <= limit]
-    split, whole = fitting[0] if fitting else None, advice.choice
-    choice: SplitPrediction | StepPrediction | None = whole
-    if split is not None and (whole is None or speedups[split.name] > _to_beat(advice.speedups[whole.name], whole)):
-        choice = split
-    sentences = _sentences(outlook, advice, choice, split, ranked, speedups, refused)
-    reasons = () if planner is None else (_of_planner(planner, speedups),)
-    command = None if choice is None else _command(outlook, choice, imports)
-    return HybridAdvice(choice, ranked, speedups, sentences, reasons, command, refused, planner)
+    failed: list[tuple[str, str]] = []
+    found = sorted(
+        _search(site, workers, strategy, site.cluster.memory, failed),
+        key=lambda one: -one.samples_per_second / one.relative_samples,
+    )
+    if not found and failed:
+        refused.append(("splitting", failed.pop(0)[1]))
+    refused += failed
+    if not any(partitions(site, workers)):
+        raise ConfigurationError(
+            f"no pipeline of {site.task.name} has stages for {workers} workers; use another number of workers"
+        )
+    return [one.partition for one in found[:TOP_PARTITIONS]]
 
 
 def _to_beat(speedup: float, whole: StepPrediction) -> float:
@@ -573,41 +554,6 @@ def _command(outlook: Outlook, choice: SplitPrediction | StepPrediction, imports
     return shlex.join([*words, *(word for file in imports for word in ("--import", file))])
 
 
-def _sentences(
-    outlook: Outlook,
-    advice: Advice,
-    choice: SplitPrediction | StepPrediction | None,
-    split: SplitPrediction | None,
-    ranked: Sequence[SplitPrediction],
-    speedups: dict[str, float],
-    refused: Sequence[tuple[str, str]],
-) -> tuple[str, ...]:
-    """The recommendation; `split` is the best split that fits into memory."""
-    limit = outlook.site.cluster.memory
-    if choice is None:
-        said = (
-            f"Neither whole nor split replicas fit into the {size(limit or 0.0)} of a worker; a worker needs at least "
-            f"{size(_least(outlook))}."
-        )
-        return (said,)
-    if isinstance(choice, SplitPrediction):
-        return _to_split(outlook, advice, choice, speedups)
-    if split is not None:
-        why = (
-            f"{choice.name} with whole replicas has a predicted speed-up of {number(advice.speedups[choice.name])}, "
-            f"the best split ({split.name}) of {number(speedups[split.name])}"
-        )
-        if choice.workers == 1 and speedups[split.name] > advice.speedups[choice.name]:
-            why += f", and {uncertain()}"
-    elif ranked:
-        why = f"no split fits into the {size(limit or 0.0)} of a worker"
-    else:
-        why = next(
-            (why for name, why in refused if name == "splitting"), "no partition can be combined with a strategy"
-        )
-    return (f"Do not split the model: {why}.",)
-
-
 def _least(outlook: Outlook) -> float:
     """Bytes that a worker needs at least, over whole replicas and all partitions of the search."""
     task, whole = outlook.task, min(one.memory for one in outlook.predictions)
@@ -618,31 +564,24 @@ def _least(outlook: Outlook) -> float:
         return whole
 
 
-def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedups: dict[str, float]) -> tuple[str, ...]:
-    whole, limit = advice.choice, outlook.site.cluster.memory
-    parts, partition = choice.partition.parts, choice.partition
+def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedup: float) -> tuple[str, str]:
+    """How to split the model, and how much that is better than whole replicas."""
+    whole, limit, partition = advice.choice, outlook.site.cluster.memory, choice.partition
     if choice.replicas == 1:
         said = (
-            f"Split the model over all {parts} workers with {partition}; there is one replica, so nothing is exchanged "
-            "between replicas"
+            f"Split the model over all {partition.parts} workers with {partition}; there is one replica, so nothing is "
+            "exchanged between replicas"
         )
     else:
         said = (
-            f"Split each replica over {parts} workers with {partition}, and coordinate the {choice.replicas} replicas "
-            f"with {short(str(choice.strategy))}"
+            f"Split each replica over {partition.parts} workers with {partition}, and coordinate the {choice.replicas} "
+            f"replicas with {short(str(choice.strategy))}"
         )
-    said += f": predicted speed-up {number(speedups[choice.name])}, at most {size(choice.memory)} on a worker."
+    said += f": predicted speed-up {number(speedup)}, at most {size(choice.memory)} on a worker."
     if whole is None:
         need = min(one.memory for one in outlook.predictions)
         within = "" if limit is None else f": a whole replica needs at least {size(need)} of {size(limit)}"
         return said, f"No strategy with whole replicas meets the requirements{within}."
-    gain, other = speedups[choice.name] / advice.speedups[whole.name], number(advice.speedups[whole.name])
-    compared = f"the best strategy with whole replicas, {whole.name} (speed-up {other})"
-    return said, f"This is {number(gain)} times as fast as {compared}."
-
-
-def _of_planner(planner: SplitPrediction, speedups: dict[str, float]) -> str:
-    return (
-        f"PipeDream's planner, with the same number of workers for each stage, would choose {planner.partition}: "
-        f"predicted speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker."
-    )
+    other = advice.speedups[whole.name]
+    compared = f"the best strategy with whole replicas, {whole.name} (speed-up {number(other)})"
+    return said, f"This is {number(speedup / other)} times as fast as {compared}."
