@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import shlex
 import symtable
 import sys
+import tokenize
 import traceback
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,7 @@ for a process that holds a single part, and one that says how the results of two
 """
 WHOLE, PART, DIFFERENCE = range(3)
 """Places of these functions in `_SPLITTERS`."""
+WORDS = (tokenize.NAME, tokenize.STRING, tokenize.OP)
 
 
 def make_engine(job: Job, seed: int) -> Engine:
@@ -186,32 +188,19 @@ def defines_job(path: str | Path) -> bool:
 
 
 def may_define(file: Path, name: str) -> bool:
-    """Return whether running a Python file may define `name`, as far as the file's syntax tree shows.
+    """Return whether running a Python file may define `name`, as far as the words of the file outside of comments show.
 
     A file that imports `*`, calls `exec` or `globals`, or defines `__getattr__` may define any name. The result is also
     True for a file that cannot be read or parsed, because running the file shows the error.
     """
     try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+        with tokenize.open(file) as text:
+            tokens = [one for one in tokenize.generate_tokens(text.readline) if one.type in WORDS]
+    except (SyntaxError, ValueError, OSError, tokenize.TokenError):
         return True
-    return any(_mentioned(node) in (name, "exec", "globals", "__getattr__", "import *") for node in ast.walk(tree))
-
-
-def _mentioned(node: ast.AST) -> object:
-    """The name that a syntax node reads, assigns, imports or defines, or the value of a constant, as in
-    `setattr(module, "job", …)`.
-    """
-    match node:
-        case ast.alias():
-            return "import *" if node.name == "*" else node.asname or node.name
-        case ast.Name(id=found) | ast.Constant(value=found):
-            return found
-        case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
-            return found
-        case ast.MatchAs(name=found) | ast.MatchStar(name=found):
-            return found
-    return None
+    words = {one.string.strip("'\"") for one in tokens}
+    stars = any(one.string == "import" and other.string == "*" for one, other in pairwise(tokens))
+    return stars or not words.isdisjoint({name, "exec", "globals", "__getattr__"})
 
 
 def import_components(files: Iterable[str]) -> None:
