@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "keras", "flockstep.keras") from error
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.collectives.exchange import broadcast_on_tree
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.flat_loop import FiniteGuard, require_elementwise
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_spec import joining_run, strategy_of_run
+from flockstep.drivers.payloads import receive_pieces, send_pieces
 from flockstep.drivers.plan import LocalOptimizer
+from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
@@ -54,19 +55,15 @@ def _unpack(packed: FlatArray, variables: Sequence[Any]) -> None:
         at += size
 
 
-def _bits(values: Sequence[Any]) -> FlatArray:
-    """The bytes of values of any dtype, as an array of float32 that is only copied."""
-    data = b"".join(_numbers(each).tobytes() for each in values)
-    return np.frombuffer(data + bytes(-len(data) % 4), np.float32).copy()
-
-
-def _unpack_bits(packed: FlatArray, variables: Sequence[Any]) -> None:
-    """Assign to the variables what `_bits` has packed."""
-    data, at = packed.tobytes(), 0
-    for each in variables:
-        old = _numbers(each)
-        each.assign(np.frombuffer(data, old.dtype, old.size, at).reshape(old.shape))
-        at += old.nbytes
+async def _take_first(me: Worker, variables: Sequence[Any]) -> None:
+    """Assign the values of the lowest rank to variables of any dtype."""
+    root = min(me.rank, *me.peers)
+    if me.rank == root:
+        data = to_bytes([_numbers(each) for each in variables])
+        send_pieces(me, me.peers, "memory", np.frombuffer(data, np.uint8))
+        return
+    for each, value in zip(variables, from_bytes((await receive_pieces(me, root, "memory")).tobytes()), strict=True):
+        each.assign(value)
 
 
 class _Weights:
@@ -90,7 +87,7 @@ class _Weights:
             part[...] = 0 if value is None else _numbers(value)
 
     def arrays(self, flat: FlatArray) -> list[Any]:
-        """Tensors of the backend with the values of a flat array, copied."""
+        """Return tensors of the backend with the values of a flat array, copied."""
         return [keras.ops.convert_to_tensor(part.copy()) for part in self.schema.views(flat).values()]
 
     def show(self, flat: FlatArray) -> None:
@@ -191,7 +188,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
         weights = self._weights = _Weights(model.trainable_variables)
         weights.write(weights.variables, weights.flat)
         jax = keras.backend.backend() == "jax"
-        step = self._apply_purely() if jax else self._apply_in_place()
+        step = sys.modules["jax"].jit(model.optimizer.stateless_apply) if jax else self._apply_in_place()
         own = _KerasStepper(weights, model.optimizer, step)
         self._own = own if self._given is None else None
         stepper = own if self._given is None else LocalOptimizer(self._given, weights.flat, weights.schema.slices)
@@ -207,7 +204,9 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
         loop.watch = FiniteGuard(weights.schema, weights.flat)
         weights.show(weights.flat)
         if loop.workers > 1:
-            self._take_first_state(own)
+            variables = [*model.optimizer.variables, *self._buffers]
+            loop.exchange("memory", lambda me: _take_first(me, variables))
+            own.state = own._first = [keras.ops.copy(each.value) for each in model.optimizer.variables]
         if jax:
             model.train_function = self._jax_step()
         else:
@@ -216,7 +215,13 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Put this rank's own replica back into the model at the start of an epoch."""
         if self._kept is not None:
-            self._require_unchanged()
+            now = np.empty_like(self._weights.flat)
+            self._weights.write(self._weights.variables, now)
+            if not np.array_equal(now, self._shown, equal_nan=True):
+                raise ConfigurationError(
+                    "a callback has changed weights between two epochs, which the replicas of the ranks would not see; "
+                    "change them before fit, which begins a run"
+                )
             self._weights.show(self._weights.flat)
             _unpack(self._kept, self._buffers)
             self._kept = None
@@ -266,17 +271,6 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{found[0]}; leave it out, or write the loop with flockstep.jax.distribute or flockstep.distribute"
             )
 
-    def _take_first_state(self, own: _KerasStepper) -> None:
-        """Give all ranks the optimizer state of rank 0, and its other variables."""
-        optimizer, loop = self.model.optimizer, self._loop
-        assert loop is not None
-        variables = [*optimizer.variables, *self._buffers]
-        packed = _bits(variables)
-        for part in self._parts(packed):
-            loop.exchange("memory", partial(broadcast_on_tree, array=part, root=0))
-        _unpack_bits(packed, variables)
-        own.state = own._first = [keras.ops.copy(each.value) for each in optimizer.variables]
-
     def _mean(self, packed: FlatArray) -> FlatArray:
         """The mean of all ranks' arrays; every rank calls this."""
         loop = self._loop
@@ -284,16 +278,13 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             return packed
 
         async def program(me: Worker) -> None:
-            for part in self._parts(total):
-                await Ring().all_reduce(me, part)
+            size = self._weights.flat.size  # of the run's largest message
+            for at in range(0, total.size, size):
+                await Ring().all_reduce(me, total[at : at + size])
 
         total = packed.copy()
         loop.exchange("buffers", program)
         return total / np.float32(loop.workers)
-
-    def _parts(self, array: FlatArray) -> list[FlatArray]:
-        """Views of at most as many elements as the weights have, which is the size of the run's largest message."""
-        return [array[at : at + self._weights.flat.size] for at in range(0, array.size, self._weights.flat.size)]
 
     def _show(self) -> None:
         """Let the model hold the common model, once in an epoch."""
@@ -303,15 +294,6 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
         self._shown = self._loop.common().copy()
         self._weights.show(self._shown)
         _unpack(self._mean(self._kept), self._buffers)
-
-    def _require_unchanged(self) -> None:
-        now = np.empty_like(self._weights.flat)
-        self._weights.write(self._weights.variables, now)
-        if not np.array_equal(now, self._shown, equal_nan=True):
-            raise ConfigurationError(
-                "a callback has changed weights between two epochs, which the replicas of the ranks would not see; "
-                "change them before fit, which begins a run"
-            )
 
     def _exchange(self, gradients: Sequence[Any]) -> None:
         assert self._loop is not None
@@ -339,13 +321,6 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             self._own.state = [each.value for each in self.model.optimizer.variables]  # callbacks change them
         self._exchange(grads)
         self._weights.show(self._weights.flat)
-
-    def _apply_purely(self) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-        """The optimizer's step on JAX, compiled."""
-        import jax
-
-        compiled: Callable[[Any, Any, Any], tuple[Any, Any]] = jax.jit(self.model.optimizer.stateless_apply)
-        return compiled
 
     def _jax_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
         """The training function of the model: gradients, the strategy's step outside of `jax.jit`, metrics."""

@@ -118,6 +118,11 @@ class _Ranks(Coordinated):
         """Number of parts of the data, and which of them this rank reads."""
         return {"num_replicas": place_of_script()[1], "rank": place_of_script()[0]}
 
+    def setup_environment(self) -> None:
+        """Open the process group in which Lightning exchanges metrics and decisions."""
+        super().setup_environment()  # type: ignore[misc]
+        open_group("Lightning")
+
     def _configure_launcher(self) -> None:
         """Refuse a number of devices that would stand for a number of processes; no launcher is needed."""
         devices, here = len(self.parallel_devices or [""]), place_on_host()[1]
@@ -196,11 +201,6 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self.coordinate(strategy, buffers, timeout)
         self._validating = ExitStack()
 
-    def setup_environment(self) -> None:
-        """Open the process group in which Lightning exchanges metrics and decisions."""
-        super().setup_environment()
-        open_group("Lightning")
-
     def setup(self, trainer: Any) -> None:
         """Move the model to its device. Before a fit, also let flockstep's strategy coordinate the optimizers."""
         if self._layer_sync is not None:
@@ -272,18 +272,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
             each.finish()
 
 
-class _Accumulation(_fabric.strategy._BackwardSyncControl):  # type: ignore[misc]
-    """`Fabric.no_backward_sync`."""
-
-    def __init__(self, strategy: FlockstepFabricStrategy):
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Context manager in which backward passes only add to the gradients."""
-        return self._strategy._accumulating() if enabled else nullcontext()
-
-
-class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore[misc]
+class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy, _fabric.strategy._BackwardSyncControl):  # type: ignore[misc]
     """A strategy of flockstep for a `Fabric`, in a script that `flockstep launch` starts.
 
     `fabric.setup` returns optimizers with the methods of optimizers from `flockstep.distribute`: call `finish()` after
@@ -295,12 +284,11 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         super().__init__(cluster_environment=FlockstepEnvironment())
         self.coordinate(strategy, buffers, timeout)
         self._modules: list[nn.Module] = []
-        self._backward_sync_control = _Accumulation(self)
+        self._backward_sync_control = self
 
-    def setup_environment(self) -> None:
-        """Open the process group in which Lightning exchanges metrics and decisions."""
-        super().setup_environment()
-        open_group("Fabric")
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a context manager in which backward passes only add to the gradients, if `enabled`."""
+        return self._accumulating() if enabled else nullcontext()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module to this rank's device."""
@@ -315,9 +303,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         """Let the strategy coordinate the optimizer of one or several modules that `setup_module` has stored."""
         return self._distribute(self._modules, optimizer)
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine the tensors of all ranks; other values are returned unchanged."""
-        return self.reduce(tensor, group, reduce_op)
+    all_reduce = _Ranks.reduce
 
     def clip_gradients_norm(
         self,

@@ -20,8 +20,7 @@ from flockstep.frameworks.jax import JaxEngine, JaxModel  # noqa: E402
 from flockstep.frameworks.job import make_engine  # noqa: E402
 from flockstep.planning.job_profile import task_of  # noqa: E402
 from flockstep.planning.plan import plan  # noqa: E402
-from flockstep.planning.search import Search  # noqa: E402
-from flockstep.planning.trial_store import TrialStore  # noqa: E402
+from flockstep.planning.search import Race  # noqa: E402
 from flockstep.testing.strategies import run_strategy  # noqa: E402
 from support.jax_jobs import apply, apply_with_noise, cross_entropy, data, init, job, squares  # noqa: E402
 
@@ -238,8 +237,8 @@ def test_a_plan_refuses_only_strategies_whose_servers_would_step_with_optax() ->
 def test_a_search_needs_a_learning_rate_to_change() -> None:
     task = task_of("own", imported=job(optimizer=optax.adam(0.1), target=0.9))
     outlook = plan(task, load_cluster("edge"), strategies=["all_reduce"])
-    with pytest.raises(ConfigurationError, match=r"a search changes the learning rate, .*inject_hyperparams"):
-        Search(outlook, outlook.predictions, TrialStore({}))
+    with pytest.raises(ConfigurationError, match=r"trials change the learning rate, .*inject_hyperparams"):
+        Race(outlook, outlook.predictions)
 
 
 def network(rngs: Any) -> Any:
