@@ -34,11 +34,7 @@ class Trainer:
     """
 
     def __init__(self, params: Tree, optimizer: Any, strategy: Strategy, optimizer_state: Any = None):
-        """Let `strategy` coordinate the run's workers; all of them start from rank 0's `params`.
-
-        Raises:
-            ConfigurationError: the parameters, the optimizer or the strategy cannot be used, or differ between workers.
-        """
+        """Let `strategy` coordinate the run's workers; all of them start from rank 0's `params`."""
         _require_tree(params)
         self._tree = FlatTree(params)
         schema = self._tree.schema

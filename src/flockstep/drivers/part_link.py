@@ -31,10 +31,8 @@ class PartLink(Bus):
         """Address in the run of part 0 of this worker's replica."""
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message for this node; None if no message arrives within the given number of seconds.
-
-        Raises:
-            PeerLost: a node is lost that this node needs, although it belongs to another group.
+        """Return the next message for this node; None if no message arrives within the given number of seconds. Raise
+        `PeerLost` as `within` does.
         """
         if wanted is not None and wanted.source is not None:
             wanted = msgspec.structs.replace(wanted, source=self._outside(wanted.source))
@@ -45,10 +43,7 @@ class PartLink(Bus):
 
     def within(self, message: Message) -> Message | None:
         """Return a message of the run with its addresses translated to those of the group; None if the message concerns
-        another group.
-
-        Raises:
-            PeerLost: a node is lost that this node needs, although it belongs to another group.
+        another group. Raise `PeerLost` if a node of another group is lost that this node needs.
         """
         if message.source != LAUNCHER:
             message.source = self._inside(message.source)

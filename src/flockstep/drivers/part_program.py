@@ -117,10 +117,8 @@ class PartRunner:
         self._resume(None)
 
     def request(self, params: FlatArray) -> None:
-        """Start the next step with the current parameters (K,) of the part's worker.
-
-        Raises:
-            RunError: the part has computed all its steps.
+        """Start the next step with the current parameters (K,) of the part's worker; raise `RunError` if the part has
+        computed all its steps.
         """
         if isinstance(self.waiting, NeedRequest) and not self.done:
             self.part.requested(params)
@@ -174,10 +172,8 @@ def part_random(seed: int, replica: int, number: int, step: int) -> np.random.Ge
 
 
 def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) -> None:
-    """Check that a worker's program requests only the gradient of its next batch.
-
-    Raises:
-        CompositionError: the program requests something that the parts of a split model do not compute.
+    """Raise `CompositionError` if a worker's program requests more than the gradient of its next batch, which parts do
+    not compute.
     """
     if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
         raise CompositionError(

@@ -30,16 +30,9 @@ def program_of(
     send: Send,
     taken: int = 0,
 ) -> PartProgram:
-    """Return the program of one part of one replica.
-
-    Args:
-        model: the split model.
-        part: number of the part.
-        replica: number of the replica.
-        plan: plan of the part's data-parallel group.
-        batch: function that returns the samples of the replica's next batch.
-        send: function (part, message) that sends a message to another part of the replica.
-        taken: number of steps that the part took before the run was continued.
+    """Return the program of part `part` of a replica. `plan` is that of the part's data-parallel group; `batch` returns
+    the samples of the replica's next batch; `send(part, message)` sends a message to another part of the replica;
+    `taken` is the number of steps that the part took before the run was continued.
 
     Raises:
         CompositionError: there is no program for the parts of such a model.

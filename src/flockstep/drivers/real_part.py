@@ -8,7 +8,7 @@ from functools import partial
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.part_group import PartGroup
-from flockstep.drivers.part_program import NeedPass, PartRunner, require_plain
+from flockstep.drivers.part_program import NeedRequest, PartRunner, require_plain
 from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.real import NodeConnection
@@ -40,12 +40,9 @@ class PartConnection(NodeConnection):
         self._plan, self._partition, self._part = plan, split.partition, group.part
         self._numbers: Counter[int] = Counter()
         """Number of messages sent to each other part."""
-        self._begun = False
-        """Whether a pass has been begun that is not computed yet."""
-        self._answer: tuple[FlatArray, float] | None = None
         batch = partial(batches.next, GRADIENT)
         program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_part, taken)
-        self._runner_of_part = PartRunner(program, self._begin_pass, self._keep_answer)
+        self._runner_of_part = PartRunner(program, lambda need: None, lambda gradient, loss: None)
 
     def train(self, stepper: LocalOptimizer) -> None:
         """Run the worker's program to its end, with the gradients of the part."""
@@ -69,32 +66,17 @@ class PartConnection(NodeConnection):
 
     def _computed(self) -> tuple[FlatArray, float]:
         """Compute the passes of a step, and return the gradient of the part and the loss."""
-        self._answer = None
-        self._runner_of_part.request(self.node.params)
-        while (answer := self._go_on()) is None:
-            pass
+        part = self._runner_of_part
+        part.request(self.node.params)
+        while not isinstance(part.waiting, NeedRequest):
+            if isinstance(part.waiting, Wanted):
+                self.wait_once(part.waiting)  # an arrival continues the program, up to its next pass
+            else:
+                self.runner.lap("wait")
+                part.passed()
+                self.runner.lap("compute")
         self._wanted = None
-        return answer
-
-    def _go_on(self) -> tuple[FlatArray, float] | None:
-        """Compute the next pass of the part, or wait for its input; return the gradient and the loss of a complete
-        step.
-        """
-        wanted = self._runner_of_part.waiting
-        if self._begun:
-            self._begun = False
-            self.runner.lap("wait")
-            self._runner_of_part.passed()
-            self.runner.lap("compute")
-        elif isinstance(wanted, Wanted):
-            self.wait_once(wanted)
-        return self._answer
-
-    def _begin_pass(self, need: NeedPass) -> None:
-        self._begun = True
-
-    def _keep_answer(self, gradient: FlatArray, loss: float) -> None:
-        self._answer = gradient, loss
+        return part.part.gradient, part.part.loss
 
     def _send_to_part(self, to: int, message: Message) -> None:
         if to == self._part:

@@ -69,11 +69,8 @@ class BackwardHooks:
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
 
     def check(self) -> None:
-        """Check that the gradient, which is now complete, is unchanged in the parts that the strategy has already
-        received.
-
-        Raises:
-            ConfigurationError: the script has changed a part after the backward pass.
+        """Raise `ConfigurationError` if the script has changed a part of the gradient, which is now complete, that the
+        strategy has used.
         """
         if not self.handed or self._revised:
             return
@@ -87,11 +84,8 @@ class BackwardHooks:
             )
 
     def revise(self, refusal: str) -> None:
-        """Tell the strategy that gradients have changed after it may have received parts of them.
-
-        Raises:
-            ConfigurationError: the strategy has used a part and cannot take it back; the message of the error is
-                `refusal`.
+        """Tell the strategy that gradients have changed after it may have received parts of them; raise
+        `ConfigurationError` with the message `refusal` if it cannot take a part back.
         """
         if self._loop.tentative:
             self._loop.revise()
@@ -100,10 +94,8 @@ class BackwardHooks:
             raise ConfigurationError(refusal)
 
     def skip(self) -> None:
-        """Start to watch the next backward pass, because the script takes no step with the current gradient.
-
-        Raises:
-            ConfigurationError: a part of this gradient has been sent, and other workers wait for the rest.
+        """Start to watch the next backward pass, because the script takes no step with the current gradient; raise
+        `ConfigurationError` if other workers wait for the rest of it.
         """
         if self.handed:
             raise ConfigurationError(

@@ -26,10 +26,8 @@ POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
 
 
 def packed(value: Any) -> FlatArray:
-    """Return data, such as a `state_dict`, as bytes (uint8) that another rank can read, on any device.
-
-    Raises:
-        ConfigurationError: the value contains something that is not data.
+    """Return data, such as a `state_dict`, as bytes (uint8) that another rank can read, on any device; raise
+    `ConfigurationError` if it contains something that is not data.
     """
     return np.frombuffer(to_bytes(tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), value)), np.uint8)
 
@@ -118,11 +116,8 @@ class Buffers:
             self._put(name, value)
 
     async def take_first(self, me: Worker) -> None:
-        """Take the frozen parameters and the buffers of the lowest rank where those of this rank differ.
-
-        Raises:
-            ConfigurationError: a tensor differs that cannot be sent or that a rank lacks, or the ranks' policies
-                differ.
+        """Take the frozen parameters and the buffers of the lowest rank where those of this rank differ; raise
+        `ConfigurationError` if a tensor cannot be copied, or the ranks' policies differ.
         """
         if not me.peers:
             return
@@ -202,11 +197,7 @@ _Description = tuple[str, str, list[int], str]
 
 
 def _described(name: str, tensor: torch.Tensor) -> _Description:
-    """Describe a tensor, so that tensors with equal descriptions have equal values.
-
-    Raises:
-        ConfigurationError: the values cannot be read.
-    """
+    """Describe a tensor, so that tensors with equal descriptions have equal values."""
     layout, kind = str(tensor.layout).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
     try:
         dense = tensor.layout == torch.strided

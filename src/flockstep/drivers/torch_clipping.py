@@ -156,10 +156,8 @@ def clip_grad_norm_(
 
 
 def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> None:
-    """Clip each element of the gradients, if the strategy does not combine gradients.
-
-    Raises:
-        CompositionError: the strategy combines gradients after this call.
+    """Clip each element of the gradients; raise `CompositionError` if the strategy combines gradients after this
+    call.
     """
     if place_of_script()[1] > 1 and strategy.traits.clips != "own":
         raise CompositionError(

@@ -111,11 +111,8 @@ class Guard:
         return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
 
     def check(self) -> None:
-        """Compare the module with its state after the previous step.
-
-        Raises:
-            ConfigurationError: a parameter was unfrozen, frozen, replaced or changed; the message names the parameter
-                and what to change.
+        """Raise `ConfigurationError` if a parameter was unfrozen, frozen, replaced or changed since the previous step;
+        the message says what to do.
         """
         self.check_structure()
         if self.unsent:
@@ -136,10 +133,8 @@ class Guard:
             )
 
     def check_structure(self) -> None:
-        """Compare the set of trained parameters, and the optimizer's parameters, with those at `distribute`.
-
-        Raises:
-            ConfigurationError: something differs from the state at `distribute`.
+        """Raise `ConfigurationError` if the set of trained parameters, or the optimizer's parameters, differ from those
+        at `distribute`.
         """
         before = self._names
         if {id(p) for p in self._flat.module.parameters() if p.requires_grad} != before.keys():
@@ -169,11 +164,7 @@ class Guard:
             )
 
     def require_no_own_step(self, call: str) -> None:
-        """Refuse the method of the optimizer that has just returned from `call` and has changed the parameters.
-
-        Raises:
-            ConfigurationError: other ranks lack the change.
-        """
+        """Refuse the method of the optimizer that has just returned from `call` and has changed the parameters."""
         if self._server_side:
             raise ConfigurationError(
                 f"{call} changed the parameters, which servers or other ranks update under this strategy; take a "

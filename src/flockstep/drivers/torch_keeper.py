@@ -78,10 +78,8 @@ class TorchKeeper:
         return OptimizerContent(self._flat.schema, self._kind, states, to_text(self._rule()))
 
     def restore_at_boundary(self, kept: OptimizerContent) -> None:
-        """Restore the optimizer's state.
-
-        Raises:
-            ConfigurationError: the state belongs to another model or optimizer.
+        """Restore the optimizer's state; raise `ConfigurationError` if the state belongs to another model or
+        optimizer.
         """
         try:
             kept.schema.require(self._flat.schema, "the script")
@@ -115,10 +113,8 @@ class TorchKeeper:
         )
 
     def restore_between_steps(self, kept: BetweenSteps, random: bool) -> None:
-        """Restore the optimizer's settings and the buffers; restore the random streams only if `random` is set.
-
-        Raises:
-            ConfigurationError: the optimizer has other groups, or the model other buffers.
+        """Restore the optimizer's settings and the buffers, and the random streams if `random` is set; raise
+        `ConfigurationError` if the optimizer has other groups, or the model other buffers.
         """
         own = self._optimizer.param_groups
         if len(own) != len(kept.groups):

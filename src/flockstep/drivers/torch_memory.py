@@ -148,11 +148,7 @@ class ServerMemory:
         self._unsent = False
 
     def loaded(self) -> bool:
-        """Record that the script has loaded a state; return whether it must still be sent to the servers.
-
-        Raises:
-            ConfigurationError: workers hold slices of the state, or the strategy's servers have a separate optimizer.
-        """
+        """Record that the script has loaded a state; return whether it must still be sent to the servers."""
         if self._remembers and not self._loop.finished:
             self._require_servers()
             self._unsent = self._asked = True
@@ -246,10 +242,8 @@ class SliceMemory:
         return self._unsent
 
     def fetch(self) -> None:
-        """Copy the collected state into the torch optimizer.
-
-        Raises:
-            ConfigurationError: this rank has not collected the state since its last step.
+        """Copy the collected state into the torch optimizer; raise `ConfigurationError` if this rank has not collected
+        it since its last step.
         """
         if self._unsent:
             return
@@ -358,12 +352,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _packed(optimizer: torch.optim.Optimizer, whole: bool) -> FlatArray:
-    """The state of an optimizer as bytes, without the entries of its groups that are the script's own.
-
-    Unless `whole` is set, a value that is not data counts by its class, for a comparison of ranks.
-
-    Raises:
-        ConfigurationError: `whole` is set, and a value is not data.
+    """The state of an optimizer as bytes, without the entries of its groups that are the script's own. Unless `whole`
+    is set, a value that is not data counts by its class, for a comparison of ranks.
     """
     state = optimizer.state_dict()
     state |= {"param_groups": [shared_entries(optimizer, group) for group in state["param_groups"]]}

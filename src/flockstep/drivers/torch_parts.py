@@ -212,9 +212,6 @@ def meet(framework: str) -> None:
 def broadcast_value(value: T, source: int, framework: str) -> T:
     """Return the value that rank `source` passes: text, a number, None, or lists and dicts of these. All ranks call
     this.
-
-    Raises:
-        ConfigurationError: the value has another type.
     """
     if not dist.is_initialized():
         return value

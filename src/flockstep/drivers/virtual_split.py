@@ -122,13 +122,10 @@ class SplitSimulation:
     ):
         """Create the nodes of a run.
 
-        Args:
-            model: the split model.
-            plan: the plan of the data-parallel group of any part, with one worker for each replica.
-            compute: seconds of a gradient of the whole model; a pass takes its share of the step's draw.
-            network: the network of all workers and servers.
-            emit: function that writes an event to the record.
-            progress: called with the steps of all workers so far, and the virtual seconds.
+        `plan` is that of the data-parallel group of any part, with one worker for each replica; `compute` has the
+        seconds of a gradient of the whole model, of which a pass takes its share; `network` joins all workers and
+        servers; `emit` writes an event to the record; `progress` is called with the steps of all workers so far, and
+        the virtual seconds.
 
         Raises:
             CompositionError: the strategy asks for gradients that the parts of a split model cannot compute.
@@ -181,11 +178,8 @@ class SplitSimulation:
         return self._queue.now
 
     def run(self) -> None:
-        """Run every program to its end.
-
-        Raises:
-            Diverged: a loss is not finite.
-            RunError: the programs wait for each other forever.
+        """Run every program to its end; raise `Diverged` if a loss is not finite, `RunError` if the programs wait for
+        each other forever.
         """
         with np.errstate(over="ignore", invalid="ignore"), seldom():
             for group in self.groups:

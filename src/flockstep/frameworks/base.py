@@ -126,10 +126,8 @@ class Job:
 def metric_of(
     job: Job, data: Data, whole: object, accuracy: Callable[[Any, Any], float]
 ) -> Callable[[Any, Any], float]:
-    """Return the job's metric as a function; for "accuracy", return the framework's function.
-
-    Raises:
-        ConfigurationError: there is no such metric, or the metric is "accuracy" and the targets are not integers.
+    """Return the job's metric as a function, for "accuracy" the framework's function; raise `ConfigurationError` if
+    there is no such metric, or accuracy has no integer targets.
     """
     if not isinstance(job.metric, str):
         return job.metric
@@ -222,28 +220,16 @@ class Engine(TrainedModel):
 
     @abstractmethod
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        """Write the mean gradient over a batch into `out`; return the mean loss.
-
-        Args:
-            params: the parameters, of shape (K,).
-            indices: the samples of the batch, of shape (batch,).
-            out: the array for the gradient, of shape (K,).
-            replica: the replica whose buffers are used, and which seeds random layers.
-            step: the number of the step, which seeds random layers.
+        """Write the mean gradient at `params` (K,) over the samples `indices` (batch,) into `out` (K,); return the mean
+        loss. `replica` and `step` seed random layers; the buffers are those of the replica.
         """
 
     @abstractmethod
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> npt.NDArray[np.float64]:
-        """Write the mean gradients of R replicas into `out`; return the R mean losses.
-
-        Args:
-            params: the parameters, of shape (R, K).
-            indices: the samples of the batches, of shape (R, batch).
-            out: the array for the gradients, of shape (R, K).
-            replicas: the R replicas, as in `gradient`.
-            steps: the R numbers of steps, as in `gradient`.
+        """Write the mean gradients of R replicas into `out` (R, K); return the R mean losses. `params` is (R, K),
+        `indices` (R, batch), and the others are as in `gradient`, one for each replica.
         """
 
     def factored(
@@ -256,10 +242,7 @@ class Engine(TrainedModel):
         step: int,
     ) -> float:
         """Compute a gradient with the gradients of `layers` as factors, and write it to the beginning of `out` in the
-        layout of `Packing(K, layers)`.
-
-        Raises:
-            CompositionError: this framework cannot compute factors.
+        layout of `Packing(K, layers)`; raise `CompositionError` if this framework cannot compute factors.
         """
         raise CompositionError(
             "this framework cannot factor gradients; use torch, or a strategy that sends whole gradients"
@@ -280,22 +263,18 @@ class Engine(TrainedModel):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Compute the gradient of the loss plus the weighted distance to the mean prediction of the teachers.
+        """Compute the gradient of the loss plus the weighted distance to the mean prediction of the teachers, and
+        return the mean loss without the distance; raise `CompositionError` if this framework or model does not
+        support it.
 
         With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
-        squared difference of the outputs. The returned value is the mean loss without the distance.
-
-        Raises:
-            CompositionError: this framework or model does not support distillation.
+        squared difference of the outputs.
         """
         raise CompositionError("this framework cannot learn from the predictions of other models; use torch")
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Return loss and metric of the mean prediction of the models `members` (M, K). For classes, the mean is that
-        of the probabilities.
-
-        Raises:
-            CompositionError: this framework cannot average predictions.
+        """Return loss and metric of the mean prediction of the models `members` (M, K), for classes the mean of the
+        probabilities; raise `CompositionError` if this framework cannot average predictions.
         """
         raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 

@@ -215,11 +215,7 @@ class JaxEngine(ArrayEngine):
 
 
 def _optimizer_of(job: Job, tree: FlatTree, start: FlatArray) -> Optimizer:
-    """The job's optimizer for the parameters `start` (K,) of `tree`.
-
-    Raises:
-        ConfigurationError: it is neither an expression nor an optax optimizer that steps this tree.
-    """
+    """The job's optimizer for the parameters `start` (K,) of `tree`."""
     given = job.optimizer
     if isinstance(given, (Optimizer, str)):
         return Optimizer.parse(given)
@@ -235,10 +231,8 @@ def _optimizer_of(job: Job, tree: FlatTree, start: FlatArray) -> Optimizer:
 
 
 def _kept(name: str, values: Any) -> Any:
-    """The values; samples that are read when needed are checked batch by batch.
-
-    Raises:
-        ConfigurationError: JAX, which computes with 32 bits unless told otherwise, would cut integers off.
+    """The values, without integers that JAX would cut off to 32 bits; samples that are read when needed are checked
+    batch by batch.
     """
     if isinstance(values, SampleColumn):
         return values.mapped(lambda batch: _kept(name, batch))

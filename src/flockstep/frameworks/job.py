@@ -204,10 +204,8 @@ def may_define(file: Path, name: str) -> bool:
 
 
 def import_components(files: Iterable[str]) -> None:
-    """Run Python files that register custom strategies, codecs or other components. Each file runs once per process.
-
-    Raises:
-        ConfigurationError: there is no such file, or the file raises an error.
+    """Run Python files that register custom strategies, codecs or other components, each once per process; raise
+    `ConfigurationError` if there is no such file, or the file raises an error.
     """
     for text in files:
         file = Path(text)
@@ -219,10 +217,8 @@ def import_components(files: Iterable[str]) -> None:
 
 
 def imported(file: Path, where: str) -> ModuleType:
-    """Return the module of a user's Python file. `where` names the file in errors.
-
-    Raises:
-        FlockstepError: running the file fails.
+    """Return the module of a user's Python file, called `where` in errors; raise `FlockstepError` if running the file
+    fails.
     """
     name = f"flockstep_job_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -241,10 +237,8 @@ def imported(file: Path, where: str) -> ModuleType:
 
 
 def build_model(job: Job) -> Any:
-    """Return the model that the job's `model()` builds, without changing torch's random state.
-
-    Raises:
-        FlockstepError: `model()` fails.
+    """Return the model that the job's `model()` builds, without changing torch's random state; raise `FlockstepError`
+    if `model()` fails.
     """
     try:
         torch = sys.modules.get("torch")

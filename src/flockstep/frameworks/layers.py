@@ -20,10 +20,8 @@ SAMPLES = 4
 
 
 def job_shape(job: Job) -> ModelShape:
-    """Return the layers of the job's model, found on a few samples of its training data.
-
-    Raises:
-        ConfigurationError: the model cannot be built or run, or is of an unknown kind.
+    """Return the layers of the job's model, found on a few samples of its training data; raise `ConfigurationError` if
+    the model cannot be built or run, or is of an unknown kind.
     """
     model = build_model(job)
     if isinstance(model, Model):

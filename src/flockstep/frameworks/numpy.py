@@ -40,13 +40,9 @@ class Model(ABC):
 
     @abstractmethod
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write the mean gradients of R batches into `out`; return the R mean losses.
+        """Write the mean gradients of R batches into `out` (name → array (R, *shape)); return the R mean losses.
 
-        Args:
-            params: name → parameters, of shape (R, *shape) each.
-            x: the inputs, of shape (R, batch, …).
-            y: the targets, of shape (R, batch, …).
-            out: name → array for the gradient, of shape (R, *shape) each.
+        `params` has parameters of shape (R, *shape); `x` and `y` have the shape (R, batch, …).
         """
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
@@ -272,11 +268,8 @@ class NumpyEngine(ArrayEngine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Compute the gradient of the loss plus the weighted cross-entropy with the mean probabilities of the
-        teachers.
-
-        Raises:
-            CompositionError: the model has no classes.
+        """Compute the gradient of the loss plus the weighted cross-entropy with the mean probabilities of the teachers;
+        raise `CompositionError` if the model has no classes.
         """
         if not isinstance(self.model, SoftmaxRegression):
             raise CompositionError(
@@ -329,11 +322,8 @@ def cross_entropy(logits: FlatArray, y: FlatArray) -> float:
 
 
 def cross_entropies(logits: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
-    """Return the mean cross-entropies (R,) of R batches, and their gradients (softmax - onehot) / batch.
-
-    Args:
-        logits: of shape (R, batch, classes).
-        y: the classes, of shape (R, batch).
+    """Return the mean cross-entropies (R,) of R batches, and their gradients (softmax - onehot) / batch, for logits (R,
+    batch, classes) and classes y (R, batch).
     """
     log_p = _log_softmax(logits)
     chosen = np.take_along_axis(log_p, y[..., None], axis=2)

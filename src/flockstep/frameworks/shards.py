@@ -25,13 +25,8 @@ class ModelShard(HeldPart):
     """The part of a sharded model that one worker of a replica stores: a shard of every unit."""
 
     def __init__(self, schema: Schema, train_size: int, units: Sequence[HeldPart], spans: Sequence[slice]):
-        """Create the shards of one way.
-
-        Args:
-            schema: the tensors, and parts of tensors, in the shards.
-            train_size: number of training samples of the job.
-            units: the units of the model, or the part of a split model whose shard this is.
-            spans: the elements of the shard in the flat array of each unit.
+        """`schema`: tensors, and parts of tensors, in the shards. `units`: units of the model, or the part of a split
+        model whose shard this is. `spans`: elements of the shard in the flat array of each unit.
         """
         self.schema, self.train_size = schema, train_size
         self.spans = spans

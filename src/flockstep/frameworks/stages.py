@@ -31,10 +31,8 @@ class MicroBatch:
     """Number of samples of the micro-batch, as a share of the samples of the batch."""
 
     def divided(self, ways: int, partition: str) -> list[MicroBatch]:
-        """Divide the samples among the ways of a partition, in shares whose sizes differ by at most one sample.
-
-        Raises:
-            ConfigurationError: there are fewer samples than ways.
+        """Divide the samples among the ways of a partition, in shares whose sizes differ by at most one sample; raise
+        `ConfigurationError` if there are fewer samples than ways.
         """
         count = len(self.indices)
         check_samples(partition, ways, count)
@@ -128,19 +126,11 @@ class ModelPart(HeldPart):
     def forward(
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
-        """Compute and return the outputs of a chunk. The last chunk of the model instead returns the micro-batch's
-        share in the mean loss of the batch.
+        """Compute and return the outputs of chunk number `chunk` of this part, and 0. The last chunk of the model
+        instead returns None and the micro-batch's share in the mean loss of the batch.
 
-        Args:
-            chunk: index of the chunk in this part.
-            params: the parameters (K + B,) of the part, which must have the same values in each backward pass over the
-                micro-batch.
-            batch: the micro-batch.
-            inputs: outputs of the previous chunk, with samples on the first axis; None for the first chunk of the
-                model.
-
-        Returns:
-            The outputs and 0; for the last chunk of the model, None and the loss.
+        `params` (K + B,) must have the same values in each backward pass over the micro-batch. `inputs` are the outputs
+        of the previous chunk, with samples on the first axis; None for the first chunk of the model.
         """
 
     @abstractmethod
@@ -151,8 +141,8 @@ class ModelPart(HeldPart):
         """
 
     def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return the gradient of a chunk's inputs, without the gradient of its parameters. A call of `weight_backward`
-        must follow. Only parts of pipelines compute the halves of a backward pass.
+        """Return the gradient of a chunk's inputs, without the gradient of its parameters; `weight_backward` must
+        follow. Only parts of pipelines compute the halves of a backward pass.
         """
         raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
 

@@ -182,9 +182,6 @@ def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
 def columns_of(samples: Any, name: str) -> tuple[Any, Any]:
     """Return the inputs and the targets of `samples`: a pair of arrays, a data set, a DataLoader, or an iterable of
     pairs (x, y).
-
-    Raises:
-        ConfigurationError: the samples cannot be counted or read by number.
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(hasattr(one, "shape") for one in samples):
         return samples

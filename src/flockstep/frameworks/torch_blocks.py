@@ -127,11 +127,8 @@ class LayerBlock:
         return writes_inputs(one.layer.module for one in layers if isinstance(one, Whole))
 
     def divided_by_samples(self, changing: Sequence[str], who: str) -> LayerBlock:
-        """Return the block, with the computations before its split layers divided by samples.
-
-        Args:
-            changing: names of the model's buffers that change in training.
-            who: name of the model in errors.
+        """Return the block, with the computations before its split layers divided by samples. `changing`: names of the
+        model's buffers that change in training; `who`: name of the model in errors.
 
         Raises:
             ConfigurationError: there are no layers with parameters before the split layers, a residual connection

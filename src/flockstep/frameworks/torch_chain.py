@@ -84,22 +84,14 @@ def chunks_of(
 ) -> list[int]:
     """Return the first layer of each of `count` chunks.
 
-    A chunk begins with a layer that has trainable parameters, except the first. Without `split_at` the cut is the one
-    whose slowest chunk has the least work W, and, of several such cuts, the one whose largest chunk needs the least
-    memory for parameters and activations.
-
-    Args:
-        chain: the layers of the model.
-        shape: work and bytes of the layers.
-        count: number of chunks.
-        split_at: names of the layers at which the second and every later chunk begins; empty for the balanced cut.
-        batch: samples of a batch, for which work and bytes are counted.
-        who: name of the model in errors.
-        ties: whether layers that share weights may be in different chunks; without `split_at`, such layers are in
-            different chunks only if the chain cannot be cut into `count` chunks otherwise.
+    A chunk begins with a layer that has trainable parameters, except the first. Without `split_at`, the names of the
+    layers at which the second and every later chunk begins, the cut is the one whose slowest chunk has the least work W
+    (of `shape`, for `batch` samples), and, of several such cuts, the one whose largest chunk needs the least memory for
+    parameters and activations. `ties`: layers that share weights may be in different chunks; without `split_at` they
+    are only if the chain cannot be cut into `count` chunks otherwise.
 
     Raises:
-        ConfigurationError: the chain cannot be cut in this way.
+        ConfigurationError: the chain of the model `who` cannot be cut in this way.
     """
     places = places_of(chain)
     if ties and (split_at or len(places) < count):

@@ -175,11 +175,8 @@ class FlatModule:
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the flat array to the values that `master` returned; the module must already hold the rounded values.
-
-        Raises:
-            ConfigurationError: names or shapes differ from those of the narrower parameters, or the rounded values
-                differ from the values of the parameters.
+        """Set the flat array to the values that `master` returned; raise `ConfigurationError` if names or shapes
+        differ, or if the rounded values are not those of the module, which must be loaded before.
         """
         own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
         given = {name: tuple(value.shape) for name, value in values.items()}
@@ -414,9 +411,7 @@ class FlatModule:
         self, values: list[torch.Tensor | None], move: bool = False
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a flat tensor with the given values (None: zeros) and the place of each; if they are flat already,
-        their own.
-
-        With `move`, each parameter leaves its old memory at once, so that there are never two copies of the model.
+        their own. With `move`, each parameter leaves its old memory at once, so that there are never two copies.
         """
         flat = self._already_flat(values)
         if flat is not None:
@@ -586,11 +581,7 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
-    """Check that a module can be made flat.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Raise `ConfigurationError` if a module cannot be made flat."""
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigurationError(

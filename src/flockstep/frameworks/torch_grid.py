@@ -478,13 +478,9 @@ def _chunks(
 
 
 def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -> list[WayTensors]:
-    """Divide the trained parameters among the parts.
-
-    The weights of a convolution, which all parts use, are trained by the part that holds the fewest elements so far,
-    largest tensors first; part 0 trains those of layers that are not divided.
-
-    Raises:
-        ConfigurationError: a part would train no parameter.
+    """Divide the trained parameters among the parts; raise `ConfigurationError` if a part would train none. The weights
+    of a convolution, which all parts use, are trained by the part that holds the fewest elements so far, largest
+    tensors first; part 0 trains those of layers that are not divided.
     """
     entries = {entry.name: entry for entry in whole.schema.entries}
     names = {id(one): name for name, one in whole.module.named_parameters() if name in entries}

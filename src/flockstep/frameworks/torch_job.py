@@ -25,9 +25,6 @@ CHECKED = 64
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the fraction of the targets (batch, …) whose class has the largest output. Classes are on the last or on
     the second axis of the outputs.
-
-    Raises:
-        ConfigurationError: the shapes of outputs and targets do not match.
     """
     if outputs.shape[:-1] == targets.shape:
         guesses = outputs.argmax(-1)
@@ -42,10 +39,8 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-    """Return the job's optimizer as a flockstep optimizer. A torch optimizer must update every trainable parameter.
-
-    Raises:
-        ConfigurationError: the torch optimizer leaves a parameter out, or has no counterpart.
+    """Return the job's optimizer as a flockstep optimizer; raise `ConfigurationError` if a torch optimizer leaves a
+    parameter out, or has no counterpart.
     """
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)

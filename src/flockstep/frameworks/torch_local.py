@@ -82,10 +82,8 @@ class LocallyConnected2d(nn.Module):
             nn.init.uniform_(one, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs (batch, out_channels, H', W') for inputs (batch, in_channels, H, W).
-
-        Raises:
-            ConfigurationError: the inputs have another shape.
+        """Return the outputs (batch, out_channels, H', W') for inputs (batch, in_channels, H, W); raise
+        `ConfigurationError` if the inputs have another shape.
         """
         if tuple(x.shape[1:]) != (self.in_channels, *self.size):
             raise ConfigurationError(

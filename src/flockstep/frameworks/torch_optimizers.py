@@ -59,10 +59,8 @@ _RULES: dict[type, _Rule] = {
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Return the flockstep optimizer of the same class with the same hyper-parameters and a fresh state.
-
-    Raises:
-        ConfigurationError: a class or a hyper-parameter has no counterpart, or param groups differ.
+    """Return the flockstep optimizer of the same class with the same hyper-parameters and a fresh state; raise
+    `ConfigurationError` if there is none, or param groups differ.
     """
     who = type(optimizer).__name__
     rule = _RULES.get(type(optimizer))

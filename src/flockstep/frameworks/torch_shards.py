@@ -125,11 +125,7 @@ def _units_of(split: ShardedModel) -> PipelineModel:
 
 
 def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
-    """Divide the parameters of each unit among the ways.
-
-    Raises:
-        ConfigurationError: a way would hold no parameter.
-    """
+    """Divide the parameters of each unit among the ways."""
     held = [
         [(number, sharded.collective.share(sharded.ways, size, way)) for number, size in enumerate(units.sizes)]
         for way in range(sharded.ways)
@@ -142,16 +138,9 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
 def shards_of(
     split: SplitModel, held: Sequence[Sequence[tuple[int, slice]]], partition: Partition, who: str
 ) -> tuple[ShardsEngine, tuple[ModelShard, ...]]:
-    """Return the engine and the parts of a model whose workers hold shards of the parts of `split`.
-
-    Args:
-        split: the model in whole parts, such as the units of a model in shards.
-        held: for each worker of a replica, the parts of which it holds a shard, and the elements of the shard.
-        partition: the partition that the result has.
-        who: name of the model in errors.
-
-    Raises:
-        ConfigurationError: a worker would hold no parameter.
+    """Return the engine and the parts of a model whose workers hold shards of the parts of `split`: `held` has, for
+    each worker of a replica, the parts of which it holds a shard, and the elements of the shard. The result is
+    called `who` in errors, and has the given `partition`.
     """
     engine, dtype = split.engine, split.engine.schema.dtype
     assert isinstance(engine, PartsEngine)
@@ -224,11 +213,7 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
 
 
 def _require_own_samples(inner: SplitModel, whole: TorchEngine, partition: ShardedParts, who: str) -> None:
-    """Check that every layer computes each sample on its own.
-
-    Raises:
-        ConfigurationError: a layer computes or stores statistics of its samples.
-    """
+    """Raise `ConfigurationError` unless every layer computes each sample on its own."""
     known = (of_all_samples(layer, list(whole.changing_buffers)) for layer in model_chain(whole.module, who))
     why = next((one for one in known if one), None) or difference_in_shares(inner, partition.sharded.ways)
     if why:

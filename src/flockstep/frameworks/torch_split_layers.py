@@ -35,13 +35,8 @@ class SplitLayers(ABC):
     """
 
     def __init__(self, layers: Sequence[str], parameters: Mapping[str, torch.Tensor], units: int, ways: int):
-        """Create split layers.
-
-        Args:
-            layers: names of the layers in the model.
-            parameters: the parameters that are split, by their role here.
-            units: number of units (features, heads, words) that are divided among the ways.
-            ways: number of ways.
+        """`layers`: names in the model; `parameters`: those that are split, by their role here; `units`: number of
+        features, heads or words that are divided among the ways.
         """
         self.layers, self.parameters = layers, parameters
         self.spans = slices(units, ways)
@@ -71,13 +66,8 @@ class SplitLayers(ABC):
 
     @abstractmethod
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
-        """Return the term that one way (one worker of a stage) adds to the output.
-
-        Args:
-            way: index of the way.
-            x: inputs of the layers, equal on all ways.
-            weights: the part of each parameter that the way holds, by role.
-            targets: targets of the batch.
+        """Return the term that one way (one worker of a stage) adds to the output, for inputs `x`, equal on all ways,
+        the way's part of each parameter by role, and the targets of the batch.
         """
 
 

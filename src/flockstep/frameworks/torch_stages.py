@@ -308,16 +308,10 @@ class TorchPart(TorchHeldPart, ModelPart):
         whole_backward: bool,
         way_out: str = "cut the model elsewhere",
     ):
-        """Create a part.
-
-        Args:
-            engine: the engine of all parts.
-            chunks: the chunks of the part.
-            names: names in the model of the parameters that the part trains.
-            borrowed: names of the parameters that it computes with and another part trains.
-            buffers: names of the changing buffers of the part.
-            whole_backward: whether no backward pass is divided into the gradients of inputs and of weights.
-            way_out: advice, for errors, if the part has no parameter of the widest dtype.
+        """`names`: parameters, by their names in the model, that the part trains; `borrowed`: those that it computes
+        with and another part trains; `buffers`: its changing buffers. `whole_backward`: no backward pass is divided
+        into the gradients of inputs and of weights. `way_out`: advice if the part has no parameter of the widest
+        dtype.
         """
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
@@ -545,9 +539,6 @@ class PartsEngine(Engine):
     def taken(self, values: npt.NDArray[np.uint8], schema: Schema, others: Tensors) -> FlatArray:
         """Store the other tensors of a part, given as the bytes of `HeldPart.values`, and return a copy of the part's
         parameters (K,).
-
-        Raises:
-            ConfigurationError: the number of bytes is not that of such a part.
         """
         start, expected = schema.nbytes, schema.nbytes + sum(one.nbytes for one in others.values())
         if len(values) != expected:
@@ -678,10 +669,8 @@ def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
 
 
 def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
-    """Compare loss and gradient of one batch, computed by the chunks of `split` and by the unsplit model of `known`.
-
-    Raises:
-        ConfigurationError: they differ by more than rounding, or a pass fails.
+    """Raise `ConfigurationError` if loss and gradient of one batch, computed by the chunks of `split`, differ from
+    those of the unsplit model of `known`.
     """
     with passes_over(who):
         outputs, buffers = _trial_differences(split, known)
@@ -701,10 +690,8 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
 
 @contextmanager
 def passes_over(who: str) -> Iterator[None]:
-    """Return a context for trial passes over the layers of a model.
-
-    Raises:
-        ConfigurationError: torch raises an error in a pass.
+    """Return a context for trial passes over the layers of a model; raise `ConfigurationError` if torch raises an error
+    in a pass.
     """
     try:
         yield
@@ -868,12 +855,9 @@ def _built(split: SplitModel) -> TorchEngine:
 
 
 def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, way_out: str = "microbatches=1") -> None:
-    """Check that the loss of a batch is the mean loss of its `count` micro-batches, given outputs of the whole model.
-
-    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches. `way_out` names, for errors, a
-    setting with which a batch is computed as a whole.
-
-    Raises: ConfigurationError: the losses differ by more than rounding.
+    """Raise `ConfigurationError` unless the loss of a batch is the mean loss of its `count` micro-batches, given
+    outputs of the whole model for one batch, and the targets of `TRIAL_BATCHES` batches. `way_out` names, for
+    errors, a setting with which a batch is computed as a whole.
     """
     batch = whole.trial_samples
     if not 1 < count <= len(batch):
@@ -917,11 +901,7 @@ def buffers_within(chunk: Sequence[ChainLayer], facts: SplitFacts) -> list[str]:
 
 
 def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
-    """Check that every buffer that changes in training is in one chunk.
-
-    Raises:
-        ConfigurationError: two chunks share a buffer that changes.
-    """
+    """Raise `ConfigurationError` if a buffer that changes in training is not in exactly one chunk."""
     for name in whole.changing_buffers:
         shared = whole.module.get_buffer(name)
         users = [[one for one in chunk if any(b is shared for b in one.module.buffers())] for chunk in chunks]
@@ -960,13 +940,8 @@ def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: in
 
 
 def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> int:
-    """Run the chunks one after another on a batch, and check what stages would send to each other.
-
-    Returns:
-        Size in bytes of the largest output that a stage sends, for one sample.
-
-    Raises:
-        ConfigurationError: the output of a chunk is not one floating-point tensor with the samples on its first axis.
+    """Run the chunks one after another on a batch, and check that each output is one floating-point tensor with the
+    samples on its first axis. Return the bytes of the largest output that a stage sends, for one sample.
     """
     buffers = {name: buffer.clone() for name, buffer in whole.module.named_buffers()}
     x: Any = samples

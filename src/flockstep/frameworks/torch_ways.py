@@ -402,16 +402,8 @@ class TorchWay(TorchHeldPart, ModelWay):
         others: Tensors,
         shares: Sequence[Sequence[BlockShares]],
     ):
-        """Create a way.
-
-        Args:
-            place: stage and way.
-            engine: the engine of all parts.
-            chunks: the chunks of the stage.
-            held: the tensors of each part of the model.
-            buffers: names in the model of the changing buffers of the stage.
-            others: name in the model → tensor, for every frozen parameter and buffer of the stage.
-            shares: this way's work for each block of each chunk.
+        """`held`: tensors of each part of the model. `buffers`, `others`: names of the stage's changing buffers; its
+        frozen parameters and buffers by name. `shares`: this way's work for each block of each chunk.
         """
         own = held[place.number]
         self.schema = _part_of(engine.schema, place, held)
@@ -551,10 +543,8 @@ class TorchWay(TorchHeldPart, ModelWay):
         return before
 
     def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
-        """The values of a tensor that a part sends to other parts; `samples`: length that its first axis must have.
-
-        Raises:
-            ConfigurationError: it is not a tensor of floats with that first axis.
+        """The values of a tensor of floats that a part sends to other parts; `samples`: length that its first axis must
+        have.
         """
         if tensor.dtype not in FLOATS or (samples is not None and tensor.shape[:1] != (samples,)):
             raise ConfigurationError(
@@ -669,11 +659,7 @@ def _grad(
 
 
 def _part_of(whole: Schema, place: WayPlace, held: Sequence[WayTensors]) -> Schema:
-    """The tensors of one part, from the schema of all parts.
-
-    Raises:
-        ConfigurationError: the part holds no parameter, or none of the widest dtype.
-    """
+    """The tensors of one part, from the schema of all parts."""
     first = sum(len(one.every) for one in held[: place.number])
     entries = whole.entries[first : first + len(held[place.number].every)]
     if not entries:
@@ -780,11 +766,9 @@ def ways_difference(bare: TensorModel, known: TensorModel) -> str | None:
 
 
 def _trial(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
-    """Compare loss and gradient of one batch, computed by all parts of `model` and by the unsplit model of `known`.
-
-    Returns:
-        How they differ, None if by rounding only; the size in bytes of the largest array between parts, for one sample;
-        the outputs of each block of each chunk.
+    """How loss and gradient of one batch, computed by all parts of `model`, differ from those of the unsplit model of
+    `known`, None if by rounding only; the bytes of the largest array between parts, for one sample; the outputs of
+    each block of each chunk.
     """
     ways, stages = model.tensor.ways, model.pipeline.stages
     params = [part.initial() for part in known.parts]

@@ -98,49 +98,31 @@ class ModelWay(HeldPart):
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
-        """Compute and return the term of a block that this way adds to the sum over the ways. The last block of a chunk
-        instead returns the outputs of the chunk.
+        """Compute and return the term of a block that this way adds to the sum over the ways, and 0. The last block of
+        a chunk instead returns the outputs of the chunk; the last block of the model returns None and the
+        micro-batch's share in the mean loss of the batch. `weights` must not change before the backward pass.
 
-        Args:
-            chunk: index of the chunk in this part.
-            block: index of the block in the chunk.
-            weights: the parameters, which do not change before the backward pass.
-            batch: the micro-batch.
-            given: sum over the ways of the terms of the previous block; for the first block, the outputs of the
-                previous chunk, or, for the first chunk, the outputs of the divided layers for all samples, or None if
-                no layer is divided.
-
-        Returns:
-            The term and 0; for the last block of a chunk, the outputs and 0; for the last block of the model, None and
-            the micro-batch's share in the mean loss of the batch.
+        `given` is the sum over the ways of the terms of the previous block; for the first block, the outputs of the
+        previous chunk, or, for the first chunk, the outputs of the divided layers for all samples (None without them).
         """
 
     @abstractmethod
     def backward(
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
     ) -> FlatArray | None:
-        """Compute backward from a block's split layers, or from the loss, to the inputs of the split layers before it.
+        """Compute backward from a block's split layers, or from the loss, to the inputs of the split layers before it,
+        and add the gradients of parameters to `out` (K + B,).
 
-        Gradients of parameters are added to `out` (K + B,).
-
-        Args:
-            chunk: index of the chunk in this part.
-            block: index of the block in the chunk.
-            batch: the micro-batch; for divided layers, this way's samples.
-            errors: sum over the ways of the terms that the next block's backward pass has returned, or None if that
-                pass returned None; for divided layers, the sum for this way's samples; for the last block, the gradient
-                of the chunk's outputs, or None for the last chunk.
-            out: array to which gradients are added, of shape (K + B,).
-
-        Returns:
-            The term that this way adds to the gradient of the inputs of the split layers before the block; for the
-                first block, the gradient of the chunk's inputs; None if no earlier layer needs the gradient.
+        `errors` is the sum over the ways of what the next block's backward pass has returned; for divided layers, of
+        this way's samples, as `batch`; for the last block, the gradient of the chunk's outputs, or None for the last
+        chunk. The result is this way's term of the gradient of the inputs of the split layers before the block; for the
+        first block, the gradient of the chunk's inputs; None if no earlier layer needs the gradient.
         """
 
     @abstractmethod
     def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return what `backward` returns, without the gradients of parameters. A call of `weight_backward` for the
-        chunk must follow.
+        """Return what `backward` returns, without gradients of parameters; `weight_backward` of the chunk must
+        follow.
         """
 
     @abstractmethod

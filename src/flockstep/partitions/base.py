@@ -21,11 +21,8 @@ parts; "distributed array abstraction" if a part works on its slice of an array 
 
 
 def check_ways(partition: str, ways: int, collective: Collective) -> None:
-    """Check the settings of a partition whose workers exchange arrays by a collective.
-
-    Raises:
-        ConfigurationError: there is only one way.
-        CompositionError: the collective connects whole runs only.
+    """Raise an error unless a partition whose workers exchange arrays by a collective has several ways, and the
+    collective works on flockstep's messages.
     """
     if ways < 2:
         raise ConfigurationError(f"ways of {partition} must be >= 2, got {ways}; use partition=none for one worker")
@@ -37,11 +34,7 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
 
 
 def check_samples(partition: str, ways: int, samples: int) -> None:
-    """Check that a batch, or a micro-batch, has a sample for each way.
-
-    Raises:
-        ConfigurationError: there are fewer samples than ways.
-    """
+    """Raise `ConfigurationError` unless a batch, or a micro-batch, has a sample for each way."""
     if samples < ways:
         raise ConfigurationError(
             f"ways of {partition} must be at most the {samples} samples of a batch or micro-batch, got {ways}; use a "
@@ -115,10 +108,8 @@ class Partition(Component):
         return 0
 
     def replicas(self, workers: int) -> int:
-        """Return the number of replicas that `workers` workers hold.
-
-        Raises:
-            ConfigurationError: the number of workers is not a multiple of the workers per replica.
+        """Return the number of replicas that `workers` workers hold; raise `ConfigurationError` if that is no whole
+        number.
         """
         if workers < 1 or workers % self.parts:
             raise ConfigurationError(

@@ -53,10 +53,8 @@ class PipelineSchedule(Component):
         return 1
 
     def check(self, stages: int, microbatches: int) -> None:
-        """Check that the schedule exists for `stages` stages and `microbatches` micro-batches in a step.
-
-        Raises:
-            ConfigurationError: the schedule does not exist for these numbers.
+        """Raise `ConfigurationError` unless the schedule exists for `stages` stages and `microbatches` micro-batches in
+        a step.
         """
 
     @abstractmethod
@@ -158,11 +156,7 @@ def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
 
 
 def one_microbatch(name: str, microbatches: int) -> None:
-    """Check that a step has only one micro-batch.
-
-    Raises:
-        ConfigurationError: there are several.
-    """
+    """Raise `ConfigurationError` if a step has several micro-batches."""
     if microbatches != 1:
         raise ConfigurationError(
             f"microbatches must be 1 for {name}, which updates the weights after every micro-batch, got "
