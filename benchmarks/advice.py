@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.errors import FlockstepError
 from flockstep.frameworks.base import Job
 from flockstep.planning import advice, trials

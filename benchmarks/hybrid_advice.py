@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import load_job
 from flockstep.drivers.virtual import Simulation

@@ -11,7 +11,7 @@ import pytest
 
 from flockstep import registry
 from flockstep.cli.app import run
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.planning.advice import UNCOUNTED
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import candidates, plan

@@ -20,7 +20,7 @@ from safetensors.numpy import load as arrays_of
 from safetensors.numpy import save
 
 from flockstep.collectives.table import Measured, read_table, write_table
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.costs.clusters import FOLDER
 from flockstep.drivers.checkpoints import load
 from flockstep.drivers.member import NodeSpec

@@ -17,7 +17,7 @@ import pytest
 
 from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.errors import UnknownName
 from flockstep.optimizers.sgd import SGD
 from flockstep.planning.advice import DROPS, REQUIREMENTS, Advice, advise, value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.plan import Outlook, plan

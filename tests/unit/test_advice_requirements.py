@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.planning.advice import advise, value
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan

@@ -12,7 +12,7 @@ import pytest
 from flockstep.cli import calibrate as command
 from flockstep.cli.commands import command_of
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate

@@ -8,8 +8,7 @@ import pytest
 
 from flockstep.collectives import costs
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
-from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.cluster_file import load_cluster, read_cluster, to_toml
 from flockstep.costs.clusters import names
 from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.errors import ConfigurationError, UnknownName

@@ -18,7 +18,7 @@ import pytest
 from click.exceptions import ClickException
 
 from flockstep.cli.app import app
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.experiments.options import SimulateOptions, TrainOptions, configured

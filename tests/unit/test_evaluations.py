@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.nodes import Hosts
 from flockstep.planning.evaluations import EvaluationTraffic, evaluation_traffic
 from flockstep.planning.step_prediction import StepPrediction

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES

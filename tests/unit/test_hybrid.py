@@ -22,7 +22,7 @@ from torch import nn
 import flockstep
 from flockstep.cli.app import run as command
 from flockstep.costs import formulas
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.costs.layers import ModelShape
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual_split import SplitSimulation

@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
-from flockstep.costs.cluster_reading import load_cluster  # noqa: E402
+from flockstep.costs.cluster_file import load_cluster  # noqa: E402
 from flockstep.drivers.state import from_bytes, to_bytes  # noqa: E402
 from flockstep.errors import ConfigurationError, FlockstepError  # noqa: E402
 from flockstep.frameworks.base import Data, DistillationTargets  # noqa: E402

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.costs.cluster_reading import read_cluster
-from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.cluster_file import read_cluster, to_toml
 from flockstep.errors import ConfigurationError
 from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink

@@ -17,7 +17,7 @@ import flockstep
 from flockstep.cli.app import run
 from flockstep.cli.plan import print_plan
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.experiments.options import PlanOptions
 from flockstep.experiments.planned import PlanResult, planned

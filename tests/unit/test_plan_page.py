@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.experiments.planned import PlanResult
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile

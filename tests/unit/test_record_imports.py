@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.check import check, for_report, measure

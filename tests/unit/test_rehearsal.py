@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate

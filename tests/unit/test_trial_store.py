@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flockstep.cli.app import run as run_command
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
 from flockstep.planning.job_profile import Site, task_of

@@ -13,7 +13,7 @@ import pytest
 from flockstep.cli.app import run as run_command
 from flockstep.collectives.costs import LinkModel
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.simulate import simulate

@@ -95,7 +95,7 @@ def calibrate(
 
 def _kept(found: Calibration) -> Path:
     """The file in the user's cache where plans find what was measured."""
-    from flockstep.costs.cluster_reading import calibration
+    from flockstep.costs.cluster_file import calibration
 
     file = calibration()
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -253,7 +253,7 @@ def listing(noun: str) -> list[dict[str, str]]:
 
 def _cluster(name: str) -> str:
     """Describe a cluster that is built in."""
-    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.costs.cluster_file import load_cluster
     from flockstep.report import formatting
 
     shape = load_cluster(name)

@@ -84,7 +84,7 @@ def print_plan(result: PlanResult, everything: bool) -> None:
 
 def _tell_of_calibration() -> None:
     """Name the calibration that a plan without a cluster uses, on standard error."""
-    from flockstep.costs.cluster_reading import HERE, calibration, usual_cluster
+    from flockstep.costs.cluster_file import HERE, calibration, usual_cluster
 
     if usual_cluster() == HERE:
         show.note(
@@ -95,7 +95,7 @@ def _tell_of_calibration() -> None:
 
 def _check(options: PlanOptions, records: tuple[Path, ...], as_json: bool) -> None:
     """Compare runs with their predictions."""
-    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.costs.cluster_file import load_cluster
     from flockstep.planning.check import check, check_table
     from flockstep.planning.record_imports import same_job
     from flockstep.records.folder import RunFolder

@@ -284,7 +284,7 @@ def report(
     imports: o.Imports = (),
 ) -> None:
     """Write an HTML report of recorded runs."""
-    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.costs.cluster_file import load_cluster
     from flockstep.experiments.comparison import runs_in
     from flockstep.planning.check import for_report
     from flockstep.records.config import MetricTarget

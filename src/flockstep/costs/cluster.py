@@ -1,6 +1,6 @@
 """The machines of a cluster: their number, speed, links and failures.
 
-A description is read from a TOML file (`flockstep.costs.cluster_reading`): a custom file, a file measured by `flockstep
+A description is read from a TOML file (`flockstep.costs.cluster_file`): a custom file, a file measured by `flockstep
 calibrate`, or a built-in file. Quantities have plain units: bytes, seconds, per second.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flockstep.costs.cluster_reading import load_cluster, usual_cluster
+from flockstep.costs.cluster_file import load_cluster, usual_cluster
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.experiments.folders import folder
 from flockstep.experiments.options import PlanOptions, listed, takes

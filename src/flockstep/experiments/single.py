@@ -152,7 +152,7 @@ def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None
     """
     if options.cluster is None:
         return None
-    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.costs.cluster_file import load_cluster
     from flockstep.frameworks.job import import_components
 
     for name, value in (("network", options.network), ("compute", options.compute)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.cluster_file import to_toml
 from flockstep.costs.machines import ClusterLink, MachineGroup, Rates
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads

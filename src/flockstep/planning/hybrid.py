@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flockstep.costs.cluster_reading import memory_bytes
+from flockstep.costs.cluster_file import memory_bytes
 from flockstep.costs.pipedream import even_plan
 from flockstep.costs.stages import units
 from flockstep.errors import ConfigurationError, FlockstepError

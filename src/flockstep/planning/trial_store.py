@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from flockstep import __version__
-from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.cluster_file import to_toml
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Trial, TrialContext

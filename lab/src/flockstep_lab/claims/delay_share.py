@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.costs.cluster_reading import read_cluster
+from flockstep.costs.cluster_file import read_cluster
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.rehearsal import Conditions, rehearse
