@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,20 +15,7 @@ from flockstep.report.formatting import pieces
 from support.matrix import few
 
 FAST = ["--steps", "8", "--compute", "constant(0.01)", "-n", "4"]
-PLAN = [
-    "plan",
-    "softmax",
-    "--budget",
-    "0",
-    "--cluster",
-    "lab-1gbit",
-    "-n",
-    "4",
-    "-s",
-    "all_reduce",
-    "-s",
-    "ps(consistency=ssp(3))",
-]
+PLAN = shlex.split("plan softmax --budget 0 --cluster lab-1gbit -n 4 -s all_reduce -s 'ps(consistency=ssp(3))'")
 COMMANDS = {
     "simulate": ["simulate", "softmax", "-s", "ps(consistency=ssp(3))", *FAST, "--out", "run", "--overwrite"],
     "compare": ["compare", "softmax", "--simulate", "-s", "all_reduce", "-s", "local_sgd(period=4)", *FAST],

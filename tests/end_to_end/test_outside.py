@@ -16,7 +16,6 @@ from flockstep.planning.advice import UNCOUNTED
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import candidates, plan
 
-UNTRIED = ["--budget", "0"]
 SOURCE = '''
 """Each worker sends its parameters to the next in a ring every few steps, and takes a share of what it receives."""
 
@@ -54,6 +53,7 @@ class Relay(Strategy):
 registry.register("strategy", "relay", Relay)
 '''
 WORKERS = 4
+PLAN = f"plan softmax --budget 0 -c lab-1gbit -n {WORKERS} -s relay -s all_reduce".split()
 
 
 @pytest.fixture
@@ -71,8 +71,7 @@ def test_a_plan_lists_a_strategy_that_raises_an_error_with_its_line(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(SOURCE.replace("self.share *", "self.nonsense *"))
-    words = ["plan", "softmax", *UNTRIED, "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce"]
-    assert run([*words, "--import", str(file)]) == 0
+    assert run([*PLAN, "--import", str(file)]) == 0
     said = re.sub(r"\s+", "", capsys.readouterr().out)
     assert re.search(
         r"relay:worker\datstep\d+raisedAttributeError:'Relay'objecthasnoattribute'nonsense'\(test_a_plan", said
@@ -80,21 +79,7 @@ def test_a_plan_lists_a_strategy_that_raises_an_error_with_its_line(
 
 
 def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "plan",
-        "softmax",
-        *UNTRIED,
-        "-c",
-        "lab-1gbit",
-        "-n",
-        str(WORKERS),
-        "-s",
-        "relay",
-        "-s",
-        "all_reduce",
-        "--json",
-    ]
-    assert run([*words, "--import", str(file)]) == 0
+    assert run([*PLAN, "--json", "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)
     (found,) = (one for one in said["strategies"] if one["name"] == "relay")
     assert found["sent_bytes"] == pytest.approx(4 * said["parameters"] / 3, rel=0.02)
@@ -104,21 +89,7 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
 def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a taxonomy entry, either, nothing says what its samples are worth, however fast it takes them."""
     file.write_text(SOURCE.replace("def taxonomy_entry", "def other"))
-    words = [
-        "plan",
-        "softmax",
-        *UNTRIED,
-        "-c",
-        "lab-1gbit",
-        "-n",
-        str(WORKERS),
-        "-s",
-        "relay",
-        "-s",
-        "all_reduce",
-        "--json",
-    ]
-    assert run([*words, "--import", str(file)]) == 0
+    assert run([*PLAN, "--json", "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)
     assert "relay" in {one["name"] for one in said["strategies"]}
     assert {"name": "relay", "why": UNCOUNTED} in said["advice"]["excluded"]

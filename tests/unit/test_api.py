@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -134,10 +135,7 @@ def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     single = flockstep.simulate("quadratic", "ps", workers=2, steps=2, cluster="edge", out="a")
-    assert (
-        command(["simulate", "quadratic", "-s", "ps", "-n", "2", "--steps", "2", "--cluster", "edge", "--out", "b"])
-        == 0
-    )
+    assert command(shlex.split("simulate quadratic -s ps -n 2 --steps 2 --cluster edge --out b")) == 0
     assert single.config == flockstep.RunResult.read("b").config
     assert single.config.cluster == "edge"
     assert single.config.network != flockstep.simulate("quadratic", "ps", workers=2, steps=2, out="c").config.network
@@ -147,22 +145,8 @@ def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
     assert plain == single.config
     assert (alone.workers, alone.cluster) == (1, "edge")
     assert (coded.cluster, coded.compute != plain.compute) == ("edge", True)  # encoding takes time of each step
-    options = [
-        "-s",
-        "ps",
-        "-s",
-        "ps(codec=half)",
-        "--simulate",
-        "-n",
-        "2",
-        "--steps",
-        "2",
-        "--cluster",
-        "edge",
-        "--out",
-        "d",
-    ]
-    assert command(["compare", "quadratic", *options]) == 0
+    words = "compare quadratic -s ps -s ps(codec=half) --simulate -n 2 --steps 2 --cluster edge --out d"
+    assert command(words.split()) == 0
     assert capsys.readouterr().err.count("kept from before") == 3
 
 
