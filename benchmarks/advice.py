@@ -202,13 +202,15 @@ class Truth:
                 site,
                 found.strategy,
                 self.outlook.workers,
-                lr=rate * self.base,
-                seed=seed,
-                steps=STEPS,
-                within=within,
-                split=split if found.strategy is not None else "iid",
-                every=1 if found.strategy is not None else 2,
-                live=True,
+                trials.TrialSettings(
+                    lr=rate * self.base,
+                    seed=seed,
+                    steps=STEPS,
+                    within=within,
+                    split=split if found.strategy is not None else "iid",
+                    every=1 if found.strategy is not None else 2,
+                    live=True,
+                ),
                 context=self.context,
             )
             given, took = math.inf if trial.end == "diverged" else within, trial.seconds_to_target or math.inf

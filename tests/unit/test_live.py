@@ -8,7 +8,7 @@ import pytest
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.nodes import Cluster
-from flockstep.planning.live import LiveSimulation
+from flockstep.planning.trials import LiveSimulation
 from flockstep.records.events import EvaluationEvent, Event
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network

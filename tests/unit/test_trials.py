@@ -25,7 +25,8 @@ from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.search import RUSH, Found, Race, measured, promising
 from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trial_store import FILE, TrialStore, trial_settings
-from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
+from flockstep.planning.trials import Trial, TrialContext, TrialSettings, averaging, goal_of
+from flockstep.planning.trials import trial as run_trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
@@ -54,6 +55,12 @@ def site(task: JobProfile) -> Site:
 def outlook(task: JobProfile) -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
     return plan(task, cluster("exponential(0.02)"), strategies=strategies)
+
+
+def trial(
+    site: Site, strategy: Strategy | None, workers: int, context: TrialContext | None = None, **settings: Any
+) -> Trial:
+    return run_trial(site, strategy, workers, TrialSettings(**settings), context=context)
 
 
 def closed_form(site: Site, text: str, workers: int) -> float:
@@ -179,16 +186,18 @@ class MadeUp:
         self.within: dict[tuple[str, float, int], float | None] = {}
         self.stop_after = 10**9
 
-    def __call__(self, site: Site, strategy: Strategy | None, workers: int, **given: Any) -> Trial:
-        name, lr, seed = ALONE if strategy is None else str(strategy), given["lr"], given["seed"]
-        if given.get("steps") is None:
+    def __call__(self, site: Site, strategy: Strategy | None, workers: int, given: TrialSettings, **more: Any) -> Trial:
+        name, lr, seed = ALONE if strategy is None else str(strategy), given.lr, given.seed
+        assert lr is not None
+        assert given.target is not None
+        if given.steps is None:
             if len(self.calls) >= self.stop_after:
                 raise KeyboardInterrupt
             self.calls.append((name, lr, seed))
-            self.within[self.calls[-1]] = given["within"]
+            self.within[self.calls[-1]] = given.within
         rate, seconds = self.best.get(name, (0.5, 50.0))
         seconds *= (1 + abs(math.log2(lr / rate))) * (1 + seed / 100)
-        within = given.get("within") or math.inf
+        within = given.within or math.inf
         hit = seconds <= within
         reached = seconds if hit else None
         return Trial(
@@ -196,7 +205,7 @@ class MadeUp:
             workers,
             lr,
             seed,
-            given["target"],
+            given.target,
             "target" if hit else "time",
             reached,
             min(seconds, within),
@@ -315,10 +324,10 @@ def test_a_budget_ends_a_race_once_one_worker_was_tried(outlook: Outlook) -> Non
 
 
 def test_a_strategy_that_cannot_be_tried_does_not_end_the_race(outlook: Outlook, made_up: MadeUp) -> None:
-    def refusing(site: Site, strategy: Strategy | None, workers: int, **given: Any) -> Trial:
+    def refusing(site: Site, strategy: Strategy | None, workers: int, given: TrialSettings, **more: Any) -> Trial:
         if str(strategy) == "all_reduce":
             raise ConfigurationError("not today; come back tomorrow")
-        return made_up(site, strategy, workers, **given)
+        return made_up(site, strategy, workers, given, **more)
 
     searching.trial = refusing  # made_up restores it
     found = {one.strategy: one for one in race(outlook).run()}

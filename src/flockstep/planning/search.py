@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.trial_store import TrialStore
-from flockstep.planning.trials import Trial, TrialContext, trial
+from flockstep.planning.trials import Trial, TrialContext, TrialSettings, trial
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 
@@ -248,18 +248,8 @@ class Race:
             raise _OutOfBudget
 
         def reached(factor: float) -> tuple[float, float]:
-            by_loss, goal = job.target is None, job.target or 0.0
-            one = trial(
-                self.outlook.site,
-                None,
-                1,
-                target=goal,
-                by_loss=by_loss,
-                lr=factor * self._lr,
-                seed=self.seed,
-                steps=steps,
-                context=self._context,
-            )
+            settings = TrialSettings(job.target or 0.0, job.target is None, factor * self._lr, self.seed, steps)
+            one = trial(self.outlook.site, None, 1, settings, context=self._context)
             return one.seconds_to_target or math.inf, math.inf if one.loss is None else one.loss
 
         results = _widened([*RATES], reached)
@@ -277,7 +267,8 @@ class Race:
         spent = math.inf
         for _ in range(2):
             before = self.spent
-            trial(self.outlook.site, None, 1, target=0.0, by_loss=True, seed=self.seed, steps=2, context=self._context)
+            settings = TrialSettings(0.0, by_loss=True, seed=self.seed, steps=2)
+            trial(self.outlook.site, None, 1, settings, context=self._context)
             spent = min(spent, (self.spent - before) / 2)
         return max(spent, 1e-9)
 
@@ -322,20 +313,10 @@ class Race:
         self._say(f"trial of {one.name}, learning rate {lr:g}, seed {seed}{best}", self.spent, self.budget or 0)
         try:
             if done is None:
-                done = trial(
-                    self.outlook.site,
-                    one.strategy,
-                    self.outlook.workers,
-                    target=self.goal,
-                    by_loss=self.target is None,
-                    lr=lr,
-                    seed=seed,
-                    within=limit,
-                    split="iid" if alone else self.split,
-                    live=True,
-                    context=self._context,
-                    heed=self._heed,
-                )
+                split = "iid" if alone else self.split
+                goal = TrialSettings(self.goal, self.target is None, lr, seed, within=limit, split=split, live=True)
+                site, workers = self.outlook.site, self.outlook.workers
+                done = trial(site, one.strategy, workers, goal, context=self._context, heed=self._heed)
                 self.kept.add(done, lr, limit)
         except (ConfigurationError, RunError) as error:
             if alone:

@@ -11,25 +11,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.plan import Plan
-from flockstep.drivers.runner import reporting_users_errors
+from flockstep.drivers.runner import Runner, reporting_users_errors
+from flockstep.drivers.tracker import FINAL
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
 from flockstep.launchers.threads import limit_threads
-from flockstep.messages import HEADER_BYTES
+from flockstep.messages import HEADER_BYTES, server
 from flockstep.planning.job_profile import Site
-from flockstep.planning.live import LiveSimulation
 from flockstep.planning.step_prediction import ALONE
 from flockstep.records.events import EvaluationEvent, Event
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Speeds
 from flockstep.simulation.handling import Longer
 from flockstep.simulation.law import mean_of
-from flockstep.simulation.network import Link, Network
+from flockstep.simulation.network import Link
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.sampler import steps_for
@@ -132,20 +135,38 @@ class TrialContext:
         return self._engines[seed]
 
 
+@dataclass(frozen=True)
+class TrialSettings:
+    """How a trial trains, and when it ends."""
+
+    target: float | None = None
+    """Metric to reach; None for the job's target."""
+    by_loss: bool = False
+    """Whether `target` is a loss."""
+    lr: float | None = None
+    """Learning rate; None for the job's learning rate."""
+    seed: int = 0
+    """Seed of data order and random draws."""
+    steps: int | None = None
+    """Largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs."""
+    within: float | None = None
+    """Virtual seconds after which the trial ends."""
+    split: str | Split = "iid"
+    """How the data is split over the workers."""
+    every: int | None = None
+    """Number of steps between two evaluations; None for few evaluations."""
+    live: bool = False
+    """Whether the current model is evaluated, as `LiveSimulation` does, instead of the model after the same number of
+    steps of all nodes.
+    """
+
+
 def trial(
     site: Site,
     strategy: Strategy | None,
     workers: int,
+    settings: TrialSettings,
     *,
-    target: float | None = None,
-    by_loss: bool = False,
-    lr: float | None = None,
-    seed: int = 0,
-    steps: int | None = None,
-    within: float | None = None,
-    split: str | Split = "iid",
-    every: int | None = None,
-    live: bool = False,
     context: TrialContext | None = None,
     heed: Callable[[float, float], None] = lambda steps, seconds: None,
 ) -> Trial:
@@ -155,15 +176,7 @@ def trial(
         site: the task and the cluster.
         strategy: the strategy; None for one worker alone.
         workers: number of workers.
-        target: metric to reach; None for the job's target. by_loss: whether `target` is a loss. lr: learning rate; None
-            for the job's learning rate.
-        seed: seed of data order and random draws.
-        steps: largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs.
-        within: virtual seconds after which the trial ends.
-        split: how the data is split over the workers.
-        every: number of steps between two evaluations; None for few evaluations.
-        live: evaluate the current model, as `LiveSimulation` does, instead of the model after the same number of steps
-            of all nodes.
+        settings: how the trial trains, and when it ends.
         context: data and engines that trials share.
         heed: function that is called after every gradient with the mean steps of a worker and the virtual seconds; an
             exception that it raises ends the trial without a result.
@@ -171,31 +184,51 @@ def trial(
     Raises:
         ConfigurationError: the task has no data or no target, or the strategy cannot run with this number of workers.
     """
-    context = context or TrialContext(site)
+    context, target, seed = context or TrialContext(site), settings.target, settings.seed
     job = context.job(seed)
-    goal = target if by_loss and target is not None else goal_of(job, target)
+    goal = target if settings.by_loss and target is not None else goal_of(job, target)
     engine = context.engine(job, seed)
-    optimizer = engine.optimizer if lr is None else engine.optimizer.with_lr(lr)
+    optimizer = engine.optimizer if settings.lr is None else engine.optimizer.with_lr(settings.lr)
     count = 1 if strategy is None else workers
     chosen = AllReduce() if strategy is None else strategy
     chosen.check(count)
-    most = steps or max(job.least_steps, steps_for(job.epochs, engine.train_size, 1, job.batch))
+    most = settings.steps or max(job.least_steps, steps_for(job.epochs, engine.train_size, 1, job.batch))
     plan = Plan(
         chosen,
         chosen.cluster(count),
         optimizer,
-        Split.parse(split).assign(engine.labels, engine.train_size, count, seed),
+        Split.parse(settings.split).assign(engine.labels, engine.train_size, count, seed),
         job.batch,
         most,
         seed,
         choose_result(chosen, None),
-        every or _every(job, count, most),
+        settings.every or _every(job, count, most),
     )
-    law, network = law_of(site, strategy, count), Link(math.inf) if count == 1 else site.cluster.network(count)
+    # The gradient, the optimizer step, encoding and decoding of a worker's step.
+    if strategy is None:
+        law: ComputeModel = Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
+    else:
+        law = Longer(site.compute(workers), site.work(strategy, workers).step)
+    network = Link(math.inf) if count == 1 else site.cluster.network(count)
     average = averaging(site, count) if plan.result == "mean" else (0.0, 0.0)
-    higher = job.higher_is_better and not by_loss
-    watch = _Watch(goal, higher, by_loss, math.inf if within is None else within, *average)
-    end = _run(LiveSimulation if live else Simulation, engine, plan, law, network, watch, heed)
+    higher = job.higher_is_better and not settings.by_loss
+    within = math.inf if settings.within is None else settings.within
+    watch = _Watch(goal, higher, settings.by_loss, within, *average)
+
+    def step(steps: int, now: float) -> None:
+        heed(steps / count, now)
+        watch.step(now)
+
+    run = (LiveSimulation if settings.live else Simulation)(engine, plan, law, network, watch.emit, step)
+    end: End = "time"
+    try:
+        with reporting_users_errors(), suppress(_Over):
+            run.run()
+            end = "steps"
+    except Diverged:
+        end = "diverged"
+    finally:
+        run.close()
     return watch.trial(ALONE if strategy is None else str(strategy), plan, end)
 
 
@@ -215,13 +248,6 @@ def goal_of(job: Job, target: float | None) -> float:
             f"the target of {job.name} must be an accuracy > 0 and <= 1, got {goal:g}; give a target such as 0.95"
         )
     return goal
-
-
-def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
-    """Return the compute model of a worker's steps: the gradient, the optimizer step, encoding and decoding."""
-    if strategy is None:
-        return Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
-    return Longer(site.compute(workers), site.work(strategy, workers).step)
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
@@ -326,26 +352,50 @@ class _Watch:
         )
 
 
-def _run(
-    kind: type[Simulation],
-    engine: Engine,
-    plan: Plan,
-    law: ComputeModel,
-    network: Network,
-    watch: _Watch,
-    heed: Callable[[float, float], None],
-) -> End:
-    def step(steps: int, now: float) -> None:
-        heed(steps / plan.cluster.workers, now)
-        watch.step(now)
+NOW = ("server", "mean", "rank0")
+"""Result policies whose model is available at every moment of a run."""
 
-    run = kind(engine, plan, law, network, watch.emit, step)
-    try:
-        with reporting_users_errors(), suppress(_Over):
-            run.run()
-            return "steps"
-        return "time"
-    except Diverged:
-        return "diverged"
-    finally:
-        run.close()
+
+class LiveSimulation(Simulation):
+    """A simulation whose snapshots show the model at the time of the snapshot: on average, one snapshot for every
+    gradient of each worker.
+
+    In contrast, the snapshots of a record show the model after the same number of steps of all nodes, and are as late
+    as the slowest node. If workers differ in speed and do not wait for each other, the current model is then far ahead,
+    and determines the time to target.
+    """
+
+    _begun = 0
+
+    def _send_snapshot(self, runner: Runner, tick: float, params: FlatArray | None = None) -> None:
+        if tick == FINAL or self.plan.result not in NOW:
+            super()._send_snapshot(runner, tick, params)
+            return
+        if runner.node.address < 0:
+            return
+        workers = range(self.plan.cluster.workers)
+        self._begun += 1
+        if self._begun % len(workers):
+            return
+        # All workers have the last update.
+        steps = (self._begun // len(workers) - 1) * self.plan.evaluate_every
+        found = self._engine.evaluate(self._model(), workers)
+        sent = sum(self.runners[rank].metrics.traffic.sent_bytes for rank in workers) / len(workers)
+        replicas = self._gradients.params
+        apart = float(np.abs(replicas - replicas[0]).max()) if self.plan.result == "mean" else 0.0
+        samples = len(workers) * self.plan.samples_at(steps)
+        self._emit(EvaluationEvent(self.now, steps, samples, sent, found.loss, found.metric, apart))
+
+    def _model(self) -> FlatArray:
+        replicas = self._gradients.params
+        if self.plan.result == "mean":
+            mean: FlatArray = replicas.mean(0, dtype=np.float64).astype(replicas.dtype)
+            return mean
+        if self.plan.result == "rank0":
+            first: FlatArray = replicas[0]
+            return first
+        whole: FlatArray = np.empty_like(replicas[0])
+        for index, part in reversed(list(enumerate(self.plan.held(len(whole))))):
+            processes = [one for one in self.plan.cluster.chain(server(index)) if one not in self._dead]
+            whole[part] = self.runners[processes[0]].node.params
+        return whole
