@@ -41,10 +41,10 @@ from flockstep.frameworks.torch_stages import (
 )
 from flockstep.frameworks.torch_ways import (
     Held,
-    WaysEngine,
     WayTensors,
     kind_of,
     opened_chain,
+    ways_engine,
 )
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
@@ -284,7 +284,11 @@ class GridLayers:
         weight, added, outputs = cast(nn.Parameter, module.weight), module._parameters["bias"], module.out_features
         for part, places in enumerate(held):
             local: Any = copy.copy(module)
-            indices = partial(_columns, weight, channels, plane, places)
+
+            def indices(places: PlaneRectangle = places) -> Places:  # of the weights whose inputs are in the rectangle
+                numbers = numbered(weight).reshape(outputs, channels, *plane.size)
+                return numbers[(..., *places.slices)].reshape(outputs, -1)
+
             own = self._slice(part, weight, (outputs, channels * places.places), indices)
             local._parameters = {"weight": own, "bias": None}
             term = ChainLayer(f"{linear.name} term", nn.Unflatten(1, (outputs, 1, 1)), "", ())
@@ -425,7 +429,7 @@ def _assembled(
     division = _grid_layers(chain, whole.samples(np.arange(1))[0], grid, facts.changing, who)
     held = _held(division, whole, who)
     buffers = buffers_within([local.of for local in division.chunks[0][-1]], facts)
-    engine = WaysEngine(whole, held, buffers)
+    engine = ways_engine(whole, held, buffers)
     parts, borrowed = list[TorchPart](), list[list[str]]()
     for part, tensors in enumerate(held):
         sliced = [f"{one.name} (part {part})" for one in tensors.split]
@@ -506,13 +510,6 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
     return found
 
 
-def _columns(weight: torch.Tensor, channels: int, plane: PlaneRectangle, places: PlaneRectangle) -> Places:
-    """The indices of the elements of a weight (outputs, channels × height × width) whose inputs are in a rectangle."""
-    rows, columns = places.slices
-    indices = numbered(weight).reshape(len(weight), channels, *plane.size)[..., rows, columns]
-    return indices.reshape(len(weight), -1)
-
-
 def _places(parameter: torch.Tensor, places: PlaneRectangle) -> Places:
     """The indices of the elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
     return numbered(parameter)[places.slices]
@@ -552,13 +549,12 @@ def _undivided(division: GridLayers) -> tuple[str, ...]:
     leading = division.chunks[0][0][: division.leading]
     alone = [local for local in division.chunks[0][-1] if local.share]
     computing = (("every worker", leading), (f"only the worker of {division.grid.part_name(0)}", alone))
-    return tuple(f"{who} computes {_span(layers)}" for who, layers in computing if layers)
-
-
-def _span(layers: Sequence[PlacedLayer]) -> str:
-    """Consecutive layers, in words."""
-    first, last = layers[0].of.name, layers[-1].of.name
-    return f"layer {first!r}" if len(layers) == 1 else f"the {len(layers)} layers from {first!r} to {last!r}"
+    found = []
+    for who, layers in computing:
+        names = [repr(one.of.name) for one in layers]
+        several = f"the {len(names)} layers from {names[0]} to {names[-1]}" if len(names) > 1 else ""
+        found += [f"{who} computes {several or f'layer {names[0]}'}"] if names else []
+    return tuple(found)
 
 
 def grid_difference(model: GridModel, known: GridModel) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -52,20 +51,6 @@ class TorchUnit(TorchPart):
     def _completes(self, chunk: int, batch: MicroBatch) -> bool:
         """Return true: the gradient of a unit travels behind the pass."""
         return True
-
-
-class ShardsEngine(PartsEngine):
-    """An engine whose flat array consists of the shards of all units, one way (worker of a replica) after the other."""
-
-    def __init__(self, units: PartsEngine, schema: Schema, spans: Sequence[slice]):
-        """`units`: engine whose flat array lists the units; `spans`: elements of each shard there, way by way."""
-        super().__init__(units.whole, schema, ())
-        self._units, self._spans = units, spans
-
-    @cached_property
-    def _order(self) -> npt.NDArray[np.int64]:
-        order = np.concatenate([np.arange(span.start, span.stop) for span in self._spans])
-        return order if self._units._order is None else self._units._order[order]
 
 
 def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
@@ -119,9 +104,9 @@ def units_difference(bare: ShardedModel, known: ShardedModel) -> str | None:
 
 def _units_of(split: ShardedModel) -> PipelineModel:
     """The units as the stages of a pipeline."""
-    pipeline, engine = Pipeline(len(split.units), GPipe(), split.partition.ways), split.engine
-    assert isinstance(engine, ShardsEngine)
-    return PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
+    pipeline, unit = Pipeline(len(split.units), GPipe(), split.partition.ways), split.units[0]
+    assert isinstance(unit, TorchUnit)
+    return PipelineModel(unit.engine, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
 
 
 def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
@@ -137,7 +122,7 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
 
 def shards_of(
     split: SplitModel, held: Sequence[Sequence[tuple[int, slice]]], partition: Partition, who: str
-) -> tuple[ShardsEngine, tuple[ModelShard, ...]]:
+) -> tuple[PartsEngine, tuple[ModelShard, ...]]:
     """Return the engine and the parts of a model whose workers hold shards of the parts of `split`: `held` has, for
     each worker of a replica, the parts of which it holds a shard, and the elements of the shard. The result is
     called `who` in errors, and has the given `partition`.
@@ -164,7 +149,12 @@ def shards_of(
         )
         for one, own in zip(held, entries, strict=True)
     )
-    return ShardsEngine(engine, schema, spans), parts
+
+    def order() -> npt.NDArray[np.int64]:
+        order = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        return order if engine.order is None else engine.order[order]
+
+    return PartsEngine(engine.whole, schema, (), order), parts
 
 
 def _within(part: HeldPart, span: slice) -> Iterator[Entry]:

@@ -342,6 +342,11 @@ class TorchPart(TorchHeldPart, ModelPart):
         self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
 
+    @property
+    def engine(self) -> PartsEngine:
+        """The engine of all parts."""
+        return self._engine
+
     def place(self, name: str) -> slice:
         """Return the position of a parameter's elements in the array (K + B,) with which the part computes."""
         entry = self._places_of[name]
@@ -417,8 +422,13 @@ class TorchPart(TorchHeldPart, ModelPart):
         places = [place for place, _ in self._places(chunk, as_tensor(out))]
         for place, weight in zip(places, kept.weights, strict=True):
             weight.grad = place if place.dtype == weight.dtype else None
-        sums = self._sums.get((batch.replica, chunk), ())
-        self._forget_others(chunk, batch)
+        sums = self._sums.get((batch.replica, chunk), [])
+        of = batch.replica, chunk
+        step, before = self._done.get(of, (batch.step, ()))
+        if step != batch.step or batch.number in before:  # an earlier step, or attempt of this one, was not completed
+            del self._done[of]
+            for one in sums:
+                one.clear()
         for one, weight in zip(sums, kept.weights, strict=False):
             one.tensor = weight.grad
         given = None if errors is None else torch.from_numpy(errors.copy())
@@ -442,15 +452,12 @@ class TorchPart(TorchHeldPart, ModelPart):
         given = engine.constants | engine.buffers_of(batch.replica)
         values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
         values.update({one.local[name]: tensor for name, tensor in given.items() if name in one.local})
-        with one.call.holding(values), self._adding(chunk, batch, weights):
+        together: AbstractContextManager[None] = nullcontext()
+        if self._whole_backward:  # the gradients of weights are added together for the micro-batches of a step
+            sums = self._sums.setdefault((batch.replica, chunk), [WeightGradient() for _ in weights])
+            together = AddedTogether(one.fusible, weights, sums)
+        with one.call.holding(values), together:
             yield
-
-    def _adding(self, chunk: int, batch: MicroBatch, weights: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """A context in which the gradients of weights are added together for the micro-batches of a step."""
-        if not self._whole_backward:
-            return nullcontext()
-        sums = self._sums.setdefault((batch.replica, chunk), [WeightGradient() for _ in weights])
-        return AddedTogether(self._chunks[chunk].fusible, weights, sums)
 
     def _completes(self, chunk: int, batch: MicroBatch) -> bool:
         """Whether a backward pass is the last of its step, so that the gradient must be complete behind it."""
@@ -460,15 +467,6 @@ class TorchPart(TorchHeldPart, ModelPart):
             return False
         del self._done[batch.replica, chunk]
         return True
-
-    def _forget_others(self, chunk: int, batch: MicroBatch) -> None:
-        """Forget what an earlier step, or an earlier attempt of this step, has left because it was not completed."""
-        of = batch.replica, chunk
-        step, done = self._done.get(of, (batch.step, ()))
-        if step != batch.step or batch.number in done:
-            del self._done[of]
-            for one in self._sums.get(of, ()):
-                one.clear()
 
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
         """The tensors with which a chunk computes, from the parameters (K + B,) of the part; they share the memory of
@@ -502,19 +500,27 @@ class PartsEngine(Engine):
     has its own buffers.
     """
 
-    def __init__(self, whole: TorchEngine | SkeletonEngine, schema: Schema, buffers: Sequence[str]):
-        """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
-        self.whole = whole
-        self.schema = schema
+    def __init__(
+        self,
+        whole: TorchEngine | SkeletonEngine,
+        schema: Schema,
+        buffers: Sequence[str],
+        order: Callable[[], npt.NDArray[np.int64]] | None = None,
+    ):
+        """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise.
+        `order`: returns the place of each element in the flat array of `whole`; None: each tensor is whole.
+        """
+        self.whole, self.schema, self._buffer_names, self._given_order = whole, schema, buffers, order
         self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
         self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
         self._buffers: dict[int, Tensors] = {}
-        self._buffer_names = buffers
         self._trial = False
 
     @cached_property
-    def _order(self) -> npt.NDArray[np.int64] | None:
+    def order(self) -> npt.NDArray[np.int64] | None:
         """Place of each element in the flat array of `whole`; None if the places are the same."""
+        if self._given_order is not None:
+            return self._given_order()
         entries = {entry.name: entry for entry in self.whole.schema.entries}
         spans = [(e.offset, e.offset + e.size) for e in (entries[entry.name] for entry in self.schema.entries)]
         if all(one[1] == other[0] for one, other in pairwise(spans)):
@@ -602,13 +608,13 @@ class PartsEngine(Engine):
 
     def initial(self) -> FlatArray:
         whole = self.whole.initial()
-        return whole if self._order is None else whole[self._order]
+        return whole if self.order is None else whole[self.order]
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the gradient of the unsplit model into `out` (K,); return the mean loss."""
         slope = np.empty_like(out)
         loss = self.whole.gradient(self.in_order(params), indices, slope, replica, step)
-        out[:] = slope if self._order is None else slope[self._order]
+        out[:] = slope if self.order is None else slope[self.order]
         return loss
 
     def gradients(
@@ -627,17 +633,14 @@ class PartsEngine(Engine):
         fill([held[name] for name in self._buffer_names], values)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        self._hand_over(replicas)
+        for replica in replicas:
+            self.whole.restore_buffers(replica, joined(list(self.buffers_of(replica).values())))
         return self.whole.evaluate(self.in_order(params), replicas)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        self._hand_over(replicas)
-        return self.whole.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
-
-    def _hand_over(self, replicas: Sequence[int]) -> None:
-        """Give the whole engine the buffers of the replicas."""
         for replica in replicas:
             self.whole.restore_buffers(replica, joined(list(self.buffers_of(replica).values())))
+        return self.whole.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
         return self.in_order(params), self.whole.schema
@@ -646,10 +649,10 @@ class PartsEngine(Engine):
         """Return parameters, (K,) or (M, K), reordered from the order of the parts to the order of the unsplit
         model.
         """
-        if self._order is None:
+        if self.order is None:
             return params
         whole = np.empty_like(params)
-        whole[..., self._order] = params
+        whole[..., self.order] = params
         return whole
 
 

@@ -5,10 +5,9 @@ between the sums over all ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, islice
 
 import numpy as np
@@ -140,7 +139,13 @@ def _assembled(
         WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and facts.cross_entropy).of(chain), last)
         for number, chain in enumerate(chains)
     ]
-    _require_split(chunks, layers, tensor.ways, who)
+    if all(len(chunk.blocks) == 1 for chunk in chunks):
+        raise ConfigurationError(
+            f"no layer of the model of {who} can be split over {tensor.ways} ways, got "
+            f"{', '.join(dict.fromkeys(kind_of(one.module) for one in layers))}; two nn.Linear with activations "
+            "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
+            "cross entropy can; use fewer ways, a pipeline, sharded, or partition=none"
+        )
     if tensor.convolutions == "divided":
         first, *others = chunks[0].blocks
         chunks[0] = replace(chunks[0], blocks=[first.divided_by_samples(facts.changing, who), *others])
@@ -149,7 +154,7 @@ def _assembled(
     every = [one for stage in held for one in stage]
     within = [chains[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     buffers = [[name for chain in one for name in buffers_within(chain, facts)] for one in within]
-    engine = WaysEngine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
+    engine = ways_engine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
     parts = tuple(
         TorchWay(
             WayPlace(stage, way, tensor.ways),
@@ -170,19 +175,12 @@ def _assembled(
     )
     itemsize = np.dtype(engine.schema.dtype).itemsize
     copied = max(sum(one.size for one in each.copied) for each in every) * itemsize
-    words = tuple(word for stage in stages for word in _described(stage, tensor.ways))
-    return TensorModel(engine, parts, words, facts, partition, pipeline, tensor, copied)
-
-
-def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], ways: int, who: str) -> None:
-    """Raise `ConfigurationError` if no layer is split."""
-    if all(len(chunk.blocks) == 1 for chunk in chunks):
-        raise ConfigurationError(
-            f"no layer of the model of {who} can be split over {ways} ways, got "
-            f"{', '.join(dict.fromkeys(kind_of(one.module) for one in layers))}; two nn.Linear with activations "
-            "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
-            "cross entropy can; use fewer ways, a pipeline, sharded, or partition=none"
-        )
+    words = []
+    for stage in stages:
+        split = [block.split for chunk in stage for block in chunk.blocks if block.split is not None]
+        names = ", ".join(name for one in split for name in one.layers)
+        words += [f"part {way} of {names}" for way in range(tensor.ways)]
+    return TensorModel(engine, parts, tuple(words), facts, partition, pipeline, tensor, copied)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -190,21 +188,25 @@ def kind_of(module: nn.Module) -> str:
     return "traced operations" if isinstance(module, fx.GraphModule) else type(module).__name__
 
 
-class WaysEngine(PartsEngine):
-    """An engine of a model whose layers are split over ways (tensor parallelism). Its flat array consists of the
-    parameters of all parts, one part after the other.
+def ways_engine(whole: TorchEngine | SkeletonEngine, held: Sequence[WayTensors], buffers: Sequence[str]) -> PartsEngine:
+    """Return the engine of a model whose parts hold the tensors `held`, one part after the other.
+
+    `buffers`: names of the changing buffers, part by part, so that those of a stage appear once for each way.
     """
+    named = [
+        pair
+        for part, tensors in enumerate(held)
+        for pair in [
+            *((f"{one.name} (part {part})", one) for one in tensors.split),
+            *((one.name, one) for one in tensors.copied),
+        ]
+    ]
+    schema = Schema.of({name: one.shape for name, one in named}, {name: one.dtype for name, one in named})
 
-    def __init__(self, whole: TorchEngine | SkeletonEngine, held: Sequence[WayTensors], buffers: Sequence[str]):
-        """`held`: the tensors of each part; `buffers`: names of the changing buffers, part by part, so that those of a
-        stage appear once for each way.
-        """
-        super().__init__(whole, _schema(held, whole.schema), buffers)
-        self._held = held
+    def order() -> Places:
+        return np.concatenate([one.offset + one.places().reshape(-1) for tensors in held for one in tensors.every])
 
-    @cached_property
-    def _order(self) -> Places:
-        return _order(self._held)
+    return PartsEngine(whole, schema, buffers, order)
 
 
 @dataclass(frozen=True)
@@ -334,24 +336,6 @@ def _held(chunks: Sequence[Sequence[LayerBlock]], whole: TorchEngine | SkeletonE
     return found
 
 
-def _schema(held: Sequence[WayTensors], whole: Schema) -> Schema:
-    """Return the tensors of all parts, one part after another."""
-    named = [
-        pair
-        for part, tensors in enumerate(held)
-        for pair in [
-            *((f"{one.name} (part {part})", one) for one in tensors.split),
-            *((one.name, one) for one in tensors.copied),
-        ]
-    ]
-    return Schema.of({name: one.shape for name, one in named}, {name: one.dtype for name, one in named})
-
-
-def _order(held: Sequence[WayTensors]) -> Places:
-    """Return the place of each element of the ways' arrays in the flat array of the unsplit model."""
-    return np.concatenate([one.offset + one.places().reshape(-1) for tensors in held for one in tensors.every])
-
-
 Key = tuple[int, int, int, int, int]
 """Key of a pass: replica, step, micro-batch, chunk and block."""
 
@@ -468,7 +452,9 @@ class TorchWay(TorchHeldPart, ModelWay):
             return self._floats(x, of, len(batch.indices)), 0.0
         kept.into = x.detach().requires_grad_(kept.outputs[0].requires_grad)
         kept.split = [
-            (held, self._leaf(held, weights.own)) for held in self._own.split if held.role[:2] == (chunk, block)
+            (held, _leaf_of(held, weights.own, self._offsets[id(held)]))
+            for held in self._own.split
+            if held.role[:2] == (chunk, block)
         ]
         with engine.stream(batch, of.number, block, 1 + way):
             kept.term = one.split.term(way, kept.into, {held.role[2]: tensor for held, tensor in kept.split}, targets)
@@ -570,9 +556,6 @@ class TorchWay(TorchHeldPart, ModelWay):
             for one, start in zip(tensors.copied, _starts(tensors.copied), strict=True)
             if one.identity in wanted
         ]
-
-    def _leaf(self, held: Held, flat: FlatArray) -> torch.Tensor:
-        return _leaf_of(held, flat, self._offsets[id(held)])
 
     def _add(
         self, trained: Sequence[tuple[Held, torch.Tensor]], slopes: Sequence[torch.Tensor], out: FlatArray
@@ -684,8 +667,10 @@ def _classifies(whole: TorchEngine) -> bool:
     samples, targets = whole.samples(whole.trial_samples)
     if targets.dtype != torch.int64:
         return False
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _kept_buffers(whole):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = whole.buffers(0)
         outputs = whole.module(samples)
+        whole.restore_buffers(0, before)
         if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
             return False
         others, classes = targets.numel() - 1, outputs.shape[-1]
@@ -699,16 +684,6 @@ def _classifies(whole: TorchEngine) -> bool:
             if not math.isclose(float(whole.loss(outputs, tried)), mean, rel_tol=whole.tolerance):
                 return False
     return True
-
-
-@contextmanager
-def _kept_buffers(whole: TorchEngine) -> Iterator[None]:
-    """Restore the buffers of replica 0 at the end."""
-    before = whole.buffers(0)
-    try:
-        yield
-    finally:
-        whole.restore_buffers(0, before)
 
 
 def _shares(
@@ -745,13 +720,6 @@ def _shares(
         BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, divided[n] / total, holds[n])
         for n in range(len(blocks))
     ]
-
-
-def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:
-    """The layers of each way of a stage, in words."""
-    blocks = [block for chunk in chunks for block in chunk.blocks]
-    split = ", ".join(name for block in blocks if block.split is not None for name in block.split.layers)
-    return [f"part {way} of {split}" for way in range(ways)]
 
 
 def ways_difference(bare: TensorModel, known: TensorModel) -> str | None:
