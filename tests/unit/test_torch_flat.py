@@ -73,16 +73,6 @@ def test_backward_writes_into_the_flat_gradient() -> None:
     assert not flat.grads.any()
 
 
-def test_an_optimizer_made_before_goes_on_working() -> None:
-    module = mlp()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    flat = FlatModule(module)
-    before = flat.params.copy()
-    backward(module)
-    optimizer.step()
-    np.testing.assert_allclose(flat.params, before - 0.1 * flat.grads, rtol=1e-6)
-
-
 def test_existing_gradients_are_kept() -> None:
     module, same = mlp(), mlp()
     backward(module)
@@ -228,16 +218,6 @@ def test_sparse_gradients_become_dense() -> None:
     module.zero_grad(set_to_none=True)
     module(torch.tensor([1, 1, 4])).sum().backward()
     assert flat.gather_gradients().tolist() == [0, 0, 2, 2, 0, 0, 0, 0, 1, 1]
-
-
-def test_zero_grad_binds_again() -> None:
-    module = mlp()
-    flat = FlatModule(module)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    flat.zero_grad()
-    backward(module)
-    assert flat.grads.any()
 
 
 def test_gradients_of_another_array_are_used_where_they_are_until_the_next_ones() -> None:

@@ -167,7 +167,10 @@ class SplitSimulation:
                 place.outside,
                 partial(self._start, part),
             )
-            named = partial(_named, emit, place)
+
+            def named(event: Event, place: PartGroup = place) -> None:
+                emit(with_addresses_of_run(event, place))
+
             self.groups.append(Simulation(model.engine, plan, compute, network, named, self._stepped, within=within))
             gradients.runners.extend(self._part_runner(part, gradients, rank) for rank in range(replicas))
             self._gradients.append(gradients)
@@ -214,10 +217,9 @@ class SplitSimulation:
     def _notice(self, address: Address) -> None:
         """Notify the other nodes of a death; the other workers of a dead worker's replica leave with it."""
         part, own = self._within(address)
-        if own < 0:
-            self.groups[part].notice(own)
-            return
         self.groups[part].notice(own)
+        if own < 0:
+            return
         for group in self.groups:
             group.die(own)
             if group is not self.groups[part]:
@@ -306,8 +308,3 @@ class SplitSimulation:
         self._steps += 1
         if self._progress is not None:
             self._progress(self._steps, t)
-
-
-def _named(emit: Emit, group: PartGroup, event: Event) -> None:
-    """Write an event of a group's node, with the addresses of the whole run."""
-    emit(with_addresses_of_run(event, group))

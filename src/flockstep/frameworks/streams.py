@@ -107,8 +107,13 @@ class SampleReader:
                 'columns as flockstep.workloads.readers.columns(samples, x="…", y="…")'
             )
         for index in np.unique(np.linspace(0, self.size - 1, TRIED, dtype=np.int64)):
-            first, *others = (self._batch(index[None]) for _ in range(READINGS))
-            if not all(_equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
+            first, *others = (list(map(np.asarray, self._batch(index[None]))) for _ in range(READINGS))
+            same = (
+                np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
+                for other in others
+                for a, b in zip(first, other, strict=True)
+            )
+            if not all(same):
                 raise ConfigurationError(
                     f"sample {index} of {self._name} differs each time it is read, so that no run could be repeated; "
                     f"draw random changes in the model's forward(), where they depend on seed, worker and "
@@ -164,12 +169,6 @@ def _array_of(part: Any) -> npt.NDArray[Any]:
         return np.ascontiguousarray(part)
     except ValueError:  # lists of several lengths
         return np.empty(1, object)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two batches have the same values; NaN equals NaN."""
-    a, b = np.asarray(one), np.asarray(other)
-    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:

@@ -501,18 +501,16 @@ class LooseGradients:
     def known(self) -> bool:
         """Return whether all gradients are known to be finite, and discard the results of the checks."""
         seen, self._seen = self._seen, [None] * len(self._parameters)
-        gradients = ((parameter.grad, at) for parameter, at in zip(self._parameters, seen, strict=True))
-        return all(one is None or _unchanged(one, at) for one, at in gradients)
-
-
-def _unchanged(gradient: torch.Tensor, at: tuple[int, int] | None) -> bool:
-    """Whether a gradient has the address and version `at`, and some of its elements are finite if there are many."""
-    if (gradient.data_ptr(), gradient._version) != at:
-        return False
-    if gradient.numel() < SMALL:
+        for parameter, at in zip(self._parameters, seen, strict=True):
+            if (gradient := parameter.grad) is None:
+                continue
+            if (gradient.data_ptr(), gradient._version) != at:
+                return False
+            if gradient.numel() >= SMALL:
+                sample = _memory_of(gradient)[:: gradient.numel() // 16]
+                if not math.isfinite(np.vdot(sample, sample)):
+                    return False
         return True
-    sample = _memory_of(gradient)[:: gradient.numel() // 16]
-    return math.isfinite(np.vdot(sample, sample))
 
 
 def _memory_of(gradient: torch.Tensor) -> Any:
@@ -582,13 +580,23 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
     """Raise `ConfigurationError` if a module cannot be made flat."""
+    device, sharded = None, []
+    tensors, sharding = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigurationError(
                 f"parameter {name!r} has no shape yet; run the module on one batch before flockstep.distribute"
             )
-    _require_whole(module)
-    device = None
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
+            sharded.append(f"parameter {name} is sharded")
+    if sharding is not None and not sharded:
+        kinds = sharding.FullyShardedDataParallel | sharding.FSDPModule
+        sharded = ["the module is wrapped in FSDP"] * any(isinstance(one, kinds) for one in module.modules())
+    if sharded:
+        raise ConfigurationError(
+            f"{sharded[0]}, but every worker must hold the whole model; pass a module without fully_shard, FSDP or "
+            "distribute_tensor, and use scatter_reduce, which shards the optimizer's state"
+        )
     for name, parameter in trainable.items():
         device = device or parameter.device
         if parameter.device != device or device.type == "meta":
@@ -596,44 +604,17 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
                 f"all trainable parameters must be on one device and have values, got {name!r} on {parameter.device} "
                 f"and others on {device}; move the module with module.to(device)"
             )
-    _check_overlaps(module, trainable)
-
-
-def _require_whole(module: torch.nn.Module) -> None:
-    """Refuse parameters of which torch keeps only a part in this process."""
-    tensors, sharding = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
-    parts = [name for name, p in module.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
-    wrapped = sharding is not None and any(
-        isinstance(one, sharding.FullyShardedDataParallel | sharding.FSDPModule) for one in module.modules()
-    )
-    if parts or wrapped:
-        what = f"parameter {parts[0]} is sharded" if parts else "the module is wrapped in FSDP"
-        raise ConfigurationError(
-            f"{what}, but every worker must hold the whole model; pass a module without fully_shard, FSDP or "
-            "distribute_tensor, and use scatter_reduce, which shards the optimizer's state"
-        )
-
-
-def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
-    """Refuse distinct tensors that share memory with a trainable parameter, because the flat array would
-    separate them.
-    """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    ranges = sorted((*_extent(tensor), name) for name, tensor in tensors if tensor.numel())
-    for (_, end, one), (start, _, other) in _neighbors(ranges):
-        if start < end and (one in trainable or other in trainable):
+    # distinct tensors that share memory: the flat array would separate them
+    named = [*module.named_parameters(), *module.named_buffers()]
+    reached, owner = 0, ""
+    for (start, end), name in sorted((_extent(tensor), name) for name, tensor in named if tensor.numel()):
+        if start < reached and (owner in trainable or name in trainable):
             raise ConfigurationError(
-                f"{one!r} and {other!r} must not share memory unless both are the same parameter; assign the same "
+                f"{owner!r} and {name!r} must not share memory unless both are the same parameter; assign the same "
                 "torch.nn.Parameter to both names"
             )
-
-
-def _neighbors(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
-    """Yield each range together with the earlier range that reaches furthest."""
-    furthest = ranges[0] if ranges else (0, 0, "")
-    for current in ranges[1:]:
-        yield furthest, current
-        furthest = max(furthest, current, key=lambda r: r[1])
+        if end > reached:
+            reached, owner = end, name
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -70,7 +70,14 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             f"the optimizer must be one of torch.optim's {known}, got {who}; choose one of these, or a strategy whose "
             "servers need no optimizer"
         )
-    group = _one_group(optimizer, who)
+    group, *others = optimizer.param_groups
+    for number, other in enumerate(others, start=1):
+        for name in sorted((group.keys() | other.keys()) & optimizer.defaults.keys() - _HOW):
+            if group.get(name) != other.get(name):
+                raise ConfigurationError(
+                    f"all param groups of {who} must have the same {name}, got {group.get(name)} in group 0 and "
+                    f"{other.get(name)} in group {number}; pass all parameters in one group"
+                )
     for name, value in group.items():
         if name in rule.must and value != rule.must[name]:
             raise ConfigurationError(
@@ -158,37 +165,19 @@ def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimiz
         settings["lr"] = float(f"{settings['lr'] / lr:.12g}") if lr else 1.0  # a schedule for all groups keeps ratios
     members = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
     if flat not in _spans or _spans[flat][0] != members:
-        _spans[flat] = members, _spans_of(members, flat)
+        where = {parameter: number for number, own in enumerate(members) for parameter in own}
+        spans: list[list[int]] = []
+        for parameter, entry in zip(flat.parameters, flat.schema.entries, strict=True):
+            if spans and spans[-1][2] == where[id(parameter)]:
+                spans[-1][1] = entry.offset + entry.size
+            else:
+                spans.append([entry.offset, entry.offset + entry.size, where[id(parameter)]])
+        _spans[flat] = members, json.dumps(spans)
     return TorchOptimizer(type(optimizer).__name__, json.dumps(groups), _spans[flat][1], lr)
 
 
 _spans: weakref.WeakKeyDictionary[FlatModule, tuple[tuple[tuple[int, ...], ...], str]] = weakref.WeakKeyDictionary()
 """For each module, its parameters by group when last seen, and the spans computed from them."""
-
-
-def _spans_of(members: tuple[tuple[int, ...], ...], flat: FlatModule) -> str:
-    """Return the group of each range of elements of the flat array, as `TorchOptimizer.spans`."""
-    where = {parameter: number for number, own in enumerate(members) for parameter in own}
-    spans: list[list[int]] = []
-    for parameter, entry in zip(flat.parameters, flat.schema.entries, strict=True):
-        if spans and spans[-1][2] == where[id(parameter)]:
-            spans[-1][1] = entry.offset + entry.size
-        else:
-            spans.append([entry.offset, entry.offset + entry.size, where[id(parameter)]])
-    return json.dumps(spans)
-
-
-def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
-    """Return the settings that all param groups share."""
-    first: dict[str, Any] = optimizer.param_groups[0]
-    for number, group in enumerate(optimizer.param_groups[1:], start=1):
-        for name in sorted((first.keys() | group.keys()) & optimizer.defaults.keys() - _HOW):
-            if first.get(name) != group.get(name):
-                raise ConfigurationError(
-                    f"all param groups of {who} must have the same {name}, got {first.get(name)} in group 0 and "
-                    f"{group.get(name)} in group {number}; pass all parameters in one group"
-                )
-    return first
 
 
 def _plain(value: Any) -> Any:
