@@ -6,12 +6,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from end_to_end.test_torch_loops import BEFORE, outcome, trained
+from end_to_end.test_torch_loops import defined, outcome, trained
 from support.matrix import few
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -34,17 +33,9 @@ compiled = torch.compile(model, backend={backend!r})
 """
 
 
-def names() -> dict[str, Any]:
-    """What the scripts define before their own lines, as far as it needs no run."""
-    found: dict[str, Any] = {}
-    for part in (BEFORE.partition("HERE")[0], "def weights" + BEFORE.partition("def weights")[2]):
-        exec(part, found)
-    return found
-
-
 def alone(shares: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """Parameters of one process that steps along the mean of the losses of `shares`, one sequence for each step."""
-    model, loss = names()["network"](), names()["loss"]
+    model, loss = defined()["network"](), defined()["loss"]
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for share in shares:
         sgd.zero_grad()
@@ -54,8 +45,7 @@ def alone(shares: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def batches(count: int, seed: int = 1) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(8, 4, generator=generator) for _ in range(count)]
+    return defined()["batches"](count, seed)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +94,9 @@ def test_loaders_have_processes_and_one_rank_evaluates_alone(strategy: str, tmp_
     steps = [(whole[0::2][start : start + 4], whole[1::2][start : start + 4]) for start in range(0, 24, 4)]
     if strategy != "local_sgd(period=1)":  # each rank has a momentum of its own there
         torch.testing.assert_close(found, [alone(steps * 2)] * 2)
-        model = names()["network"]()
+        model = defined()["network"]()
         torch.nn.utils.vector_to_parameters(alone(steps), model.parameters())
-        held_out = names()["loss"](model, batches(1, seed=9)[0]).item()
+        held_out = defined()["loss"](model, batches(1, seed=9)[0]).item()
         assert float((tmp_path / "held-out-0").read_text()) == pytest.approx(held_out, rel=1e-5)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from flockstep.arrays.schema import slices
 from flockstep.drivers import part_shard
-from flockstep.drivers.part_shard import PartShard
 from flockstep.drivers.plan import Batches
+from flockstep.drivers.sharded_way import PartShard
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
 from flockstep.frameworks.base import Job

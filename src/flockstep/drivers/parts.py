@@ -7,9 +7,8 @@ from functools import partial
 
 from flockstep.drivers.grid_way import GridWay
 from flockstep.drivers.part_program import PartProgram, PartRun, Send, part_random
-from flockstep.drivers.part_shard import PartShard
 from flockstep.drivers.plan import Plan
-from flockstep.drivers.sharded_way import ShardedWay
+from flockstep.drivers.sharded_way import PartShard, ShardedWay
 from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.drivers.tensor_way import TensorWay
 from flockstep.errors import CompositionError

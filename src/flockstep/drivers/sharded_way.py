@@ -1,18 +1,31 @@
-"""The program of one way of a model whose parameters are stored in shards (Rajbhandari et al. 2020, ZeRO stage 3).
+"""The programs of workers that store shards (Rajbhandari et al. 2020, ZeRO stage 3).
 
-For each unit of the model: gather its parameters, and compute its forward pass on this way's share of the batch; then,
-backward, gather them again, compute, and reduce and scatter the gradient. All units use the same memory in turn; memory
-of their own, freed after each pass, would leave holes in the heap.
+A `ShardedWay` stores shards of a whole model. For each unit of the model, it gathers the unit's parameters and computes
+its forward pass on this way's share of the batch; then, backward, it gathers them again, computes, and reduces and
+scatters the gradient. All units use the same memory in turn; memory of their own, freed after each pass, would leave
+holes in the heap.
+
+A `PartShard` stores a shard of a part of a split model. Its program wraps the unchanged program of the part: it gathers
+the part's parameters, lets the program compute its step on this worker's share of the batch, and then reduces and
+scatters the part's gradient. The W workers of a part so compute what W replicas of the model without shards would.
 """
 
 from __future__ import annotations
 
+import types
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, Ways, resumed
-from flockstep.frameworks.shards import ShardedModel
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartEffect, PartProgram, PartRun, Send, Ways, resumed
+from flockstep.frameworks.base import Indices
+from flockstep.frameworks.shards import ShardedModel, ShardedPartsModel
 from flockstep.frameworks.stages import MicroBatch
+from flockstep.messages import PART, Message, Wanted
 
 
 class ShardedWay(PartProgram):
@@ -83,3 +96,83 @@ class ShardedWay(PartProgram):
             if tie.user == number:
                 params[tie.borrowed] = self._lent[one]
         return params
+
+
+class PartShard(PartProgram):
+    """The program of one shard of one part of one replica.
+
+    Messages between workers with the same shard number belong to the inner program; those between the workers of a part
+    belong to the collectives.
+    """
+
+    def __init__(
+        self, run: PartRun, model: ShardedPartsModel, inside: Callable[[Callable[[], Indices], Send], PartProgram]
+    ):
+        """`inside`: function (batch, send) that returns the program of the whole part."""
+        super().__init__(run, model.parts[run.number])
+        self._ways, self._collective = model.partition.sharded.ways, model.partition.sharded.collective
+        part, self._shard = divmod(run.number, self._ways)
+        mine = range(part * self._ways, (part + 1) * self._ways)
+        self._group = Ways(mine, run, self.mailbox)
+        self._spans = [model.parts[one].spans[0] for one in mine]
+        self._own = self._spans[self._shard]
+        self._gathered: FlatArray | None = None
+        """The parameters (K,) of the part, from the request for a step until the inner program has a copy."""
+        self._shares: deque[float] = deque()
+        """This worker's share of the samples of each batch that has been drawn, up to the end of the batch's step."""
+        self._inner = inside(self._own_samples, self._send_inside)
+        self._inner_program = self._inner.program()
+
+    def requested(self, params: FlatArray) -> None:
+        self._gathered = np.empty_like(self._inner.gradient)
+        self._gathered[self._own] = params
+
+    async def program(self) -> None:
+        await self._until_request()
+        await resumed(NeedRequest())
+        for _ in range(self._run.taken, self._run.steps):
+            await self._gather()
+            await self._until_request()
+            share, slope = self._shares.popleft(), self._inner.gradient
+            slope *= share  # the part's gradient, and the loss, of the whole batch
+            _, self.gradient[:] = await self._collective.reduce_scatter(self._group, slope)
+            losses = await self._collective.all_gather(self._group, np.array([self._inner.loss * share]))
+            self.loss = float(sum(one[0] for one in losses))
+            await resumed(NeedRequest())
+
+    def _own_samples(self) -> Indices:
+        """Draw the replica's batch, and return this worker's share of its samples."""
+        batch = MicroBatch(self.rank, 0, self.number, self._run.batch(), 1.0).divided(self._ways, "sharded")
+        self._shares.append(batch[self._shard].share)
+        return batch[self._shard].indices
+
+    async def _gather(self) -> None:
+        """Give the inner program the parameters of the part, from the shards of its workers."""
+        params, self._gathered = self._gathered, None
+        assert params is not None
+        shards = await self._collective.all_gather(self._group, params[self._own])
+        for span, shard in zip(self._spans, shards, strict=True):
+            params[span] = shard
+        self._inner.requested(params)
+
+    @types.coroutine
+    def _until_request(self) -> Generator[PartEffect, Any, None]:
+        """Run the inner program until it waits for the next request, which is at its beginning and after each step."""
+        message: Message | None = None
+        while not isinstance(effect := self._inner_program.send(message), NeedRequest):
+            if not isinstance(effect, Wanted):
+                message = yield effect
+                continue
+            assert effect.source is not None
+            source = PART + self._outside(effect.source - PART)
+            message = yield msgspec.structs.replace(effect, source=source)
+            self.mailbox.require_all(source)
+
+    def _send_inside(self, to: int, message: Message) -> None:
+        """Send a message of the inner program to the worker with the same shard of part `to`."""
+        message.source = PART + self.number
+        self._run.send(self._outside(to), message)
+
+    def _outside(self, part: int) -> int:
+        """Return the number of the worker with the same shard of a part of the inner partition."""
+        return part * self._ways + self._shard

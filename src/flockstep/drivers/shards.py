@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from flockstep.drivers.epochs import count_of, epochs_of
+from flockstep.drivers.epochs import EpochBatches, count_of, drawn, epochs_of
 from flockstep.drivers.every_nth import ShardedBatches
+from flockstep.drivers.membership import memberships_here
 from flockstep.drivers.node_spec import place_of_script, require_own_process
-from flockstep.drivers.private_batches import PrivateBatches
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -57,21 +58,50 @@ def shard(
     require_own_process("shard")
     if workers == 1:
         return loader
-    part: Iterable[B] = _part(loader, rank, workers, private)
-    if epoch is not None:
-        epochs_of(part).go_on(epoch)
-    if seed is not None:
-        epochs_of(part).seed = seed
-    return part
-
-
-def _part(loader: Iterable[B], rank: int, workers: int, private: bool) -> Any:
+    part: Any = None
     if not private and "torch.utils.data" in sys.modules:  # otherwise nobody has made a DataLoader
         from torch.utils.data import DataLoader
 
         if isinstance(loader, DataLoader):
             from flockstep.drivers.torch_data import split
 
-            return split(loader, rank, workers)
-    kind = PrivateBatches if private else ShardedBatches
-    return kind(loader, rank, workers, count_of(loader))
+            part = split(loader, rank, workers)
+    if part is None:
+        part = (PrivateBatches if private else ShardedBatches)(loader, rank, workers, count_of(loader))
+    if epoch is not None:
+        epochs_of(part).go_on(epoch)
+    if seed is not None:
+        epochs_of(part).seed = seed
+    return part  # type: ignore[no-any-return]
+
+
+class PrivateBatches(EpochBatches[B]):
+    """All batches of an iterable that this worker alone has.
+
+    A worker whose batches run out takes part in the steps of the other workers until every worker has used all of its
+    batches, as under `optimizer.join()`: every batch is used exactly once in an epoch, and all workers begin the next
+    epoch together.
+    """
+
+    def of_epoch(self, epoch: int) -> Iterator[B]:
+        """Yield all batches of one epoch.
+
+        Raises:
+            ConfigurationError: there is no batch.
+        """
+        with ExitStack() as stack:
+            for here in memberships_here():
+                if here.epoch is not None:
+                    stack.enter_context(here.epoch())
+            none = True
+            for batch in drawn(self._batches, self._epochs.seed + epoch * self._workers + self._rank):
+                none = False
+                yield batch
+            if none:
+                raise ConfigurationError(
+                    f"worker {self._rank} has no batch in epoch {epoch}; start only as many workers as have data, "
+                    "and give shard a loader or a list, because a generator is empty after one epoch"
+                )
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
