@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flockstep.arrays.schema import slices
-from flockstep.drivers import part_shard
+from flockstep.drivers import sharded_way
 from flockstep.drivers.plan import Batches
 from flockstep.drivers.sharded_way import PartShard
 from flockstep.drivers.virtual_split import SplitSimulation
@@ -102,7 +102,7 @@ def test_shards_that_do_not_count_by_their_samples_are_noticed(monkeypatch: pyte
         def divided(self, ways: int, partition: str) -> list[MicroBatch]:
             return [dataclasses.replace(one, share=1 / ways) for one in super().divided(ways, partition)]
 
-    monkeypatch.setattr(part_shard, "MicroBatch", Alike)
+    monkeypatch.setattr(sharded_way, "MicroBatch", Alike)
     assert apart_from_whole("tensor(2) * sharded(2)", batch=13) > 1e-4
 
 
