@@ -133,11 +133,7 @@ class PartShard(PartProgram):
         for _ in range(self._run.taken, self._run.steps):
             await self._gather()
             await self._until_request()
-            share, slope = self._shares.popleft(), self._inner.gradient
-            slope *= share  # the part's gradient, and the loss, of the whole batch
-            _, self.gradient[:] = await self._collective.reduce_scatter(self._group, slope)
-            losses = await self._collective.all_gather(self._group, np.array([self._inner.loss * share]))
-            self.loss = float(sum(one[0] for one in losses))
+            await self._reduce(self._shares.popleft())
             await resumed(NeedRequest())
 
     def _own_samples(self) -> Indices:
@@ -154,6 +150,16 @@ class PartShard(PartProgram):
         for span, shard in zip(self._spans, shards, strict=True):
             params[span] = shard
         self._inner.requested(params)
+
+    async def _reduce(self, share: float) -> None:
+        """Store this worker's shard of the part's gradient, and the loss, of the whole batch; `share` is this worker's
+        share of the batch's samples.
+        """
+        slope = self._inner.gradient
+        slope *= share
+        _, self.gradient[:] = await self._collective.reduce_scatter(self._group, slope)
+        losses = await self._collective.all_gather(self._group, np.array([self._inner.loss * share]))
+        self.loss = float(sum(one[0] for one in losses))
 
     @types.coroutine
     def _until_request(self) -> Generator[PartEffect, Any, None]:
