@@ -16,9 +16,9 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.systems import catalog
 from flockstep.systems.catalog import system, systems
-from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import GradientSource, run_strategy
 from flockstep_lab.claims.a22_taxonomy import Taxonomy
+from flockstep_lab.claims.survey_table import COLUMNS, differences, table_1
 from support.matrix import few
 
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}

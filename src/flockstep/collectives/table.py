@@ -17,23 +17,22 @@ import functools
 import math
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from flockstep.errors import ConfigurationError
 
-KEYS = {"collective": str, "workers": int, "bytes": int, "seconds": float}
 
-
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The seconds that one all-reduce of `bytes` bytes among `workers` workers took."""
 
     collective: str
-    workers: int
-    bytes: int
-    seconds: float
+    workers: Annotated[int, Meta(ge=1)]
+    bytes: Annotated[int, Meta(ge=0)]
+    seconds: Annotated[float, Meta(gt=0, lt=1e9)]
 
 
 def write_table(path: Path, rows: Iterable[Measured]) -> None:
@@ -61,7 +60,10 @@ def read_table(path: str) -> tuple[Measured, ...]:
     rows = data.get("measured")
     if not isinstance(rows, list) or not rows:
         raise ConfigurationError(f"{path} has no [[measured]] tables; {way_out}")
-    return tuple(_row(row, path, way_out) for row in rows)
+    try:
+        return tuple(msgspec.convert(rows, list[Measured]))
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"a row of {path} has a missing or wrong value: {error}; {way_out}") from None
 
 
 def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
@@ -84,15 +86,3 @@ def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measure
 def _distance(a: int, b: int) -> float:
     """Return the distance between two sizes, in log scale; an empty array counts as one byte."""
     return abs(math.log(max(a, 1)) - math.log(max(b, 1)))
-
-
-def _row(row: Any, path: str, way_out: str) -> Measured:
-    if not isinstance(row, dict) or set(row) != set(KEYS):
-        raise ConfigurationError(f"a row of {path} must have {', '.join(KEYS)}, got {row!r}; {way_out}")
-    legal = all(
-        isinstance(row[key], (int, float) if kind is float else kind) and not isinstance(row[key], bool)
-        for key, kind in KEYS.items()
-    )
-    if not legal or row["workers"] < 1 or row["bytes"] < 0 or not 0 < row["seconds"] < math.inf:
-        raise ConfigurationError(f"a row of {path} has a value of the wrong kind: {row!r}; {way_out}")
-    return Measured(row["collective"], row["workers"], row["bytes"], float(row["seconds"]))

@@ -61,7 +61,10 @@ class WeightedGraph(Topology):
         given = found.weights.values()
         if all(weight is None for weight in given):
             graph = found.without_loops()
-            return _equal_parts(graph) if found.directed else metropolis_hastings(graph)
+            if not found.directed:
+                return metropolis_hastings(graph)
+            heard = adjacency(graph).T + np.eye(n)  # equal parts for all that i sends to and for i itself
+            return np.asarray(heard / heard.sum(axis=0))
         weights = np.zeros((n, n))
         for (i, j), weight in found.weights.items():
             if weight is None or not 0 <= weight < math.inf or (weight == 0 and i != j):
@@ -179,10 +182,3 @@ def _load(path: Path) -> _Edges:
         raise
     except Exception as error:
         raise ConfigurationError(f"cannot read a graph from {path}: {error}; write the file with networkx") from error
-
-
-def _equal_parts(graph: Graph) -> npt.NDArray[np.float64]:
-    """W[j, i] = 1 / (1 + out-degree of i) for the out-neighbors j of i and for j = i: column-stochastic."""
-    heard = adjacency(graph).T + np.eye(graph.n)
-    parts: npt.NDArray[np.float64] = heard / heard.sum(axis=0)
-    return parts

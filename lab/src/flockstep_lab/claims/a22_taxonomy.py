@@ -12,9 +12,9 @@ from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.systems.catalog import Mode, System, system
-from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import run_strategy
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep_lab.claims.survey_table import COLUMNS, differences, table_1
 
 WORKERS, STEPS = 4, 12
 

@@ -28,7 +28,7 @@ class SurveyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def table_1() -> tuple[SurveyRow, ...]:
     """Return the rows of table 1 of Langer et al. (2020), in the table's order."""
-    text = resources.files("flockstep.systems").joinpath("table_1.toml").read_text("utf-8")
+    text = resources.files("flockstep_lab.claims").joinpath("survey_table.toml").read_text("utf-8")
     return tuple(msgspec.convert(tomllib.loads(text)["row"], list[SurveyRow]))
 
 
