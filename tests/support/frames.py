@@ -143,7 +143,7 @@ def _control(data: bytes) -> None:
         heard.append(words)
         return True
 
-    call = SimpleNamespace(_run="x", standings={1: None}, _fail=lambda *given: None, _hello=hello)
+    call = SimpleNamespace(_run="x", peers={1: None}, _fail=lambda *given: None, _hello=hello)
     connection: Any = SimpleNamespace(close=lambda: None)
     Supervisor._accept(SimpleNamespace(_open_calls=[call]), data, connection)  # type: ignore[arg-type]
     if not heard:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import flockstep
+from flockstep.records.config import RunConfig
 
 PACED = """
 import dataclasses, time
@@ -60,3 +61,10 @@ def undisturbed(folder: Path, job: str, strategy: str, workers: int, steps: int,
     """The hash of each node's model at the end of a run in virtual time, and of a synchronous real run."""
     made = flockstep.simulate(job, strategy, workers=workers, steps=steps, out=folder, **given)
     return {str(node): one for node, one in made.summary.hashes.items()}
+
+
+def run_of(workers: int) -> RunConfig:
+    """The configuration of a small run on this machine, for a supervisor without processes."""
+    return RunConfig(
+        kind="train", job="softmax", strategy="all_reduce", workers=workers, transport="ipc", heartbeat=5.0
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.launchers.backups import is_replaced, replaced
+from flockstep.launchers.peers import successor
 from flockstep.nodes import Cluster
 
 CLUSTER = Cluster(2, 2, replicas=2)
@@ -12,30 +12,23 @@ CLUSTER = Cluster(2, 2, replicas=2)
 
 
 def test_a_worker_is_replaced_by_nobody() -> None:
-    assert not is_replaced(CLUSTER, 1, {1})
+    assert successor(CLUSTER, 1, {1}) is None
 
 
 def test_a_server_is_replaced_while_one_of_its_processes_is_left() -> None:
     head, first, second = CLUSTER.chain(-1)
-    assert is_replaced(CLUSTER, head, {head})
-    assert is_replaced(CLUSTER, first, {head, first})
-    assert not is_replaced(CLUSTER, second, {head, first, second})
-    assert is_replaced(CLUSTER, head, {head, *CLUSTER.chain(-2)}), "the other server's processes do not count"
+    assert successor(CLUSTER, head, {head})
+    assert successor(CLUSTER, first, {head, first})
+    assert successor(CLUSTER, second, {head, first, second}) is None
+    assert successor(CLUSTER, head, {head, *CLUSTER.chain(-2)}), "the other server's processes do not count"
 
 
 @pytest.mark.parametrize(
-    ("lost", "gone", "promoted", "text"),
-    [
-        (0, (0,), 1, "it died; server {1}, its backup, continues in its place"),
-        (1, (0, 1), 2, "it died; server {2}, its backup, continues in its place"),
-        (1, (1,), None, "it died; server {0}, whose backup it was, continues"),
-        (2, (0, 2), None, "it died; server {1}, whose backup it was, continues"),
-    ],
+    ("lost", "gone", "leads", "promoted"),
+    [(0, (0,), 1, True), (1, (0, 1), 2, True), (1, (1,), 0, False), (2, (0, 2), 1, False)],
 )
 def test_the_next_process_of_the_chain_takes_the_place_of_the_head(
-    lost: int, gone: tuple[int, ...], promoted: int | None, text: str
+    lost: int, gone: tuple[int, ...], leads: int, promoted: bool
 ) -> None:
     chain = CLUSTER.chain(-1)
-    found = replaced(CLUSTER, chain[lost], {chain[at] for at in gone}, "it died")
-    assert found.promoted == (None if promoted is None else chain[promoted])
-    assert found.text == text.format(*(-1 - one for one in chain))
+    assert successor(CLUSTER, chain[lost], {chain[at] for at in gone}) == (chain[leads], promoted)

@@ -12,7 +12,7 @@ from flockstep.drivers.checkpoints import ENDED, RUNNING, STOPPED
 from flockstep.errors import RunError
 from flockstep.launchers import checkpoints
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.peers import Peer, Peers
 from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval
@@ -30,16 +30,25 @@ class Link:
         self.told.append(note)
 
 
+def peers_with(links: dict[Address, Link]) -> Peers:
+    """Two workers and a server that have joined."""
+    peers = Peers(2, 5.0)
+    for address, link in links.items():
+        peers.setdefault(address, Peer()).link = link  # type: ignore[assignment]
+    return peers
+
+
 class Run:
     """Two workers and a server, whose answers a test gives."""
 
     def __init__(self, record: Path, strategy: str = "asgd"):
         self.links = {0: Link(), 1: Link(), -1: Link()}
         self.checkpointer = Checkpointer(record, CheckpointInterval(steps=10), 2)
-        self.checkpointer.begin(self.links, Strategy.parse(strategy), Strategy.parse("asgd").cluster(2))  # type: ignore[arg-type]
+        self.peers = peers_with(self.links)
+        self.checkpointer.begin(self.peers, Strategy.parse(strategy), Strategy.parse("asgd").cluster(2))
 
     def begin(self) -> None:
-        self.checkpointer.look({0: NodeProgress(step=12), 1: NodeProgress(step=10)})
+        self.checkpointer.look(10)
 
     def answer(self, **nodes: tuple[int, int, int, int]) -> None:
         """A wave: (state, step, sent, received) of the nodes a, b (workers) and s (the server)."""
@@ -64,7 +73,7 @@ ALL = {"a": (STOPPED, 12, 12, 11), "b": (STOPPED, 10, 10, 10), "s": (STOPPED, 0,
 
 def test_a_checkpoint_is_begun_when_the_slowest_worker_has_made_the_steps(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.checkpointer.look({0: NodeProgress(step=30), 1: NodeProgress(step=9)})
+    run.checkpointer.look(9)
     assert not run.checkpointer.busy
     run.begin()
     assert [note["do"] for note in run.links[0].told] == ["stop", "count"]
@@ -140,7 +149,7 @@ def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
     assert not run.checkpointer.busy
     assert run.checkpointer.why_not == ("a worker had taken its last step" if how == "ended" else "worker 1 was lost")
     assert disk.folders(tmp_path) == []
-    run.checkpointer.look({0: NodeProgress(step=50), 1: NodeProgress(step=50)})
+    run.checkpointer.look(50)
     assert not run.checkpointer.busy
     capsys.readouterr()
 
@@ -148,7 +157,7 @@ def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
 def test_after_a_loss_the_checkpoint_is_of_the_nodes_that_live(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.begin()
-    lost = run.links.pop(1)
+    lost, run.peers[1].link = run.links[1], None
     run.checkpointer.lose(1, 10)
     assert run.checkpointer.busy, "the checkpoint in progress begins again"
     for _ in range(2):
@@ -162,8 +171,8 @@ def test_after_a_loss_the_checkpoint_is_of_the_nodes_that_live(tmp_path: Path) -
     manifest = disk.newest(tmp_path).manifest
     assert (manifest.workers, manifest.steps, manifest.lost) == (2, {0: 12}, {1: 10})
     assert "copy" not in [note["do"] for note in lost.told]
-    run.checkpointer.look({0: NodeProgress(step=22), 1: NodeProgress(step=10)})
-    assert run.checkpointer.busy, "the next one is due by the steps of those who live"
+    run.checkpointer.look(22)
+    assert run.checkpointer.busy, "the next one is due"
 
 
 def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_has_not_failed(
@@ -172,7 +181,7 @@ def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_
     def ended(offers: tuple[int, ...], failed: bool) -> str:
         checkpointer = Checkpointer(tmp_path, CheckpointInterval(steps=10), scripts=True)
         strategy = Strategy.parse("asgd")
-        checkpointer.begin(dict.fromkeys((1, 0, -1), Link()), strategy, strategy.cluster(2))  # type: ignore[arg-type]
+        checkpointer.begin(peers_with(dict.fromkeys((1, 0, -1), Link())), strategy, strategy.cluster(2))
         for rank in offers:
             checkpointer.hear(rank, {"did": "offer"})
         checkpointer.end(failed)
@@ -186,30 +195,27 @@ def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_
 
 def test_a_run_ends_where_its_first_checkpoint_is_due_and_a_script_takes_none(tmp_path: Path) -> None:
     """Not before its second step: a script may call `flockstep.checkpoint` at the end of the body of its loop."""
-    strategy, links = Strategy.parse("asgd"), dict.fromkeys((1, 0, -1), Link())
+    strategy, peers = Strategy.parse("asgd"), peers_with(dict.fromkeys((1, 0, -1), Link()))
 
     def begun(every: CheckpointInterval) -> Checkpointer:
         checkpointer = Checkpointer(tmp_path, every, scripts=True)
-        checkpointer.begin(links, strategy, strategy.cluster(2))  # type: ignore[arg-type]
+        checkpointer.begin(peers, strategy, strategy.cluster(2))
         checkpointer.hear(0, {"did": "offer"})
         return checkpointer
 
-    def at(first: int, second: int) -> dict[Address, NodeProgress]:
-        return {0: NodeProgress(step=first), 1: NodeProgress(step=second), -1: NodeProgress()}
-
     checkpointer = begun(CheckpointInterval(steps=10))
-    checkpointer.look(at(11, 9))
+    checkpointer.look(9)
     said = (
         "at step 10, because the script of worker 1 has not called flockstep.checkpoint; call it at the top of the loop"
     )
     with pytest.raises(RunError, match=said):
-        checkpointer.look(at(11, 10))
+        checkpointer.look(10)
     checkpointer = begun(CheckpointInterval(seconds=1e-9))
-    checkpointer.look(at(11, 1))
+    checkpointer.look(1)
     with pytest.raises(RunError, match="at step 2, because"):
-        checkpointer.look(at(11, 2))
+        checkpointer.look(2)
     checkpointer.hear(1, {"did": "offer"})
-    checkpointer.look(at(11, 11))
+    checkpointer.look(11)
     assert checkpointer.busy
 
 

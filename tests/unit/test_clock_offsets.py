@@ -18,12 +18,12 @@ from flockstep.drivers.node_creation import make_worker
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.drivers.real import NodeConnection
 from flockstep.expression import to_data
-from flockstep.launchers.supervisor import Supervisor
+from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep.transports.kinds import Ipc
+from support.jobs import run_of
 
 delays = st.floats(0.0, 10.0)
 
@@ -54,13 +54,13 @@ def test_times_of_a_host_with_another_clock_are_recorded_on_the_supervisors(tmp_
         nodes.append(threading.Thread(target=took_part, args=(node_spec, ahead[node_spec.address])))
         nodes[-1].start()
 
-    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, start, lambda *given: None)
+    supervisor = Supervisor(run_of(2), tmp_path, Starters(start, lambda *given: None), JobProgram())
     outcome = supervisor.run()
     for node in nodes:
         node.join()
     supervisor.forget()
     assert outcome.error is None
-    went = supervisor._state.went
+    went = supervisor.peers.went
     assert went is not None
     events = RunFolder(tmp_path).read_events()
     clocks = {event.node: event for event in events if isinstance(event, ClockEvent)}

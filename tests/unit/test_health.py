@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flockstep.launchers.health import SETTLING, Health
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
+from flockstep.launchers.peers import SETTLING, Peer, Peers
 
 
 class Process:
@@ -38,13 +38,15 @@ class Watched:
 
     def __init__(self, local: bool):
         self.time, self.process, self.link = 0.0, Process(), Link()
-        children: dict[int, Any] = {0: self.process} if local else {}
-        links: dict[int, Any] = {0: self.link}
-        self.health = Health(children, links, 5.0, now=lambda: self.time)
+        self.watch(local)
+
+    def watch(self, local: bool, memory: OutOfMemoryDetector | None = None) -> None:
+        one: Any = (peers := Peers(1, 5.0, memory=memory, now=lambda: self.time))[0]
+        one.child, one.link, self.peers = self.process if local else None, self.link, peers
 
     def gone(self, later: float = 0.0) -> str | None:
         self.time += later
-        return self.health.gone(0)
+        return self.peers.how_lost(0)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +59,20 @@ def test_a_broken_link_is_enough(local: bool, said: str) -> None:
     node.link.broken = True
     assert node.gone() is None, "its last words may still arrive"
     assert node.gone(1.01 * SETTLING) == said
-    assert node.health.ended(0) is not local, "a process that is stopped has not ended"
+    assert node.peers.ended(0) is not local, "a process that is stopped has not ended"
 
 
 def test_an_exit_code_and_a_broken_link_together_tell_at_once() -> None:
     node = Watched(local=True)
     node.process.code, node.link.broken = -9, True
     assert node.gone() == "worker 0 was killed by SIGKILL"
-    assert node.health.ended(0)
+    assert node.peers.ended(0)
 
 
 def test_what_another_host_says_of_the_end_is_believed() -> None:
     """It judges by its own memory, not by that of this host."""
     node = Watched(local=True)
-    node.health = Health({0: node.process}, {0: node.link}, 5.0, OutOfMemoryDetector(iter((3, 4)).__next__))  # type: ignore[dict-item]
+    node.watch(True, OutOfMemoryDetector(iter((3, 4)).__next__))
     node.process.code, node.link.broken, node.process.reason = -9, True, ""
     assert node.gone() == "worker 0 was killed by SIGKILL"
     node.process.reason = ", probably there"
@@ -82,3 +84,13 @@ def test_an_exit_code_alone_tells_after_the_last_words() -> None:
     node.process.code = 3
     assert node.gone() is None
     assert node.gone(1.01 * SETTLING) == "worker 0 exited with code 3"
+
+
+def test_the_slowest_worker_that_lives_tells_how_far_a_run_is() -> None:
+    peers = Peers(3, 5.0)
+    for rank, step in enumerate((7, 3, 5)):
+        peers[rank].step = step
+    peers[-1] = Peer()
+    assert peers.least_step == 3
+    peers[1].gone = True
+    assert peers.least_step == 5

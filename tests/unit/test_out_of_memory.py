@@ -12,8 +12,8 @@ import pytest
 
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.launchers import out_of_memory
-from flockstep.launchers.health import Health
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
+from flockstep.launchers.peers import Peers
 from flockstep.records.snapshots import LAST
 
 
@@ -34,8 +34,10 @@ class Ended:
 
 
 def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("flockstep.launchers.health.SETTLING", 0.0)
-    told = Health({0: Ended(code)}, {}, 5.0, OutOfMemoryDetector(lambda: counts.pop(0))).gone(0)
+    monkeypatch.setattr("flockstep.launchers.peers.SETTLING", 0.0)
+    peers = Peers(1, 5.0, memory=OutOfMemoryDetector(lambda: counts.pop(0)))
+    peers[0].child = Ended(code)
+    told = peers.how_lost(0)
     assert told is not None
     return told
 

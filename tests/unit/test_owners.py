@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.launchers.run_state import Outcome
+from flockstep.launchers.peers import Outcome
 from flockstep.launchers.script import conclude
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarize
 from flockstep.records.events import Event, LostEvent, StepEvent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.supervisor import Supervisor
+from flockstep.launchers.peers import Peer, Peers
+from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
 from flockstep.messages import Message
 from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy
-from flockstep.transports.kinds import Ipc
+from support.jobs import run_of
 
 
 class Link:
@@ -25,11 +27,20 @@ class Link:
         self.result, self.buffers = result, buffers
 
 
+def supervisor_of(
+    workers: int, folder: Path, checkpoints: Checkpointer | None = None, min_workers: int | None = None
+) -> Supervisor:
+    starters = Starters(lambda node_spec: None, lambda *given: None)
+    config = replace(run_of(workers), min_workers=min_workers)
+    return Supervisor(config, folder, starters, JobProgram(), checkpoints=checkpoints)
+
+
 def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None:
-    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
+    supervisor = supervisor_of(2, tmp_path)
     links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
     result = np.arange(5.0)
-    supervisor._links = links
+    for address, link in links.items():
+        supervisor.peers.setdefault(address, Peer()).link = link
     supervisor._records.hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
     supervisor._dismiss(result)
     assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
@@ -37,20 +48,20 @@ def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None
 
 
 def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
-    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
+    supervisor = supervisor_of(2, tmp_path)
     for by, node in ((0, 1), (1, -1), (-1, -2)):
         with pytest.raises(ProtocolError, match="in quarantine, but only a server or the worker itself may do that"):
             supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
-    assert supervisor._state.condemned == {}
+    assert [one.condemned for one in supervisor.peers.values()] == ["", ""]
     for by, node in ((-1, 1), (0, 0)):
         supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
-    assert supervisor._state.condemned == {0: "bad", 1: "bad"}
+    assert [one.condemned for one in supervisor.peers.values()] == ["bad", "bad"]
 
 
 def test_the_loss_of_every_worker_is_a_loss_of_peers(tmp_path: Path) -> None:
     """Its error then names `flockstep resume`, as that of a single lost worker does."""
-    supervisor = Supervisor(1, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
-    supervisor._state.gone.update(supervisor.standings)
+    supervisor = supervisor_of(1, tmp_path)
+    supervisor.peers[0].gone = True
     with pytest.raises(PeerLost, match="every worker was lost"):
         supervisor._finished()
 
@@ -58,10 +69,9 @@ def test_the_loss_of_every_worker_is_a_loss_of_peers(tmp_path: Path) -> None:
 def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").write_text("a file in place of the folder")
     checkpoints = Checkpointer(tmp_path)
-    start = lambda node_spec: None, lambda *given: None
-    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
-    supervisor._state.went = 0.0
-    checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
+    supervisor = supervisor_of(3, tmp_path, checkpoints, min_workers=1)
+    supervisor.peers.went = 0.0
+    checkpoints.begin(Peers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
     supervisor._changes.look()
     said = "worker 1 did not leave after SIGTERM: "
@@ -80,7 +90,7 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
 def test_a_checkpoint_that_is_due_does_not_let_workers_leave_that_go_on(tmp_path: Path) -> None:
     """A worker leaves at a checkpoint after which the nodes stay stopped."""
     checkpoints = Checkpointer(tmp_path)
-    checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
+    checkpoints.begin(Peers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
     checkpoints.why_not = ""
     assert checkpoints.is_cut is False
     checkpoints.cut()

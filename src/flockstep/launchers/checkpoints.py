@@ -27,8 +27,7 @@ from flockstep.drivers.resizing import require_resizable
 from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import CompositionError, ConfigurationError, RunError
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.link import ProcessLink
-from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.peers import Peers
 from flockstep.launchers.wait_monitor import joined_and, on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.nodes import Cluster
@@ -82,7 +81,7 @@ class Checkpointer:
         self._config, self._scripts = config, scripts
         self._offered: set[Address] = set()
         """Workers whose scripts have called `flockstep.checkpoint`."""
-        self._links: Mapping[Address, ProcessLink] = {}
+        self._peers = Peers(0, 0.0)
         self._strategy: Strategy
         self._cluster: Cluster
         self._phase: Stage = "idle"
@@ -129,16 +128,16 @@ class Checkpointer:
         """Whether some nodes must still stop for a checkpoint."""
         return self._phase == "stopping"
 
-    def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy, cluster: Cluster) -> None:
+    def begin(self, peers: Peers, strategy: Strategy, cluster: Cluster) -> None:
         """Start the wait for the first checkpoint, because all nodes are ready and the run begins."""
-        self._links, self._strategy, self._cluster = links, strategy, cluster
+        self._peers, self._strategy, self._cluster = peers, strategy, cluster
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
             self.why_not = f"a run with {strategy} has no checkpoints"
         self._since = time.monotonic()
 
-    def look(self, standings: Mapping[Address, NodeProgress]) -> None:
-        """Start a checkpoint if the interval since the previous checkpoint has passed.
+    def look(self, step: int) -> None:
+        """Start a checkpoint if the interval since the previous one has passed; `step`: steps of the slowest worker.
 
         Raises:
             RunError: the scripts have taken steps without a call of `flockstep.checkpoint`, so that no checkpoint can
@@ -146,7 +145,6 @@ class Checkpointer:
         """
         if self.busy or self._over or self._every is None:
             return
-        step = min((standings[address].step for address in self._links if address >= 0), default=0)
         if self._every.due(step - self._step, time.monotonic() - self._since):
             if self.missing and step < CALLED:
                 return
@@ -190,13 +188,13 @@ class Checkpointer:
                     require_checkpoints(self._strategy)
             case "count" if int(note["wave"]) == self._wave and self._phase == "stopping":
                 self._answers[address] = note
-                if len(self._answers) == len(self._links):
+                if len(self._answers) == len(self._peers.links):
                     self._count()
             case "copy" | "write" | "skip" | "fail" if note["folder"] != self._folder.name:
                 pass  # of a checkpoint that was given up
             case "copy" if self._phase == "copying":
                 self._seconds[address] = float(note["seconds"])
-                if len(self._seconds) == len(self._links):
+                if len(self._seconds) == len(self._peers.links):
                     self._phase = "writing"
                     reach("states.copied")
                     self._let_go(hold=self._staying)
@@ -250,7 +248,7 @@ class Checkpointer:
         """Abandon an incomplete checkpoint, because the run has ended; `failed` says that the run ended with an error,
         which the user has to see first.
         """
-        if not failed and self._every is not None and self.missing and self._links:
+        if not failed and self._every is not None and self.missing and self._peers.links:
             self._say(f"no checkpoint was taken, because {self.missing}")
         self._over, self._staying = True, True
         self._give_up()
@@ -297,7 +295,7 @@ class Checkpointer:
         self._before = now
         if self._aligns and (behind := self._behind(now)):
             for rank, step in behind.items():
-                self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": step})
+                self._peers.links[rank].tell(CHECKPOINT, {"do": "stop", "after": step})
             self._ask()
             return
         if still and all(note["state"] == STOPPED for note in now.values()):
@@ -314,7 +312,7 @@ class Checkpointer:
             self._released += 1
             steps = {rank: int(one["step"]) for rank, one in now.items() if rank >= 0 and one["state"] == STOPPED}
             for rank in [rank for rank, step in steps.items() if step == min(steps.values())]:
-                self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
+                self._peers.links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
         self._ask()
 
     @property
@@ -339,7 +337,7 @@ class Checkpointer:
         thread = ThreadPoolExecutor(1, "flockstep-checkpoint")
         self._linked = thread.submit(disk.keep_pending, self._folder, tuple(latest.values()))
         thread.shutdown(wait=False)
-        for address, link in self._links.items():
+        for address, link in self._peers.links.items():
             folder = self._folder.name if self._hosts.has(address) else str(self._folder)
             link.tell(CHECKPOINT, {"do": "copy", "folder": folder, "wait": int(self._staying)})
 
@@ -376,7 +374,7 @@ class Checkpointer:
 
     def _finish(self) -> None:
         """Complete the checkpoint once all nodes have written their states."""
-        if self._phase != "writing" or len(self._written) < len(self._links):
+        if self._phase != "writing" or len(self._written) < len(self._peers.links):
             return
         shards = [one for one in self._written.values() if isinstance(one, Shard)]
         reasons = {one for one in self._written.values() if isinstance(one, str)}
@@ -429,7 +427,7 @@ class Checkpointer:
     @property
     def missing(self) -> str:
         """Why no checkpoint can be taken yet: a script has not called `flockstep.checkpoint`; empty if all have."""
-        late = [rank for rank in sorted(self._links) if rank >= 0 and rank not in self._offered]
+        late = [rank for rank in sorted(self._peers.links) if rank >= 0 and rank not in self._offered]
         if not late or not self._scripts:
             return ""
         scripts, have = ("script of worker", "has") if len(late) == 1 else ("scripts of workers", "have")
@@ -446,7 +444,7 @@ class Checkpointer:
             self.notes.append(text)
 
     def _tell_all(self, note: Fields) -> None:
-        for link in self._links.values():
+        for link in self._peers.links.values():
             link.tell(CHECKPOINT, note)
 
 

@@ -20,7 +20,7 @@ from flockstep.strategies.base import ResultPolicy
 
 if TYPE_CHECKING:  # a simulation needs no sockets
     from flockstep.launchers.evaluation import Evaluator
-    from flockstep.launchers.run_state import Outcome
+    from flockstep.launchers.peers import Outcome
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:

@@ -5,7 +5,8 @@ replaced.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Set
+from dataclasses import dataclass
 
 from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import FlockstepError, RunError
@@ -13,13 +14,33 @@ from flockstep.launchers.checkpoints import CALLED, Checkpointer, require_checkp
 from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomers
-from flockstep.launchers.run_state import Change, RunState
+from flockstep.launchers.peers import Change, Outcome, Peers
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
+from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 
 LEAVE_AGAIN = 10.0
 """Seconds after which workers try again to leave the run, if no checkpoint could be written before they left."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who may join a run, and how its workers have changed so far."""
+
+    requests: JoinRequests
+    newcomers: Newcomers
+    """The processes in which workers that join start."""
+    joining: Set[int] = frozenset()
+    """Ranks of workers that join from now on, without which the run continues if they are lost before all nodes are
+    ready.
+    """
+    epoch: int = 0
+    """Number of changes of the workers so far."""
+    back_to: int | None = None
+    """Smallest step of a checkpoint from which the run continues when a server is lost; None: a lost server ends the
+    run.
+    """
 
 
 class NodeChanges:
@@ -34,21 +55,18 @@ class NodeChanges:
 
     def __init__(
         self,
-        state: RunState,
+        peers: Peers,
+        outcome: Outcome,
+        config: RunConfig,
         checkpoints: Checkpointer | None,
         hosts: OtherHosts,
-        requests: JoinRequests,
-        newcomers: Newcomers,
-        least: int | None,
-        most: int | None,
-        back_to: int | None,
-        joining: Collection[int],
+        members: Members,
     ):
         """See `Supervisor` for the arguments."""
-        self._state, self._checkpoints, self._hosts = state, checkpoints, hosts
-        self._requests, self._newcomers = requests, newcomers
-        self._least, self._most, self._back_to = least, most, back_to
-        self._joining = frozenset(joining)
+        self._peers, self._outcome, self._checkpoints, self._hosts = peers, outcome, checkpoints, hosts
+        self._requests, self._newcomers = members.requests, members.newcomers
+        self._least, self._most = config.min_workers, config.max_workers
+        self._joining, self._back_to = members.joining, members.back_to
         self._leavers = set[int]()
         self._losses: list[str] = []
         """Clauses about the lost nodes without which the run is about to continue."""
@@ -76,7 +94,7 @@ class NodeChanges:
         """If workers leave or join, or a lost process is to be replaced, take a checkpoint, and change the nodes once
         it is complete.
         """
-        if self._checkpoints is None or not self._state.running or self._state.outcome.change is not None:
+        if self._checkpoints is None or not self._peers.running or self._outcome.change is not None:
             return
         self._tell_idle()
         joiners = self._joiners()
@@ -94,19 +112,16 @@ class NodeChanges:
     @property
     def _staying(self) -> int:
         """Number of workers that live and have not asked to leave."""
-        return len(set(self._state.view.ranks) - self._leavers)
+        return len(set(self._peers.view.ranks) - self._leavers)
 
     def _tell_idle(self) -> None:
         """Say once that workers cannot join, because a script does not call `flockstep.checkpoint`."""
         if self._checkpoints is None or self._checkpoints.at_intervals or self._most is None:
             return
         missing = self._checkpoints.missing
-        steps = (one.step for address, one in self._state.standings.items() if address >= 0)
-        if missing and min(steps, default=0) >= CALLED:
+        if missing and self._peers.least_step >= CALLED:
             text = f"--max-workers has no effect so far, because {missing}; call it at the top of the loop over batches"
-            if text not in self._state.outcome.warnings:
-                on_stderr(text)
-            self._state.outcome.warn(text)
+            self._outcome.warn(text, on_stderr)
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes have built the job."""
@@ -130,10 +145,7 @@ class NodeChanges:
         """Let the workers that asked to leave try again later."""
         self.refuse_joiners(why)
         for rank in sorted(self._leavers):
-            text = f"{node_name(rank)} did not leave after SIGTERM: {why}"
-            if text not in self._state.outcome.warnings:
-                on_stderr(text)
-                self._state.outcome.warnings.append(text)
+            self._outcome.warn(f"{node_name(rank)} did not leave after SIGTERM: {why}", on_stderr)
         self._leave_again = time.monotonic() + LEAVE_AGAIN
 
     def _change(self, loss: str, joined: int) -> None:
@@ -147,13 +159,13 @@ class NodeChanges:
         left = f"{names} left after SIGTERM" if names else ""
         text = f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
         reason = ", and ".join(filter(None, (*self._losses, left, text)))
-        gone = self._leavers | (set(range(self._state.workers)) - set(self._state.view.ranks))
+        gone = self._leavers | (set(range(self._peers.workers)) - set(self._peers.view.ranks))
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        self._state.outcome.change = Change(gone, reason, joined, renamed=newest is not None and bool(newest.lost))
+        self._outcome.change = Change(gone, reason, joined, renamed=newest is not None and bool(newest.lost))
 
     def look_for_requests(self) -> None:
         """Start the processes of workers that want to join the run."""
-        if self._most is None or not self._state.running or self._cutting or self._may_offer:
+        if self._most is None or not self._peers.running or self._cutting or self._may_offer:
             return
         try:
             if self._requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
@@ -164,30 +176,29 @@ class NodeChanges:
     @property
     def _may_offer(self) -> bool:
         """Whether a script may still call `flockstep.checkpoint` for the first time, as its first step begins."""
-        steps = (one.step for address, one in self._state.standings.items() if address >= 0)
-        return self._checkpoints is not None and bool(self._checkpoints.missing) and min(steps, default=0) == 0
+        return self._checkpoints is not None and bool(self._checkpoints.missing) and self._peers.least_step == 0
 
     def why_no_host_joins(self, workers: int) -> str:
         """Return why `workers` workers of another host cannot join now; an empty text if they can."""
         if self._most is None:
             return NONE_JOINS
-        if not self._state.running or self._cutting:
+        if not self._peers.running or self._cutting:
             return "no worker can join just now, because the run is starting, ending or changing its workers; try again"
         return self._why_not_joined_by(workers + self._hosts.joining + self._requests.workers)
 
     def let_leave(self, ranks: Collection[int]) -> bool:
         """Let workers leave because their host is stopped; return whether the run continues without them."""
         leavers = self._leavers | set(ranks)
-        if self._least is None or self._checkpoints is None or not self._state.running:
+        if self._least is None or self._checkpoints is None or not self._peers.running:
             return False
-        if self._why_not_with(len(set(self._state.view.ranks) - leavers)):
+        if self._why_not_with(len(set(self._peers.view.ranks) - leavers)):
             return False
         self._leavers = leavers
         return True
 
     def _why_not_joined_by(self, workers: int) -> str:
         """Why this number of workers cannot join now; empty if they can."""
-        if self._state.done:
+        if self._peers.done:
             return "no worker can join, because a worker has taken its last step"
         if self._checkpoints is not None and (missing := self._checkpoints.missing):
             return (
@@ -206,7 +217,7 @@ class NodeChanges:
         Raises:
             KeyboardInterrupt: too few workers are left, so that the run ends.
         """
-        if self._least is None or self._checkpoints is None or self._state.over or address in self._leavers:
+        if self._least is None or self._checkpoints is None or self._peers.over or address in self._leavers:
             return
         if why := self._why_not_with(self._staying - 1):
             raise KeyboardInterrupt(f"{node_name(address)} left after SIGTERM, and {why}")
@@ -217,8 +228,8 @@ class NodeChanges:
         if self._least is not None and workers < self._least:
             return f"the {workers} remaining workers are fewer than --min-workers {self._least}"
         try:
-            if self._state.outcome.strategy is not None:
-                self._state.outcome.strategy.check(workers)
+            if self._outcome.strategy is not None:
+                self._outcome.strategy.check(workers)
         except FlockstepError as error:
             return str(error)
         return ""
@@ -228,15 +239,15 @@ class NodeChanges:
         its strategy needs.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        if newest is None or address in self._state.done:
+        if newest is None or address in self._peers.done:
             return False
-        began = self._state.went is not None
-        change = self._state.outcome.change  # of another node that was lost just now
+        began = self._peers.went is not None
+        change = self._outcome.change  # of another node that was lost just now
         joined = change.joined if change is not None else self._joiners() if began else 0
         if address < 0:
             if change is not None:  # servers are started again anyway
                 return True
-            some_died = len(self._state.view.ranks) < self._state.workers
+            some_died = len(self._peers.view.ranks) < self._peers.workers
             if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
                 return False
         elif self._fewer_end_the_run(joined):
@@ -249,9 +260,9 @@ class NodeChanges:
 
         Before all nodes are ready, every strategy needs all workers.
         """
-        strategy, began = self._state.outcome.strategy, self._state.went is not None
-        survives = strategy is not None and strategy.traits.deaths(self._state.workers) >= len(self._state.missed)
-        none_leaves = self._least is None and (began or not self._joining.issuperset(self._state.missed))
+        strategy, began = self._outcome.strategy, self._peers.went is not None
+        survives = strategy is not None and strategy.traits.deaths(self._peers.workers) >= len(self._peers.missed)
+        none_leaves = self._least is None and (began or not self._joining >= self._peers.missed)
         if none_leaves or (survives and began):
             return True
         return bool(self._why_not_with(self._staying + joined))

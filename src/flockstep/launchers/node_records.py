@@ -14,7 +14,7 @@ from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import Interrupted, ProtocolError, RunError
 from flockstep.launchers.evaluation import SnapshotHandler
-from flockstep.launchers.run_state import RunState
+from flockstep.launchers.peers import Outcome, Peers
 from flockstep.messages import Address, Fields
 from flockstep.nodes import Cluster
 from flockstep.records.events import Event, NodeEvent, StepEvent
@@ -26,7 +26,7 @@ from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
 class NodeRecords:
     """Writes what the nodes of a run send to the run's folder, and passes their snapshots to the evaluation."""
 
-    def __init__(self, state: RunState, record: Path, evaluation: SnapshotHandler):
+    def __init__(self, peers: Peers, outcome: Outcome, record: Path, evaluation: SnapshotHandler):
         """`record`: the run's folder."""
         self.program_events = ProgramEvents(Cluster(0))
         """Tells which events of a server's processes belong to the record."""
@@ -35,7 +35,7 @@ class NodeRecords:
         """Fingerprint of the final parameters of each node."""
         self.flight = FlightRecorder()
         """What the launcher itself did last."""
-        self._state, self._record, self._evaluation = state, record, evaluation
+        self._peers, self._outcome, self._record, self._evaluation = peers, outcome, record, evaluation
         self._writers: dict[Address, EventWriter] = {}
         self._arriving: dict[Address, SnapshotWriter] = {}
 
@@ -43,7 +43,7 @@ class NodeRecords:
         """Open the file of a node's events, which `files` closes."""
         file = RunFolder(self._record).node_events_file(node)
         self._writers[node] = files.enter_context(EventWriter(file, MOST))
-        self._state.outcome.nodes.add(node)
+        self._outcome.nodes.add(node)
 
     def write(self, address: Address, events: list[Event]) -> None:
         """Write a node's events to the record.
@@ -59,7 +59,8 @@ class NodeRecords:
                 continue
             writer.write(event)
             if isinstance(event, StepEvent):
-                self._state.standings[address].progress(event)
+                one = self._peers[address]
+                one.step, one.loss = event.step, one.loss if event.loss is None else event.loss
             elif isinstance(event, NodeEvent):
                 self.hashes[address] = event.hash
         writer.flush()
@@ -68,17 +69,16 @@ class NodeRecords:
         """Append the events of a node's flight recorder to the recorder's file; None stands for the launcher's flight
         recorder.
         """
-        outcome = self._state.outcome
-        if self._state.went is None or isinstance(outcome.error, Interrupted):  # an interruption is no fault
+        if self._peers.went is None or isinstance(self._outcome.error, Interrupted):  # an interruption is no fault
             return
         try:
             append(self._record, address, events)
         except OSError as error:
-            outcome.warn(f"the flight recorder was not written: {error.strerror}")
+            self._outcome.warn(f"the flight recorder was not written: {error.strerror}")
 
     def keep_own_flight(self) -> None:
         """Append the launcher's flight recorder to its file, because of a fault."""
-        went = self._state.went or 0.0
+        went = self._peers.went or 0.0
         self.keep_flight(None, self.flight.taken(lambda seconds: seconds - went))
 
     def begin_snapshot(self, address: Address, node: Address, note: Fields, largest: int) -> None:
@@ -96,7 +96,7 @@ class NodeRecords:
                 self._arriving[address] = arriving
                 return
             if item.tick is None or item.tick == LAST:
-                self._state.outcome.newest.take(item)
+                self._outcome.newest.take(item)
             self._evaluation.take(item)
 
     def drop(self, address: Address) -> None:
@@ -112,4 +112,4 @@ class NodeRecords:
         except RunError as error:
             if tick == FINAL:
                 raise
-            self._state.outcome.warn(str(error))
+            self._outcome.warn(str(error))

@@ -33,17 +33,20 @@ from flockstep.launchers.children import (
 )
 from flockstep.launchers.completion import finished, first_error, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.join_requests import JoinRequests
+from flockstep.launchers.newcomers import Newcomers
+from flockstep.launchers.node_changes import Members
 from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
+from flockstep.launchers.peers import Outcome, Peer
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
-from flockstep.launchers.run_state import Outcome
-from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script_main
+from flockstep.launchers.script_entry import MODULE_ENTRY, script_main
+from flockstep.launchers.script_entry import ScriptProgram as StartedScript
 from flockstep.launchers.segment import NodesChanged, back_to, continue_record, pause_notes
-from flockstep.launchers.supervisor import Supervisor
+from flockstep.launchers.supervisor import ScriptProgram, Starters, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.messages import Address
 from flockstep.records import owner
@@ -72,7 +75,7 @@ def launch(
     folder: Path,
     output: Output = SHOWN,
     overwrite: bool = False,
-    show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
+    show: Callable[[dict[Address, Peer]], None] = lambda nodes: None,
     gathering: Gathering | None = None,
 ) -> Summary:
     """Run a user's script on `config.workers` processes, and write the record.
@@ -142,7 +145,7 @@ class _ChangingRun:
     gathering: Gathering | None
     """The hosts of the run, of which this one coordinates; None: all processes are on this machine."""
     hosts: OtherHosts
-    show: Callable[[dict[Address, NodeProgress]], None]
+    show: Callable[[dict[Address, Peer]], None]
 
     def run(self, config: RunConfig, output: Output, resumed: Checkpoint | None = None) -> None:
         """Run the script, and begin the script again from a checkpoint whenever workers leave or join.
@@ -197,7 +200,7 @@ def _continued(
 def resume_script(
     folder: Path,
     sink: Sink = to_terminal,
-    show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
+    show: Callable[[dict[Address, Peer]], None] = lambda nodes: None,
     workers: int | None = None,
     gathering: Gathering | None = None,
 ) -> Summary:
@@ -399,7 +402,7 @@ class ScriptStarter:
         self._scripts: dict[int, Script] = {}
         threads = config.threads or (None if _threads_chosen() else 1)
         environment = common_environment(config.threads, config.workers, len(self._ranks))
-        self._program = ScriptProgram(script, tuple(arguments), unbuffered(environment), threads)
+        self._program = StartedScript(script, tuple(arguments), unbuffered(environment), threads)
         early = {name: text for name, text in self._program.environment.items() if name in EARLY}
         start_fork_server(_preload(script, arguments, config.transport), early)
 
@@ -436,7 +439,7 @@ def supervise(
     record: RunFolder,
     hosts: OtherHosts,
     ended: Callable[[], None] = lambda: None,
-    show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
+    show: Callable[[dict[Address, Peer]], None] = lambda standings: None,
     checkpoints: Checkpointer | None = None,
     left: NodesChanged | None = None,
 ) -> None:
@@ -469,7 +472,7 @@ def supervise(
             outcome.warnings.append(f"the script failed in a later call of distribute: {error}")
             outcome.error = None
         if outcome.change is not None and error is None:
-            error = outcome.error = NodesChanged(outcome.change, supervisor, config.workers, run.epoch)
+            error = outcome.error = NodesChanged(outcome.change, supervisor)
         conclude(record, config, outcome)
         if error is not None:
             raise error
@@ -483,7 +486,7 @@ class _ScriptRun:
     config: RunConfig
     record: RunFolder
     hosts: OtherHosts
-    show: Callable[[dict[Address, NodeProgress]], None]
+    show: Callable[[dict[Address, Peer]], None]
     checkpoints: Checkpointer | None
     left: NodesChanged | None
     """The change of the workers after which the scripts begin again; None: the run begins."""
@@ -494,11 +497,6 @@ class _ScriptRun:
     def path(self) -> Path:
         """Folder of the record of the first call."""
         return self.record.path.resolve()
-
-    @property
-    def epoch(self) -> int:
-        """Number of changes of the workers so far."""
-        return 0 if self.left is None else self.left.epoch + 1
 
     @property
     def notes(self) -> list[str]:
@@ -514,35 +512,23 @@ class _ScriptRun:
         self, place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
     ) -> Supervisor:
         """The supervisor of a call whose record is in `place`; see `Supervisor` for `within` and `ended`."""
-        config, left = self.config, self.left
+        config, left, hosts = self.config, self.left, self.hosts
         resumed = None if self.checkpoints is None else self.checkpoints.resumed
+        back = back_to(config, resumed, left) if hosts.here else None
+        if left is None:
+            members = Members(JoinRequests(place), Newcomers(), back_to=back)
+        else:
+            members = Members(left.supervisor.members.requests, Newcomers(), left.joining, left.epoch + 1, back)
         return Supervisor(
-            config.workers,
-            Transport.parse(config.transport or "shared_memory"),
-            config.heartbeat or HEARTBEAT,
+            config,
             place,
-            lambda spec: self.hosts.start(spec) if self.hosts.has(spec.address) else self.start(spec),
-            start_server,
-            self.show,
-            patience=None,
-            step_timeout=config.step_timeout,
-            link_timeout=link_timeout_of(config),
-            seed=config.seed,
-            imports=config.imports,
-            bad_gradients=config.bad_gradients,
-            hosts=self.hosts,
-            begin_call=self.begin_call,
-            within=within,
-            ended=ended,
+            Starters(
+                lambda spec: hosts.start(spec) if hosts.has(spec.address) else self.start(spec), start_server, hosts
+            ),
+            ScriptProgram(self.begin_call, within, ended, train_instead(config.job)),
+            show=self.show,
             checkpoints=self.checkpoints if within is None else None,
-            least=config.min_workers,
-            most=config.max_workers,
-            requests=None if left is None else left.supervisor.requests,
-            joining=() if left is None else left.joining,
-            epoch=self.epoch,
-            back_to=back_to(config, resumed, left) if self.hosts.here else None,
-            unjoined=train_instead(config.job),
-            strategy=config.strategy if config.strategy_given else "",
+            members=members,
         )
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:

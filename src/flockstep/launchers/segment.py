@@ -14,15 +14,14 @@ from flockstep.launchers.children import KERNELS, Child, fork
 from flockstep.launchers.completion import finished, settle
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
-from flockstep.launchers.gathering import HEARTBEAT, link_timeout_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
-from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.node_changes import Members
+from flockstep.launchers.peers import Change, Peer
 from flockstep.launchers.resizing import ResizedRun
-from flockstep.launchers.run_state import Change
-from flockstep.launchers.supervisor import Supervisor
+from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records.checkpoints import Checkpoint
@@ -34,17 +33,17 @@ from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 from flockstep.workloads.own_data import OwnData
 
-Show = Callable[[dict[Address, NodeProgress], int], None]
+Show = Callable[[dict[Address, Peer], int], None]
 _RESTARTED = "the workers, and new servers,"
 
 
 class NodesChanged(Interrupted):
     """Raised when the nodes of a run change, while the processes of the other workers wait to continue."""
 
-    def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
-        """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
+    def __init__(self, change: Change, supervisor: Supervisor):
         super().__init__(change.reason)
-        self.supervisor, self.gone, self.epoch, self.since = supervisor, change.gone, epoch, change.since
+        self.supervisor, self.gone, self.since = supervisor, change.gone, change.since
+        self.epoch, workers = supervisor.members.epoch, supervisor.peers.workers
         self.lost = supervisor.outcome.lost.values()
         """The losses of the segment that has ended."""
         self.others = "the other workers" if change.gone else "the run" if change.joined else _RESTARTED
@@ -112,7 +111,7 @@ class RunSegment:
                 self.record.note(self.resumed.manifest.seconds, pause_notes(self.left, supervisor))
             notes += self._notes(supervisor, evaluation, checkpoints)
             if outcome.change is not None:
-                raise NodesChanged(outcome.change, supervisor, self.config.workers, self._epoch)
+                raise NodesChanged(outcome.change, supervisor)
             if error is not None:
                 raise error
             self.record.check_whole(outcome.nodes)
@@ -122,17 +121,8 @@ class RunSegment:
         return self.record.path.resolve()
 
     @property
-    def _epoch(self) -> int:
-        """Number of changes of the nodes so far."""
-        return 0 if self.left is None else self.left.epoch + 1
-
-    @property
     def _transport(self) -> Transport:
         return Transport.parse(self.config.transport or "shared_memory")
-
-    @property
-    def _back_to(self) -> int | None:
-        return None if self.parts is not None else back_to(self.config, self.resumed, self.left)
 
     def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
         """Takes the checkpoints; None if micro-batches are in flight at every time.
@@ -149,43 +139,25 @@ class RunSegment:
         return taker
 
     def _supervisor(self, evaluation: Evaluator, checkpoints: Checkpointer | None) -> Supervisor:
-        config, left = self.config, None if self.left is None else self.left.supervisor
-        if self.left is not None:
-            self.hosts.rearrange(self.left.remaining, config.workers, config.to_toml())
+        config, left = self.config, self.left
+        back = None if self.parts is not None else back_to(config, self.resumed, left)
+        if left is None:
+            newcomers = Newcomers(partial(Newcomer, config, self._transport.zero_copy))
+            members = Members(JoinRequests(self._path), newcomers, back_to=back)
+        else:
+            self.hosts.rearrange(left.remaining, config.workers, config.to_toml())
+            before = left.supervisor.members
+            members = Members(before.requests, before.newcomers, left.joining, left.epoch + 1, back)
         return Supervisor(
-            config.workers,
-            self._transport,
-            config.heartbeat or HEARTBEAT,
+            config,
             self._path,
-            self._start_worker,
-            start_server,
-            lambda nodes: self.show(nodes, self.steps),
-            step_timeout=config.step_timeout,
-            link_timeout=link_timeout_of(config),
+            Starters(self._start_worker, start_server, self.hosts),
+            JobProgram(self.every, self.parts),
+            show=lambda peers: self.show(peers, self.steps),
             evaluation=evaluation,
-            seed=config.seed,
-            imports=config.imports,
-            bad_gradients=config.bad_gradients,
-            every=self.every,
-            hosts=self.hosts,
             checkpoints=checkpoints,
-            least=config.min_workers,
-            most=config.max_workers,
-            requests=JoinRequests(self._path) if left is None else left.requests,
-            newcomers=self._newcomers() if left is None else left.newcomers,
-            joining=self._joining,
-            epoch=self._epoch,
-            back_to=self._back_to,
-            parts=self.parts,
+            members=members,
         )
-
-    @property
-    def _joining(self) -> set[int]:
-        """Ranks of the workers that have not trained before the change."""
-        return set() if self.left is None else self.left.joining
-
-    def _newcomers(self) -> Newcomers:
-        return Newcomers(partial(Newcomer, self.config, self._transport.zero_copy))
 
     def _start_worker(self, node_spec: NodeSpec) -> Child | None:
         """Let a process that continues, or one that has prepared to join, take part; otherwise start one."""
@@ -195,7 +167,7 @@ class RunSegment:
             return left.supervisor.begin_again(before, self.hosts.again(node_spec), config.to_toml())
         if self.hosts.has(node_spec.address):
             return self.hosts.start(node_spec, config="" if left is None else config.to_toml())
-        if left is not None and (newcomer := left.supervisor.newcomers.next()) is not None:
+        if left is not None and (newcomer := left.supervisor.members.newcomers.next()) is not None:
             return newcomer.begin(node_spec, config)
         kernels = [KERNELS] if self._transport.zero_copy else ()
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels)

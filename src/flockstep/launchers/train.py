@@ -170,7 +170,7 @@ def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[]
         finally:
             now.supervisor.close()
             if change is None:
-                now.supervisor.newcomers.end()
+                now.supervisor.members.newcomers.end()
 
 
 def resume(
