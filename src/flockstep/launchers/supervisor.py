@@ -207,7 +207,7 @@ class Supervisor:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
             where = self._last_checkpoint()
-            begun = self._state.went is not None
+            begun = self.peers.went is not None
             kept = "everything computed so far is in the record" if begun else "no worker had begun to train"
             self.outcome.error = Interrupted(f"{str(stop) or 'interrupted'}; {kept}{where}")
         except Exception as error:  # noqa: BLE001 - of the system: no folder for the sockets, no more processes, …
