@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.cli.app import run
 from flockstep.launchers.children import Child
-from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from support.jobs import run_of
 from support.processes import RealRun
 
@@ -146,7 +146,7 @@ def test_a_system_that_gives_no_process_ends_the_run_in_order(tmp_path: Path) ->
     def refused(*_: object) -> Child:
         raise OSError("no more processes")
 
-    supervisor = Supervisor(run_of(2), tmp_path / "run", Starters(refused, refused), JobProgram())
+    supervisor = Supervisor(run_of(2), tmp_path / "run", Starters(refused, refused), RunOfJob())
     assert str(supervisor.run().error) == "the run could not be supervised: OSError: no more processes"
 
 

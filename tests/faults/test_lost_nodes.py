@@ -18,8 +18,8 @@ from flockstep.drivers.setup import prepare
 from flockstep.launchers.children import Forked, fork, kill_all
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.link import ProcessLink
-from flockstep.launchers.peers import Peer
-from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
+from flockstep.launchers.peers import RunPeer
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.records.config import RunConfig
 from support.jobs import go_on, paced
 from support.matrix import few
@@ -153,7 +153,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     def start(node_spec: NodeSpec) -> None:
         workers.append(fork(worker_main, (replace(node_spec, supervisor=0), 1, config.to_toml())))
 
-    def signal_once(standings: dict[int, Peer]) -> None:
+    def signal_once(standings: dict[int, RunPeer]) -> None:
         if min(one.step for one in standings.values()) > 50 and not sent:
             sent.append(kind)
             os.kill(workers[1].pid, kind)
@@ -167,7 +167,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     monkeypatch.setattr(ProcessLink, "tell", counted)
     folder = tmp_path / "run"
     of_run = replace(config, transport="ipc", heartbeat=3.0)
-    supervisor = Supervisor(of_run, folder, Starters(start, lambda *given: None), JobProgram(), signal_once)
+    supervisor = Supervisor(of_run, folder, Starters(start, lambda *given: None), RunOfJob(), signal_once)
     try:
         outcome = supervisor.run()
         assert re.match(r"worker 1 has ended, or has not answered for 3 s at about step \d+", str(outcome.error))

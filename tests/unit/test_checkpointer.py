@@ -12,7 +12,7 @@ from flockstep.drivers.checkpoints import ENDED, RUNNING, STOPPED
 from flockstep.errors import RunError
 from flockstep.launchers import checkpoints
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.peers import Peer, Peers
+from flockstep.launchers.peers import RunPeer, RunPeers
 from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval
@@ -30,11 +30,11 @@ class Link:
         self.told.append(note)
 
 
-def peers_with(links: dict[Address, Link]) -> Peers:
+def peers_with(links: dict[Address, Link]) -> RunPeers:
     """Two workers and a server that have joined."""
-    peers = Peers(2, 5.0)
+    peers = RunPeers(2, 5.0)
     for address, link in links.items():
-        peers.setdefault(address, Peer()).link = link  # type: ignore[assignment]
+        peers.setdefault(address, RunPeer()).link = link  # type: ignore[assignment]
     return peers
 
 

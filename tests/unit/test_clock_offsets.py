@@ -18,7 +18,7 @@ from flockstep.drivers.node_creation import make_worker
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.drivers.real import NodeConnection
 from flockstep.expression import to_data
-from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder
@@ -54,7 +54,7 @@ def test_times_of_a_host_with_another_clock_are_recorded_on_the_supervisors(tmp_
         nodes.append(threading.Thread(target=took_part, args=(node_spec, ahead[node_spec.address])))
         nodes[-1].start()
 
-    supervisor = Supervisor(run_of(2), tmp_path, Starters(start, lambda *given: None), JobProgram())
+    supervisor = Supervisor(run_of(2), tmp_path, Starters(start, lambda *given: None), RunOfJob())
     outcome = supervisor.run()
     for node in nodes:
         node.join()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
-from flockstep.launchers.peers import SETTLING, Peer, Peers
+from flockstep.launchers.peers import SETTLING, RunPeer, RunPeers
 
 
 class Process:
@@ -41,7 +41,7 @@ class Watched:
         self.watch(local)
 
     def watch(self, local: bool, memory: OutOfMemoryDetector | None = None) -> None:
-        one: Any = (peers := Peers(1, 5.0, memory=memory, now=lambda: self.time))[0]
+        one: Any = (peers := RunPeers(1, 5.0, memory=memory, now=lambda: self.time))[0]
         one.child, one.link, self.peers = self.process if local else None, self.link, peers
 
     def gone(self, later: float = 0.0) -> str | None:
@@ -87,10 +87,10 @@ def test_an_exit_code_alone_tells_after_the_last_words() -> None:
 
 
 def test_the_slowest_worker_that_lives_tells_how_far_a_run_is() -> None:
-    peers = Peers(3, 5.0)
+    peers = RunPeers(3, 5.0)
     for rank, step in enumerate((7, 3, 5)):
         peers[rank].step = step
-    peers[-1] = Peer()
+    peers[-1] = RunPeer()
     assert peers.least_step == 3
     peers[1].gone = True
     assert peers.least_step == 5

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flockstep.cli import show
-from flockstep.launchers.peers import Peer
+from flockstep.launchers.peers import RunPeer
 from support.processes import PATIENCE, wait_until
 
 
@@ -38,7 +38,7 @@ def test_a_simulation_counts_worker_steps(screen: io.StringIO) -> None:
 
 def test_a_real_run_counts_the_mean_steps_of_its_workers(screen: io.StringIO) -> None:
     with show.standings("digits, bsp") as tell:
-        tell({0: Peer("running", 10), 1: Peer("running", 20), -1: Peer("running", 999)}, 60)
+        tell({0: RunPeer("running", 10), 1: RunPeer("running", 20), -1: RunPeer("running", 999)}, 60)
     assert "15/60 steps" in screen.getvalue()
     assert "worker 1" in screen.getvalue()
 
@@ -47,7 +47,7 @@ def test_short_work_says_nothing_without_a_terminal(capsys: pytest.CaptureFixtur
     with show.status() as say, show.bar("a") as tell, show.standings("b") as stand:
         say("part", 1, 4)
         tell(1, 4, 0.5)
-        stand({0: Peer()}, 4)
+        stand({0: RunPeer()}, 4)
     assert tuple(capsys.readouterr()) == ("", "")
 
 
@@ -71,7 +71,7 @@ def test_long_work_is_told_from_time_to_time_without_a_terminal(
             line(r"(?m)^flockstep: worker-steps of softmax, gossip, virtual 1.5 s, 100 of 400; \d+ s so far$")
     else:
         with show.standings("digits, bsp") as stand:
-            stand({0: Peer("running", 10), 1: Peer("running", 20), -1: Peer("running", 9)}, 60)
+            stand({0: RunPeer("running", 10), 1: RunPeer("running", 20), -1: RunPeer("running", 9)}, 60)
             line(r"(?m)^flockstep: steps of digits, bsp, 15 of 60; \d+ s so far$")
     capsys.readouterr()
     assert capsys.readouterr().err == ""

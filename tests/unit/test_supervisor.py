@@ -12,8 +12,8 @@ import pytest
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.peers import Peer, Peers
-from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
+from flockstep.launchers.peers import RunPeer, RunPeers
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.messages import Message
 from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy
@@ -32,7 +32,7 @@ def supervisor_of(
 ) -> Supervisor:
     starters = Starters(lambda node_spec: None, lambda *given: None)
     config = replace(run_of(workers), min_workers=min_workers)
-    return Supervisor(config, folder, starters, JobProgram(), checkpoints=checkpoints)
+    return Supervisor(config, folder, starters, RunOfJob(), checkpoints=checkpoints)
 
 
 def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None
     links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
     result = np.arange(5.0)
     for address, link in links.items():
-        supervisor.peers.setdefault(address, Peer()).link = link
+        supervisor.peers.setdefault(address, RunPeer()).link = link
     supervisor._records.hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
     supervisor._dismiss(result)
     assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
@@ -71,7 +71,7 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     checkpoints = Checkpointer(tmp_path)
     supervisor = supervisor_of(3, tmp_path, checkpoints, min_workers=1)
     supervisor.peers.went = 0.0
-    checkpoints.begin(Peers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
+    checkpoints.begin(RunPeers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
     supervisor._changes.look()
     said = "worker 1 did not leave after SIGTERM: "
@@ -90,7 +90,7 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
 def test_a_checkpoint_that_is_due_does_not_let_workers_leave_that_go_on(tmp_path: Path) -> None:
     """A worker leaves at a checkpoint after which the nodes stay stopped."""
     checkpoints = Checkpointer(tmp_path)
-    checkpoints.begin(Peers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
+    checkpoints.begin(RunPeers(0, 5.0), Strategy.parse("all_reduce"), Cluster(0, 0))
     checkpoints.why_not = ""
     assert checkpoints.is_cut is False
     checkpoints.cut()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flockstep.launchers.output import Sink
-    from flockstep.launchers.peers import Peer
+    from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
 
 
@@ -69,14 +69,14 @@ MOST_HELD = 1 << 18
 
 
 @contextmanager
-def standings(title: str) -> Iterator[Callable[[dict[Address, Peer], int], None]]:
+def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], None]]:
     """Context manager that shows a live table of the nodes of a real run, and the time left; if standard error is not
     a terminal, a line is printed every `PERIOD` seconds.
     """
     if not console.is_terminal:
         with _lines() as say:
 
-            def tell(nodes: dict[Address, Peer], steps: int) -> None:
+            def tell(nodes: dict[Address, RunPeer], steps: int) -> None:
                 say(f"steps of {title}", _mean_step(nodes), steps)
 
             yield tell
@@ -88,14 +88,14 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, Peer], int], None]
     task = progress.add_task(title, total=None)
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
-        def show(nodes: dict[Address, Peer], steps: int) -> None:
+        def show(nodes: dict[Address, RunPeer], steps: int) -> None:
             progress.update(task, completed=int(_mean_step(nodes)), total=steps or None)  # a script does not tell them
             live.update(Group(progress, node_table(nodes)))
 
         yield show
 
 
-def _mean_step(nodes: dict[Address, Peer]) -> float:
+def _mean_step(nodes: dict[Address, RunPeer]) -> float:
     """Mean number of steps of the workers."""
     return statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
 
@@ -182,7 +182,7 @@ def _progress(unit: str = "") -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def node_table(nodes: dict[Address, Peer]) -> Table:
+def node_table(nodes: dict[Address, RunPeer]) -> Table:
     """Return a table of the state of every node of a run, with the nodes' losses if any loss is known.
 
     The loss of a user's script is known if the script gives it to `record_loss`.
@@ -205,7 +205,7 @@ def node_table(nodes: dict[Address, Peer]) -> Table:
 
 
 @contextmanager
-def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, Peer]], None], Sink]]:
+def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, RunPeer]], None], Sink]]:
     """Context manager that yields two functions: one shows the nodes of a run, the other prints the output of scripts.
 
     Without a terminal, only output is printed.
@@ -238,7 +238,7 @@ class _ScriptDisplay:
         self._waiting = bytearray()
         self._stopped = threading.Event()
 
-    def show(self, nodes: dict[Address, Peer]) -> None:
+    def show(self, nodes: dict[Address, RunPeer]) -> None:
         """Show the state of every node."""
         if not self._stopped.is_set():
             self._live.update(node_table(nodes))

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.output import Sink
-    from flockstep.launchers.peers import Peer
+    from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
     from flockstep.records.events import Event
 
-Standings = Callable[["dict[Address, Peer]", int], Any]
+Standings = Callable[["dict[Address, RunPeer]", int], Any]
 """Type of functions that are called with the state of every node of a real run, and the number of steps of a worker; 0
 if it is not known.
 """

@@ -27,7 +27,7 @@ from flockstep.drivers.resizing import require_resizable
 from flockstep.drivers.script_resizing import require_script_resizable
 from flockstep.errors import CompositionError, ConfigurationError, RunError
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.peers import Peers
+from flockstep.launchers.peers import RunPeers
 from flockstep.launchers.wait_monitor import joined_and, on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.nodes import Cluster
@@ -81,7 +81,7 @@ class Checkpointer:
         self._config, self._scripts = config, scripts
         self._offered: set[Address] = set()
         """Workers whose scripts have called `flockstep.checkpoint`."""
-        self._peers = Peers(0, 0.0)
+        self._peers = RunPeers(0, 0.0)
         self._strategy: Strategy
         self._cluster: Cluster
         self._phase: Stage = "idle"
@@ -128,7 +128,7 @@ class Checkpointer:
         """Whether some nodes must still stop for a checkpoint."""
         return self._phase == "stopping"
 
-    def begin(self, peers: Peers, strategy: Strategy, cluster: Cluster) -> None:
+    def begin(self, peers: RunPeers, strategy: Strategy, cluster: Cluster) -> None:
         """Start the wait for the first checkpoint, because all nodes are ready and the run begins."""
         self._peers, self._strategy, self._cluster = peers, strategy, cluster
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)

@@ -11,7 +11,7 @@ from flockstep.communicator.joining import BESIDE, COMMUNICATOR
 from flockstep.drivers.member import Hello
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import ProcessLink
-from flockstep.launchers.peers import Peers
+from flockstep.launchers.peers import RunPeers
 from flockstep.messages import Address, node_name
 from flockstep.transports.links import Frames
 
@@ -19,7 +19,7 @@ from flockstep.transports.links import Frames
 class Communicators:
     """The communicators of the processes of a run, which are connected to each other as soon as all exist."""
 
-    def __init__(self, peers: Peers):
+    def __init__(self, peers: RunPeers):
         self._peers = peers
         self._met: set[Address] = set()
         """Processes whose communicator is connected to all others."""

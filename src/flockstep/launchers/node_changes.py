@@ -14,7 +14,7 @@ from flockstep.launchers.checkpoints import CALLED, Checkpointer, require_checkp
 from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomers
-from flockstep.launchers.peers import Change, Outcome, Peers
+from flockstep.launchers.peers import Change, Outcome, RunPeers
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig
@@ -55,7 +55,7 @@ class NodeChanges:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: RunPeers,
         outcome: Outcome,
         config: RunConfig,
         checkpoints: Checkpointer | None,

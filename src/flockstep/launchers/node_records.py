@@ -14,7 +14,7 @@ from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import Interrupted, ProtocolError, RunError
 from flockstep.launchers.evaluation import SnapshotHandler
-from flockstep.launchers.peers import Outcome, Peers
+from flockstep.launchers.peers import Outcome, RunPeers
 from flockstep.messages import Address, Fields
 from flockstep.nodes import Cluster
 from flockstep.records.events import Event, NodeEvent, StepEvent
@@ -26,7 +26,7 @@ from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
 class NodeRecords:
     """Writes what the nodes of a run send to the run's folder, and passes their snapshots to the evaluation."""
 
-    def __init__(self, peers: Peers, outcome: Outcome, record: Path, evaluation: SnapshotHandler):
+    def __init__(self, peers: RunPeers, outcome: Outcome, record: Path, evaluation: SnapshotHandler):
         """`record`: the run's folder."""
         self.program_events = ProgramEvents(Cluster(0))
         """Tells which events of a server's processes belong to the record."""

@@ -90,7 +90,7 @@ class Change:
 
 
 @dataclass(eq=False)
-class Peer:
+class RunPeer:
     """One process of a run."""
 
     state: Literal["starting", "running", "done", "lost", "failed"] = "starting"
@@ -124,7 +124,7 @@ class Peer:
     """Time at which the process was first seen ended, or its link broken."""
 
 
-class Peers(dict[Address, Peer]):
+class RunPeers(dict[Address, RunPeer]):
     """Address → process, for all processes that a run expects: its workers, and its servers once they are known."""
 
     went: float | None = None
@@ -146,7 +146,7 @@ class Peers(dict[Address, Peer]):
         """Expect `workers` workers. `heartbeat`: seconds after which a link breaks whose process is stopped. `epoch`:
         number of changes of the workers so far. `hint`: clause for a script that ends without joining the run.
         """
-        super().__init__({rank: Peer() for rank in range(workers)})
+        super().__init__({rank: RunPeer() for rank in range(workers)})
         self.workers, self.view = workers, View(epoch, tuple(range(workers)))
         self._heartbeat, self._hint, self._now = heartbeat, hint, now
         self._memory = memory or OutOfMemoryDetector()
@@ -224,7 +224,7 @@ class Peers(dict[Address, Peer]):
         return any(one.since is not None and not one.gone for one in self.values())
 
 
-def _is_broken(one: Peer) -> bool:
+def _is_broken(one: RunPeer) -> bool:
     one.broken |= one.link is not None and one.link.disconnected()
     return one.broken
 

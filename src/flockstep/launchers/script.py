@@ -41,12 +41,11 @@ from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.node_changes import Members
 from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
-from flockstep.launchers.peers import Outcome, Peer
+from flockstep.launchers.peers import Outcome, RunPeer
 from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
-from flockstep.launchers.script_entry import MODULE_ENTRY, script_main
-from flockstep.launchers.script_entry import ScriptProgram as StartedScript
+from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script_main
 from flockstep.launchers.segment import NodesChanged, back_to, continue_record, pause_notes
-from flockstep.launchers.supervisor import ScriptProgram, Starters, Supervisor
+from flockstep.launchers.supervisor import RunOfScript, Starters, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.messages import Address
 from flockstep.records import owner
@@ -75,7 +74,7 @@ def launch(
     folder: Path,
     output: Output = SHOWN,
     overwrite: bool = False,
-    show: Callable[[dict[Address, Peer]], None] = lambda nodes: None,
+    show: Callable[[dict[Address, RunPeer]], None] = lambda nodes: None,
     gathering: Gathering | None = None,
 ) -> Summary:
     """Run a user's script on `config.workers` processes, and write the record.
@@ -145,7 +144,7 @@ class _ChangingRun:
     gathering: Gathering | None
     """The hosts of the run, of which this one coordinates; None: all processes are on this machine."""
     hosts: OtherHosts
-    show: Callable[[dict[Address, Peer]], None]
+    show: Callable[[dict[Address, RunPeer]], None]
 
     def run(self, config: RunConfig, output: Output, resumed: Checkpoint | None = None) -> None:
         """Run the script, and begin the script again from a checkpoint whenever workers leave or join.
@@ -200,7 +199,7 @@ def _continued(
 def resume_script(
     folder: Path,
     sink: Sink = to_terminal,
-    show: Callable[[dict[Address, Peer]], None] = lambda nodes: None,
+    show: Callable[[dict[Address, RunPeer]], None] = lambda nodes: None,
     workers: int | None = None,
     gathering: Gathering | None = None,
 ) -> Summary:
@@ -402,7 +401,7 @@ class ScriptStarter:
         self._scripts: dict[int, Script] = {}
         threads = config.threads or (None if _threads_chosen() else 1)
         environment = common_environment(config.threads, config.workers, len(self._ranks))
-        self._program = StartedScript(script, tuple(arguments), unbuffered(environment), threads)
+        self._program = ScriptProgram(script, tuple(arguments), unbuffered(environment), threads)
         early = {name: text for name, text in self._program.environment.items() if name in EARLY}
         start_fork_server(_preload(script, arguments, config.transport), early)
 
@@ -439,7 +438,7 @@ def supervise(
     record: RunFolder,
     hosts: OtherHosts,
     ended: Callable[[], None] = lambda: None,
-    show: Callable[[dict[Address, Peer]], None] = lambda standings: None,
+    show: Callable[[dict[Address, RunPeer]], None] = lambda standings: None,
     checkpoints: Checkpointer | None = None,
     left: NodesChanged | None = None,
 ) -> None:
@@ -486,7 +485,7 @@ class _ScriptRun:
     config: RunConfig
     record: RunFolder
     hosts: OtherHosts
-    show: Callable[[dict[Address, Peer]], None]
+    show: Callable[[dict[Address, RunPeer]], None]
     checkpoints: Checkpointer | None
     left: NodesChanged | None
     """The change of the workers after which the scripts begin again; None: the run begins."""
@@ -525,7 +524,7 @@ class _ScriptRun:
             Starters(
                 lambda spec: hosts.start(spec) if hosts.has(spec.address) else self.start(spec), start_server, hosts
             ),
-            ScriptProgram(self.begin_call, within, ended, train_instead(config.job)),
+            RunOfScript(self.begin_call, within, ended, train_instead(config.job)),
             show=self.show,
             checkpoints=self.checkpoints if within is None else None,
             members=members,

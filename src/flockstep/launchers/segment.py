@@ -19,9 +19,9 @@ from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.node_changes import Members
-from flockstep.launchers.peers import Change, Peer
+from flockstep.launchers.peers import Change, RunPeer
 from flockstep.launchers.resizing import ResizedRun
-from flockstep.launchers.supervisor import JobProgram, Starters, Supervisor
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records.checkpoints import Checkpoint
@@ -33,7 +33,7 @@ from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 from flockstep.workloads.own_data import OwnData
 
-Show = Callable[[dict[Address, Peer], int], None]
+Show = Callable[[dict[Address, RunPeer], int], None]
 _RESTARTED = "the workers, and new servers,"
 
 
@@ -152,7 +152,7 @@ class RunSegment:
             config,
             self._path,
             Starters(self._start_worker, start_server, self.hosts),
-            JobProgram(self.every, self.parts),
+            RunOfJob(self.every, self.parts),
             show=lambda peers: self.show(peers, self.steps),
             evaluation=evaluation,
             checkpoints=checkpoints,

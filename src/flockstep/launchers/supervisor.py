@@ -50,7 +50,7 @@ from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.node_changes import Members, NodeChanges
 from flockstep.launchers.node_records import NodeRecords
 from flockstep.launchers.open_files import require_open_files
-from flockstep.launchers.peers import Change, Outcome, Peer, Peers, successor
+from flockstep.launchers.peers import Change, Outcome, RunPeer, RunPeers, successor
 from flockstep.launchers.settings_comparison import SettingsComparison
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
@@ -102,7 +102,7 @@ class Starters:
 
 
 @dataclass(frozen=True)
-class JobProgram:
+class RunOfJob:
     """What the workers of a declared job run; their processes end soon after a successful run."""
 
     every: int = 0
@@ -112,7 +112,7 @@ class JobProgram:
 
 
 @dataclass(frozen=True)
-class ScriptProgram:
+class RunOfScript:
     """What the workers of a launched run run: a script, which may go on after the run, must exit with code 0, and may
     call `distribute` again.
     """
@@ -146,8 +146,8 @@ class Supervisor:
         config: RunConfig,
         record: Path,
         starters: Starters,
-        program: JobProgram | ScriptProgram,
-        show: Callable[[dict[Address, Peer]], None] = lambda peers: None,
+        program: RunOfJob | RunOfScript,
+        show: Callable[[dict[Address, RunPeer]], None] = lambda peers: None,
         evaluation: SnapshotHandler | None = None,
         checkpoints: Checkpointer | None = None,
         members: Members | None = None,
@@ -159,13 +159,13 @@ class Supervisor:
         self._config, self._record, self._starters, self._program = config, record, starters, program
         self._workers, self._transport = config.workers, Transport.parse(config.transport or "shared_memory")
         self._heartbeat, self._hosts = config.heartbeat or HEARTBEAT, starters.hosts
-        script = program if isinstance(program, ScriptProgram) else None
-        self._script, self._initial = script, program.parts if isinstance(program, JobProgram) else None
+        script = program if isinstance(program, RunOfScript) else None
+        self._script, self._initial = script, program.parts if isinstance(program, RunOfJob) else None
         sizes = () if self._initial is None else self._initial.sizes
         self.outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         self.members = members or Members(JoinRequests(record), Newcomers())
         unjoined = "" if script is None else script.unjoined
-        self.peers = Peers(config.workers, self._heartbeat, self.members.epoch, unjoined)
+        self.peers = RunPeers(config.workers, self._heartbeat, self.members.epoch, unjoined)
         self._show, self._checkpoints = show, checkpoints
         self._changes = NodeChanges(self.peers, self.outcome, config, checkpoints, self._hosts, self.members)
         within = None if script is None else script.within
@@ -578,7 +578,7 @@ class Supervisor:
         for address in self._cluster.processes[self._workers :]:
             if address not in self.peers:
                 require_open_files(1, more=0)
-                self.peers[address] = Peer()
+                self.peers[address] = RunPeer()
                 self.peers[address].child = self._server(self._node_spec(address), self._link(0).hello)
 
     def _server(self, node_spec: NodeSpec, hello: Hello) -> Child | None:
@@ -589,7 +589,7 @@ class Supervisor:
         if self.outcome.sizes:
             servers = cluster.servers // self._parts
             group, index = groups_of(self.outcome.sizes, servers)[index // servers], index % servers
-        every = self._program.every if isinstance(self._program, JobProgram) else 0
+        every = self._program.every if isinstance(self._program, RunOfJob) else 0
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, every, self._config.imports, group)
         if self._number > 1 and all(map(self._hosts.has, range(self._workers))):
             raise ConfigurationError(
