@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, require
 from flockstep.frameworks.streams import SampleColumn, columns_of
 from flockstep.optimizers.base import Optimizer
 
@@ -108,10 +108,8 @@ class Job:
     """
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigurationError(f"batch must be >= 1, got {self.batch}; 32 is usual")
-        if not self.epochs > 0:
-            raise ConfigurationError(f"epochs must be > 0, got {self.epochs}; use for example 10")
+        require(self.batch >= 1, "batch", ">= 1", self.batch, "32 is usual")
+        require(self.epochs > 0, "epochs", "> 0", self.epochs, "use for example 10")
 
     def _repr_html_(self) -> str:
         """Return a table of the job's settings for a cell of a notebook; no model is built and no data are read."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, require
 from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.streams import SampleColumn, labels_of
 from flockstep.optimizers.base import Optimizer
@@ -131,8 +131,7 @@ class SoftmaxRegression(Model):
                 f"softmax regression needs features >= 1 and classes >= 2, got {features} and {classes}; count "
                 "both in the data"
             )
-        if not l2 >= 0:
-            raise ConfigurationError(f"l2 must be >= 0, got {l2}; use 0 for no penalty")
+        require(l2 >= 0, "l2", ">= 0", l2, "use 0 for no penalty")
         self.features, self.classes, self.l2, self.dtype = features, classes, l2, dtype
 
     @property

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass
-from flockstep.errors import ConfigurationError, FlockstepError, in_short
+from flockstep.errors import ConfigurationError, FlockstepError, in_short, require
 from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unknown
 
 NOTE = "found by running the module; layers are assumed to run one after the other"
@@ -63,8 +63,7 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
                 f"{title} needs an input tensor with a batch axis to find the number of samples, got none; pass batch="
             )
         batch = len(tensors[0])
-    if batch < 1:
-        raise ConfigurationError(f"batch must be >= 1, got {batch}; pass at least one sample")
+    require(batch >= 1, "batch", ">= 1", batch, "pass at least one sample")
     found = _Finder(module, title, batch)
     with _kept(module, tensors):
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flockstep.costs import formulas
 from flockstep.costs.layers import Layer, Pass
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.frameworks.torch_kinds import ModuleCall, register_kind
 
 
@@ -48,11 +48,12 @@ class LocallyConnected2d(nn.Module):
             ConfigurationError: a number is too small, or the window is larger than the padded inputs.
         """
         super().__init__()
-        if not _is_size(size):
-            raise ConfigurationError(
-                f"size of a locally connected layer must be two integers >= 1, the height and width of its inputs, got "
-                f"{size!r}; use for example (8, 8)"
-            )
+        plane: object = size
+        two = (
+            isinstance(plane, Sequence) and len(plane) == 2 and all(isinstance(one, int) and one >= 1 for one in plane)
+        )
+        rule = "two integers >= 1, the height and width of its inputs"
+        require(two, "size of a locally connected layer", rule, repr(size), "use for example (8, 8)")
         for name, value, least in (
             ("in_channels", in_channels, 1),
             ("out_channels", out_channels, 1),
@@ -60,15 +61,11 @@ class LocallyConnected2d(nn.Module):
             ("stride", stride, 1),
             ("padding", padding, 0),
         ):
-            if value < least:
-                raise ConfigurationError(
-                    f"{name} of a locally connected layer must be >= {least}, got {value}; use {least} or more"
-                )
-        if kernel_size > min(size) + 2 * padding:
-            raise ConfigurationError(
-                f"kernel_size of a locally connected layer must be at most the {size[0]} x {size[1]} inputs with "
-                f"{padding} places of padding on each side, got {kernel_size}; use a smaller window"
-            )
+            name = f"{name} of a locally connected layer"
+            require(value >= least, name, f">= {least}", value, f"use {least} or more")
+        rule = f"at most the {size[0]} x {size[1]} inputs with {padding} places of padding on each side"
+        fits, name = kernel_size <= min(size) + 2 * padding, "kernel_size of a locally connected layer"
+        require(fits, name, rule, kernel_size, "use a smaller window")
         self.size = tuple(size)
         self.kernel_size, self.stride, self.padding = (kernel_size,) * 2, (stride,) * 2, (padding,) * 2
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -96,11 +93,6 @@ class LocallyConnected2d(nn.Module):
         windows = x.unfold(2, self.kernel_size[0], self.stride[0]).unfold(3, self.kernel_size[1], self.stride[1])
         outputs = torch.einsum("nchwij,hwocij->nohw", windows, self.weight)
         return outputs if self.bias is None else outputs + self.bias.permute(2, 0, 1)
-
-
-def _is_size(size: object) -> bool:
-    """Whether `size` is the height and width of a plane."""
-    return isinstance(size, Sequence) and len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size)
 
 
 def _formula(call: ModuleCall) -> Layer:

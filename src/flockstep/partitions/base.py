@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import ClassVar, Literal
 
 from flockstep.collectives.base import Collective
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, require
 from flockstep.expression import Component
 
 Division = Literal["nothing", "layers", "tensors", "state"]
@@ -24,8 +24,7 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
     """Raise an error unless a partition whose workers exchange arrays by a collective has several ways, and the
     collective works on flockstep's messages.
     """
-    if ways < 2:
-        raise ConfigurationError(f"ways of {partition} must be >= 2, got {ways}; use partition=none for one worker")
+    require(ways >= 2, f"ways of {partition}", ">= 2", ways, "use partition=none for one worker")
     if not collective.over_messages:
         raise CompositionError(
             f"the ways of {partition} communicate by flockstep's messages, but {collective} opens connections of its "
@@ -35,11 +34,10 @@ def check_ways(partition: str, ways: int, collective: Collective) -> None:
 
 def check_samples(partition: str, ways: int, samples: int) -> None:
     """Raise `ConfigurationError` unless a batch, or a micro-batch, has a sample for each way."""
-    if samples < ways:
-        raise ConfigurationError(
-            f"ways of {partition} must be at most the {samples} samples of a batch or micro-batch, got {ways}; use a "
-            "larger batch, fewer micro-batches or fewer ways"
-        )
+    rule = f"at most the {samples} samples of a batch or micro-batch"
+    require(
+        ways <= samples, f"ways of {partition}", rule, ways, "use a larger batch, fewer micro-batches or fewer ways"
+    )
 
 
 class Partition(Component):
@@ -111,9 +109,7 @@ class Partition(Component):
         """Return the number of replicas that `workers` workers hold; raise `ConfigurationError` if that is no whole
         number.
         """
-        if workers < 1 or workers % self.parts:
-            raise ConfigurationError(
-                f"the number of workers must be a multiple of {self.parts} for {self}, got {workers}; use "
-                f"{max(1, workers // self.parts) * self.parts} workers"
-            )
+        whole, rule = workers >= 1 and workers % self.parts == 0, f"a multiple of {self.parts} for {self}"
+        near = max(1, workers // self.parts) * self.parts
+        require(whole, "the number of workers", rule, workers, f"use {near} workers")
         return workers // self.parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.partitions.base import Addressing, Division, Partition
 
 
@@ -30,8 +30,7 @@ class SpatialGrid(Partition):
 
     def __post_init__(self) -> None:
         for name, value in (("rows", self.rows), ("columns", self.columns)):
-            if value < 1:
-                raise ConfigurationError(f"{name} of grid must be >= 1, got {value}; use for example 2")
+            require(value >= 1, f"{name} of grid", ">= 1", value, "use for example 2")
         if self.parts < 2:
             raise ConfigurationError("a grid must have >= 2 workers, got 1 x 1; use partition=none for one worker")
 

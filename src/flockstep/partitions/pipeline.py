@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SHOWN
 from flockstep.partitions.base import Addressing, Division, Partition
 from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
@@ -15,16 +15,9 @@ from flockstep.partitions.pipeline_schedules.one_forward_one_backward import One
 
 
 def check_microbatches(microbatches: int, samples: int) -> None:
-    """Check that a batch has a sample for each micro-batch.
-
-    Raises:
-        ConfigurationError: there are fewer samples than micro-batches.
-    """
-    if samples < microbatches:
-        raise ConfigurationError(
-            f"microbatches must be at most the {samples} samples of a batch, got {microbatches}; use a larger batch or "
-            "fewer micro-batches"
-        )
+    """Raise `ConfigurationError` unless a batch has a sample for each micro-batch."""
+    rule = f"at most the {samples} samples of a batch"
+    require(microbatches <= samples, "microbatches", rule, microbatches, "use a larger batch or fewer micro-batches")
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,7 @@ class Pipeline(Partition):
 
     def __post_init__(self) -> None:
         for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):
-            if value < 1:
-                raise ConfigurationError(f"{name} of pipeline must be >= 1, got {value}; use for example 4")
+            require(value >= 1, f"{name} of pipeline", ">= 1", value, "use for example 4")
         self.schedule.check(self.stages, self.microbatches)
         if self.differences and (self.codec.lossless or not self.codec.contraction):
             raise ConfigurationError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import Component
 
 PassKind = Literal["forward", "backward", "input_backward", "weight_backward", "update"]
@@ -157,8 +157,5 @@ def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
 
 def one_microbatch(name: str, microbatches: int) -> None:
     """Raise `ConfigurationError` if a step has several micro-batches."""
-    if microbatches != 1:
-        raise ConfigurationError(
-            f"microbatches must be 1 for {name}, which updates the weights after every micro-batch, got "
-            f"{microbatches}; use pipedream_2bw to accumulate gradients"
-        )
+    rule, way_out = f"1 for {name}, which updates the weights after every micro-batch", "use pipedream_2bw"
+    require(microbatches == 1, "microbatches", rule, microbatches, f"{way_out} to accumulate gradients")

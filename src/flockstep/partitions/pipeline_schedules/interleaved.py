@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.expression import SHOWN
 from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, Turn, alternating
 
@@ -22,15 +22,11 @@ class Interleaved(FlushedSchedule):
     chunks: int = field(default=2, metadata=SHOWN)
 
     def __post_init__(self) -> None:
-        if self.chunks < 2:
-            raise ConfigurationError(f"chunks of interleaved must be >= 2, got {self.chunks}; use 1f1b for one chunk")
+        require(self.chunks >= 2, "chunks of interleaved", ">= 2", self.chunks, "use 1f1b for one chunk")
 
     def check(self, stages: int, microbatches: int) -> None:
-        if microbatches % stages:
-            raise ConfigurationError(
-                f"microbatches must be a multiple of the {stages} stages for {self}, got {microbatches}; use "
-                f"{-(-microbatches // stages) * stages}"
-            )
+        rule, near = f"a multiple of the {stages} stages for {self}", -(-microbatches // stages) * stages
+        require(microbatches % stages == 0, "microbatches", rule, microbatches, f"use {near}")
 
     def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
         turns: list[Turn] = []

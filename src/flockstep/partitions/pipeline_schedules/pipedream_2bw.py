@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import require
 from flockstep.partitions.pipeline_schedules.base import UnflushedSchedule
 
 
@@ -17,11 +17,8 @@ class PipeDream2BW(UnflushedSchedule):
     """
 
     def check(self, stages: int, microbatches: int) -> None:
-        if microbatches < stages:
-            raise ConfigurationError(
-                f"microbatches must be >= the {stages} stages for pipedream_2bw, which keeps two versions of the "
-                f"weights, got {microbatches}; use {stages} or more"
-            )
+        rule = f">= the {stages} stages for pipedream_2bw, which keeps two versions of the weights"
+        require(microbatches >= stages, "microbatches", rule, microbatches, f"use {stages} or more")
 
     def delay(self, stage: int, stages: int) -> int:
         return 1 if stages > 1 else 0
