@@ -35,14 +35,24 @@ class Trainer:
 
     def __init__(self, params: Tree, optimizer: Any, strategy: Strategy, optimizer_state: Any = None):
         """Let `strategy` coordinate the run's workers; all of them start from rank 0's `params`."""
-        _require_tree(params)
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is not None and isinstance(params, nnx.Module):  # whose gradients are a tree of another structure
+            raise ConfigurationError(
+                f"the parameters must be a pytree of arrays, got the module {type(params).__name__}; pass "
+                "nnx.state(module, nnx.Param), and put what step() returns into the module with nnx.update"
+            )
         self._tree = FlatTree(params)
         schema = self._tree.schema
         self._flat = np.empty(schema.size, schema.dtype)
         self._tree.write(params, self._flat)
         self._stepper: OptaxStepper | LocalOptimizer
         if isinstance(optimizer, optax.GradientTransformation):
-            _require_own_steps(strategy)
+            if strategy.traits.server_optimizer:
+                raise ConfigurationError(
+                    f"servers of {strategy} update slices of the parameters with an optimizer of flockstep, got an "
+                    'optax optimizer, whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use '
+                    "a strategy whose workers update the parameters, such as all_reduce or local_sgd"
+                )
             spec: Optimizer = SGD(lr=1.0)
             self._stepper = OptaxStepper(optimizer, self._tree, self._flat)
         elif isinstance(optimizer, (Optimizer, str)):
@@ -59,7 +69,10 @@ class Trainer:
         self.loop = Loop(self._flat, np.zeros_like(self._flat), schema, strategy, self._stepper, spec)
         self.loop.watch = FiniteGuard(schema, self._flat)
         if self.loop.workers > 1 and (strategy.traits.alike or strategy.traits.server_optimizer):
-            rule = self._stepper.rule if isinstance(self._stepper, OptaxStepper) else _text(spec, strategy)
+            if isinstance(self._stepper, OptaxStepper):
+                rule = self._stepper.rule
+            else:  # without the learning rate if each gradient brings its worker's own
+                rule = str(spec.with_lr(1.0) if strategy.traits.own_rates else spec)
             self.loop.exchange("settings", lambda me: self._require_equal(me, rule))
 
     @property
@@ -211,27 +224,3 @@ class OptaxStepper:
     def reset(self, params: FlatArray) -> None:
         """Initialize the optimizer's state again, from the current parameters."""
         self.state = jax.block_until_ready(self._optax.init(params.copy()))
-
-
-def _text(optimizer: Optimizer, strategy: Strategy) -> str:
-    """The expression of an optimizer; without its learning rate if each gradient brings its worker's own."""
-    return str(optimizer.with_lr(1.0) if strategy.traits.own_rates else optimizer)
-
-
-def _require_own_steps(strategy: Strategy) -> None:
-    if strategy.traits.server_optimizer:
-        raise ConfigurationError(
-            f"servers of {strategy} update slices of the parameters with an optimizer of flockstep, got an optax "
-            'optimizer, whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use a '
-            "strategy whose workers update the parameters, such as all_reduce or local_sgd"
-        )
-
-
-def _require_tree(params: Tree) -> None:
-    """Raise `ConfigurationError` for a module of Flax NNX, whose gradients are a tree of another structure."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(params, nnx.Module):
-        raise ConfigurationError(
-            f"the parameters must be a pytree of arrays, got the module {type(params).__name__}; pass "
-            "nnx.state(module, nnx.Param), and put what step() returns into the module with nnx.update"
-        )

@@ -191,7 +191,13 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
     if isinstance(whole, TorchEngine):
         check_samples("sharded", sharded.ways, job.batch // inner.microbatches)
         check_loss(engine_of(inner), whole, sharded.ways, who, "partition=none")
-        _require_own_samples(inner, whole, partition, who)
+        known = (of_all_samples(layer, list(whole.changing_buffers)) for layer in model_chain(whole.module, who))
+        why = next((one for one in known if one), None) or difference_in_shares(inner, sharded.ways)
+        if why:
+            raise ConfigurationError(
+                f"the shards of {partition} compute different samples, so that every layer must compute each sample on "
+                f"its own, got {why} of {who}; use for example nn.GroupNorm, or partition={partition.inner}"
+            )
     held = [
         [(part, sharded.collective.share(sharded.ways, size, shard))]
         for part, size in enumerate(inner.sizes)
@@ -200,14 +206,3 @@ def shard_parts(job: Job, inner: SplitModel, partition: ShardedParts) -> Sharded
     engine, parts = shards_of(inner, held, partition, who)
     words = tuple(f"shard {shard} of {layers}" for layers in inner.layers for shard in range(sharded.ways))
     return ShardedPartsModel(engine, parts, words, inner.facts, partition, inner)
-
-
-def _require_own_samples(inner: SplitModel, whole: TorchEngine, partition: ShardedParts, who: str) -> None:
-    """Raise `ConfigurationError` unless every layer computes each sample on its own."""
-    known = (of_all_samples(layer, list(whole.changing_buffers)) for layer in model_chain(whole.module, who))
-    why = next((one for one in known if one), None) or difference_in_shares(inner, partition.sharded.ways)
-    if why:
-        raise ConfigurationError(
-            f"the shards of {partition} compute different samples, so that every layer must compute each sample on its "
-            f"own, got {why} of {who}; use for example nn.GroupNorm, or partition={partition.inner}"
-        )

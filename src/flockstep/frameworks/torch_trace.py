@@ -70,7 +70,13 @@ def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
         own = tuple(one for one in owners if one not in counted)
         counted.update(owners)
         units.append(ChainLayer(name, _unit(module, part, source, target), "", tuple(map(str, whole)), own))
-    _require_used(module, units, who)
+    used = {id(one) for unit in units for one in unit.module.parameters()}
+    for name, one in module.named_parameters():
+        if one.requires_grad and id(one) not in used:
+            raise ConfigurationError(
+                f"every trainable parameter of a model that is cut into stages must be used, but {name!r} of {who} is "
+                "not; remove it, or freeze it with requires_grad_(False)"
+            )
     return units
 
 
@@ -288,13 +294,3 @@ def _only_operation(module: nn.Module) -> fx.Node | None:
         return None
     operation: fx.Node = between[0]
     return operation
-
-
-def _require_used(module: nn.Module, units: Sequence[ChainLayer], who: str) -> None:
-    used = {id(one) for unit in units for one in unit.module.parameters()}
-    for name, one in module.named_parameters():
-        if one.requires_grad and id(one) not in used:
-            raise ConfigurationError(
-                f"every trainable parameter of a model that is cut into stages must be used, but {name!r} of {who} is "
-                "not; remove it, or freeze it with requires_grad_(False)"
-            )
