@@ -77,6 +77,7 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/rooms.py
 
 tutorials: $(READY)
 	$(BIN)/python docs/tutorials.py

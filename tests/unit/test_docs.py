@@ -287,6 +287,15 @@ def test_the_picture_shows_the_runs_as_they_are_now() -> None:
     assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run python docs/picture.py"
 
 
+def test_the_page_of_the_architecture_shows_the_rooms_as_they_are_now() -> None:
+    drawing, page = script("rooms"), ROOT / "docs" / "explanation" / "architecture.md"
+    assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run make docs"
+    named = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", page.read_text("utf-8"))
+    places = (ROOT, ROOT / "src" / "flockstep")
+    assert len(named) > 20
+    assert [one for one in named if not any((place / one).exists() for place in places)] == []
+
+
 def links(path: Path) -> list[str]:
     prose = BLOCK.sub("", path.read_text("utf-8"))
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith(("http:", "https:"))]
