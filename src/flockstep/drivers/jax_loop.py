@@ -50,8 +50,8 @@ class Trainer:
             if strategy.traits.server_optimizer:
                 raise ConfigurationError(
                     f"servers of {strategy} update slices of the parameters with an optimizer of flockstep, got an "
-                    'optax optimizer, whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use '
-                    "a strategy whose workers update the parameters, such as all_reduce or local_sgd"
+                    'optax optimizer, whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or '
+                    "use a strategy whose workers update the parameters, such as all_reduce or local_sgd"
                 )
             spec: Optimizer = SGD(lr=1.0)
             self._stepper = OptaxStepper(optimizer, self._tree, self._flat)
