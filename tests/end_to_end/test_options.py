@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
+from flockstep.launchers import slurm
 from flockstep.launchers.children import Child
 from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from support.jobs import run_of
@@ -164,3 +165,42 @@ def test_a_batch_of_all_samples_is_accepted() -> None:
     own = f"{imports}job = lambda: dataclasses.replace(load_job('quadratic', 0), batch=4000)"
     Path("own.py").write_text(own)
     assert run(["simulate", "own.py", "-s", "all_reduce", *QUICK, "--out", "runs/b"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "submitted"),
+    [
+        ("train softmax -s bsp -n 4 --out r", ["train", "softmax", "-s", "bsp", "-n", "4", "--out", "r"]),
+        ("launch -n 4 --out r script.py --nodes 3", ["launch", "-n", "4", "--out", "r", "script.py", "--nodes", "3"]),
+    ],
+)
+def test_a_job_of_slurm_runs_the_command_without_the_options_for_its_submission(
+    words: str, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(slurm, "submitted", lambda *arguments: given.extend(arguments) or 5)
+    Path("script.py").write_text("")
+    name, *own = words.split()
+    more = ["--on", "slurm", "--nodes", "2"]
+    assert run([name, *more, "--cpus-per-worker", "2", "--slurm-options=-p x", *own]) == 5
+    assert given == [[name, *more, *submitted[1:]], Path("r"), 4, 2, 2.0, 0.0, "-p x", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--hosts a:2 --nodes 2", "--nodes 2 cannot be combined with --hosts; leave one of them out"),
+        ("--on slurm --coordinator d0:1", "--coordinator d0:1 cannot be combined with --on slurm; leave it out"),
+        ("--node-rank 1", "--node-rank 1 is for several hosts; add --nodes"),
+        ("--gpus-per-worker 1", "--gpus-per-worker 1.0 is for a cluster; add --on slurm or --on ray"),
+        ("--ssh s", "--ssh s is for hosts that ssh reaches; add --hosts"),
+        ("--on ray --coordinator d0:1", "is for hosts that you start yourself; leave it out with --on ray"),
+        ("--nodes 2", "a run over 2 hosts needs --node-rank; for example: --nodes 2 --node-rank 0 --coordinator"),
+    ],
+)
+def test_options_about_hosts_that_do_not_go_together(
+    options: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "softmax", "-s", "bsp", *options.split()]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not Path("runs").exists()
