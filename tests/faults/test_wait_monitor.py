@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launchers.duplicate_batches import GradientFingerprints
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor
 from flockstep.messages import Message
 from support.matrix import few
@@ -199,10 +199,10 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full() if broken else None)
-    draws = GradientFingerprints(2)
+    draws = Comparisons(2, lambda: None)
     for rank in range(2):
         draws.hear(Message(rank, "gradient", note={"step": 1, "gradient": "abc"}))
-    assert draws.reported
+    assert draws._said == {"gradient"}
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,11 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
 def test_workers_that_shard_too_few_samples_are_not_sent_to_shard(
     sharded: bool, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draws = GradientFingerprints(2, lambda: sharded)
+    draws = Comparisons(2, lambda: None)
     for rank in range(2):
+        if sharded:
+            note = {"of": "data", "digest": "d", "certain": 1, "step": 0}
+            draws.hear(Message(rank, "data", note=note))
         draws.hear(Message(rank, "gradient", note={"step": 1, "gradient": "abc"}))
     assert f"so they draw the same batches; {way}" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flockstep.drivers.data_digest import MOST, digest_of
-from flockstep.launchers.duplicate_batches import DataDigests
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 
 DIFFERENT: list[Any] = [
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_or_is_far_behind_does_not_matter(one: object, other
     ("digests", "other"), [("aa", None), ("ab", 1), ("aaa", None), ("aab", 2), ("abc", 1), ("abb", 1)]
 )
 def test_a_difference_is_reported_once(digests: str, other: int | None, capsys: pytest.CaptureFixture[str]) -> None:
-    heard = DataDigests(len(digests))
+    heard = Comparisons(len(digests), lambda: None)
     for rank, digest in enumerate(digests):
         note = {"of": "batches of loader 0", "step": 0, "certain": 0, "digest": digest}
         heard.hear(Message(rank, "data", note=note))

@@ -36,7 +36,7 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.drivers.torch_data import identity, sampled, split
 from flockstep.errors import ConfigurationError, MissingDependency
-from flockstep.launchers.duplicate_batches import DataDigests
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 
 WORKERS = 3
@@ -447,13 +447,13 @@ def test_what_has_no_batches_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 def told_of(*data: Any) -> str:
     """What the run says of the data sets of its workers: as an error, or empty if it accepts them."""
     try:
-        digests = DataDigests(len(data))
+        digests = Comparisons(len(data), lambda: None)
         for rank, each in enumerate(data):
             for what, digest, certain in (("data", identity(each), 1), ("samples", sampled(each), 0)):
                 digests.hear(Message(rank, "data", note={"of": what, "digest": digest, "certain": certain, "step": 0}))
     except ConfigurationError as error:
         return str(error)
-    return "warned" if digests.reported else ""
+    return "warned" if digests._said else ""
 
 
 class Augmented(Numbers):

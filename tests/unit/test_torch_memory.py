@@ -18,7 +18,7 @@ from flockstep.drivers.torch_memory import WorkerMemory, take_settings
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
 from flockstep.frameworks.torch_optimizers import settings_of
-from flockstep.launchers.settings_comparison import SettingsComparison
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 from flockstep.registry import names
 from flockstep.strategies.base import Strategy
@@ -273,7 +273,7 @@ def test_other_optimizers_and_other_groups_are_named():
 
 def refusal(strategy, *optimizers, step=0):
     """Why the workers may not step with these optimizers, at the start or at a step; empty if they may."""
-    comparison = SettingsComparison(len(optimizers), lambda: Strategy.parse(strategy))
+    comparison = Comparisons(len(optimizers), lambda: Strategy.parse(strategy))
     try:
         for rank, optimizer in reversed(list(enumerate(optimizers))):
             report(comparison, rank, optimizer, step)
@@ -292,7 +292,7 @@ def test_settings_are_compared_for_equal_steps_alone_and_named_with_their_values
     """A schedule changes them at every step, and workers of asynchronous strategies are at different steps."""
     first, second = (momentum(net().parameters()) for _ in range(2))
     second.param_groups[0]["lr"] = 0.2
-    comparison = SettingsComparison(2, lambda: Strategy.parse("ps(ssp(3))"))
+    comparison = Comparisons(2, lambda: Strategy.parse("ps(ssp(3))"))
     report(comparison, 0, first, 10)
     report(comparison, 1, second, 20)
     with pytest.raises(ConfigurationError, match=r"got 0.1 on worker 0 and 0.2 on worker 1 at step 10; let schedules"):
@@ -301,7 +301,7 @@ def test_settings_are_compared_for_equal_steps_alone_and_named_with_their_values
 
 def test_settings_that_may_differ_are_told_of_once_if_they_part(capsys):
     first, second = (momentum(net().parameters()) for _ in range(2))
-    comparison = SettingsComparison(2, lambda: Strategy.parse("local_sgd"))
+    comparison = Comparisons(2, lambda: Strategy.parse("local_sgd"))
     for at in (0, 10, 20):
         second.param_groups[0]["lr"] = 0.1 if at == 0 else 0.2
         report(comparison, 0, first, at)
@@ -316,7 +316,7 @@ def test_settings_that_may_differ_are_told_of_once_if_they_part(capsys):
 def test_settings_that_part_after_the_last_comparison_or_the_last_change_of_workers_are_told_of(capsys):
     first, second = (momentum(net().parameters()) for _ in range(2))
     second.param_groups[0]["momentum"] = 0.8
-    comparison = SettingsComparison(2, lambda: Strategy.parse("ps(ssp(3))"))
+    comparison = Comparisons(2, lambda: Strategy.parse("ps(ssp(3))"))
     for rank, optimizer in enumerate((first, second)):
         report(comparison, rank, optimizer, 206, ends=0)
     assert "momentum of SGD has changed to 0.9 on worker 0 and 0.8 on worker 1 at step 206" in capsys.readouterr().err

@@ -38,7 +38,7 @@ from flockstep.expression import from_data
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_program_of
 from flockstep.launchers.communicators import Communicators
-from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerprints
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.gathering import HEARTBEAT, link_timeout_of
 from flockstep.launchers.host_messages import ServerSpec
@@ -51,7 +51,6 @@ from flockstep.launchers.node_changes import Members, NodeChanges
 from flockstep.launchers.node_records import NodeRecords
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.peers import Change, Outcome, RunPeer, RunPeers, successor
-from flockstep.launchers.settings_comparison import SettingsComparison
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name
@@ -181,12 +180,7 @@ class Supervisor:
         interruption = 0.0 if self._hosts.here else 2 * link_timeout_of(config)
         self._wait_monitor = WaitMonitor(config.workers, config.step_timeout, joins=joins, interruption=interruption)
         self._communicators = Communicators(self.peers)
-        data = DataDigests(config.workers)
-        self._comparisons: dict[str, GradientFingerprints | DataDigests | SettingsComparison] = {
-            "gradient": GradientFingerprints(config.workers, lambda: data.heard),
-            "data": data,
-            "settings": SettingsComparison(config.workers, lambda: self.outcome.strategy),
-        }
+        self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start the processes, wait for the end, and tell the nodes that the run has ended.
@@ -663,7 +657,7 @@ class Supervisor:
             case "waiting":
                 self._wait_monitor.hear(address, note)
             case "gradient" | "data" | "settings":
-                self._comparisons[message.tag].hear(message)
+                self._comparisons.hear(message)
             case "snapshot":
                 node, largest = self._cluster.logical(address), self._link(address).hello.largest
                 self._records.begin_snapshot(address, node, note, largest)
