@@ -79,11 +79,9 @@ _parts: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDiction
 
 
 def split(loader: DataLoader[B], rank: int, workers: int) -> Any:
-    """Return this worker's part of a data loader; each call with the same loader returns the same object.
-
-    Raises:
-        ConfigurationError: the loader's sampler already divides the samples among workers, or a worker would get no
-            batch.
+    """Return this worker's part of a data loader; each call with the same loader returns the same object. Raise
+    `ConfigurationError` if the loader's sampler already divides the samples among workers, or a worker would get no
+    batch.
     """
     if loader not in _parts:
         _parts[loader] = _split(loader, rank, workers)

@@ -88,11 +88,8 @@ def distribute_part(
     buffers: Policy = "mean",
     timeout: float = 600.0,
 ) -> DistributedOptimizer:
-    """Call `flockstep.distribute` for the part of `modules` that `optimizer` trains.
-
-    Raises:
-        ConfigurationError: the optimizer holds no parameters of the modules, or only some parameters of a layer, or
-            `distribute` refuses the call.
+    """Call `flockstep.distribute` for the part of `modules` that `optimizer` trains; raise `ConfigurationError` if the
+    optimizer holds no parameters of the modules, or only some parameters of a layer.
     """
     with joining_run("distribute", timeout):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -107,12 +104,9 @@ def distribute_part(
 
 
 def part_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """Return the part of `module` whose trainable parameters are the parameters of `optimizer`.
-
-    It is the module itself, one of its submodules, or a `ModuleList` of several submodules.
-
-    Raises:
-        ConfigurationError: the optimizer holds some, but not all, parameters of a module without submodules.
+    """Return the part of `module` whose trainable parameters are those of `optimizer`: the module itself, one of its
+    submodules, or a `ModuleList` of several. Raise `ConfigurationError` if the optimizer holds some, but not all,
+    parameters of a module without submodules.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = dict(module.named_parameters())
@@ -194,10 +188,7 @@ def place_on_host() -> tuple[int, int]:
 
 def meet(framework: str) -> None:
     """Wait for all ranks before an operation of torch's process group, because a process in such an operation serves no
-    other worker.
-
-    Raises:
-        CompositionError: the strategy's workers serve each other between two steps, or cannot wait for each other.
+    other worker; raise `CompositionError` if the strategy's workers serve each other between two steps.
     """
     live = memberships_here()
     if any(one.works_between_steps is not None and one.works_between_steps() for one in live):

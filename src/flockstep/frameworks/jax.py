@@ -85,9 +85,7 @@ class JaxEngine(ArrayEngine):
 
     def __init__(self, job: Job, seed: int, model: JaxModel | None = None):
         """Build the job's model (unless `model` is given) and load its data; `seed` is for the initial parameters.
-
-        Raises:
-            ConfigurationError: model, loss, data and optimizer do not fit together.
+        Raise `ConfigurationError` if model, loss, data and optimizer do not fit together.
         """
         built = job.model() if model is None else model
         if not isinstance(built, JaxModel):

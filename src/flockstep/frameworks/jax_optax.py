@@ -65,11 +65,8 @@ class OptaxOptimizer(Optimizer):
 
     @classmethod
     def of(cls, optimizer: Any, tree: FlatTree, params: FlatArray) -> OptaxOptimizer:
-        """Return the optimizer for the parameters (K,) of `tree`.
-
-        Raises:
-            ConfigurationError: the optimizer's state holds something other than numbers, or cannot be arranged in a
-                tree.
+        """Return the optimizer for the parameters (K,) of `tree`; raise `ConfigurationError` if its state holds
+        something other than numbers.
         """
         flat = FlatOptax(optimizer, tree)
         state = flat.init(params.copy())

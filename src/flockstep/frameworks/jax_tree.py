@@ -23,10 +23,8 @@ class FlatTree:
     """
 
     def __init__(self, tree: Tree):
-        """Take names, shapes, dtypes and devices from `tree`.
-
-        Raises:
-            ConfigurationError: a leaf is no floating-point array, lies on several devices, or JAX would round it.
+        """Take names, shapes, dtypes and devices from `tree`; raise `ConfigurationError` if a leaf is no floating-point
+        array, lies on several devices, or JAX would round it.
         """
         paths, self.structure = jax.tree_util.tree_flatten_with_path(tree)
         named = {_name(path): leaf for path, leaf in paths}
@@ -44,11 +42,8 @@ class FlatTree:
         self._places = [leaf.sharding for leaf in leaves.values()]
 
     def write(self, tree: Tree, flat: FlatArray, what: str = "the parameters") -> None:
-        """Copy the leaves of `tree` into the flat array (K,). `what` names the tree in errors.
-
-        Raises:
-            ConfigurationError: the structure or the shapes of `tree` differ from those of the parameters, or `tree` is
-                being traced.
+        """Copy the leaves of `tree`, called `what` in errors, into the flat array (K,); raise `ConfigurationError` if
+        structure or shapes differ from those of the parameters, or `tree` is being traced.
         """
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:

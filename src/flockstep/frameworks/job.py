@@ -48,11 +48,8 @@ WORDS = (tokenize.NAME, tokenize.STRING, tokenize.OP)
 
 
 def make_engine(job: Job, seed: int) -> Engine:
-    """Return the engine for the kind of model that the job builds. The model is built once to find its kind.
-
-    Raises:
-        MissingDependency: the model needs torch, which is not installed.
-        ConfigurationError: the model cannot be built, or there is no engine for its kind.
+    """Return the engine for the kind of model that the job builds, which is built once to find its kind; raise
+    `ConfigurationError` if the model cannot be built, or there is no engine for its kind.
     """
     model = build_model(job)
     if isinstance(model, Model):
@@ -77,14 +74,9 @@ def make_engine(job: Job, seed: int) -> Engine:
 
 
 def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | None = None) -> SplitModel:
-    """Return the job's model, split into the parts of `partition`.
-
-    With `facts`, which another process has found, this process holds only one part of the model.
-
-    Raises:
-        MissingDependency: the model needs torch, which is not installed.
-        ConfigurationError: the model is not a torch module, or cannot be split into these parts.
-        CompositionError: no framework can split models in this way.
+    """Return the job's model, split into the parts of `partition`. With `facts`, which another process has found, this
+    process holds only one part of the model. Raise `ConfigurationError` if the model is not a torch module, or
+    cannot be split into these parts; `CompositionError` if no framework can split models in this way.
     """
     if isinstance(partition, ShardedParts):
         inner = make_split(job, seed, partition.inner, facts)
@@ -132,14 +124,9 @@ def _splitter_of(partition: Partition, task: int) -> Any:
 
 
 def load_job_file(path: str | Path) -> Job:
-    """Return the job that the function `job()` of a Python file returns.
-
-    The file's folder is appended to Python's search path, so that the file can import its neighbors.
-
-    Raises:
-        MissingDependency: the file needs torch, which is not installed.
-        ConfigurationError: there is no such file, it has no `job()`, or `job()` raises an error or does not return a
-            job.
+    """Return the job that the function `job()` of a Python file returns, whose folder is appended to Python's search
+    path, so that the file can import its neighbors. Raise `ConfigurationError` if there is no such file, it has no
+    `job()`, or `job()` raises an error or does not return a job.
     """
     file = Path(path)
     if file.suffix != ".py":

@@ -192,9 +192,7 @@ class NumpyEngine(ArrayEngine):
 
     def __init__(self, job: Job, seed: int, model: Model | None = None):
         """Build the job's model (unless `model` is given) and load its data; `seed` is for the initial parameters.
-
-        Raises:
-            ConfigurationError: the job needs something that a numpy model does not have.
+        Raise `ConfigurationError` if the job needs something that a numpy model does not have.
         """
         built = job.model() if model is None else model
         if not isinstance(built, Model):

@@ -29,12 +29,8 @@ class SampleReader:
     """Reads the samples of a data set, with the next batch in advance. Only one thread calls the data set."""
 
     def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None, digest: str = ""):
-        """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs.
-
+        """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs;
         `digest`: of the samples in their order, if they were read from an iterable.
-
-        Raises:
-            ConfigurationError: there is no sample, a sample is no pair, or reading it again gives another one.
         """
         self._samples, self._name, self._collate, self.digest = samples, name, collate, digest
         self._thread: ThreadPoolExecutor | None = None

@@ -50,10 +50,8 @@ class TorchEngine(FactoringEngine):
     """
 
     def __init__(self, job: Job, seed: int):
-        """Build the model with torch's random numbers seeded (and restored afterwards), and load the data.
-
-        Raises:
-            ConfigurationError: model, loss, data, optimizer and metric do not fit together.
+        """Build the model with torch's random numbers seeded (and restored afterwards), and load the data; raise
+        `ConfigurationError` if model, loss, data, optimizer and metric do not fit together.
         """
         self._seed = seed
         with seeded(seed):

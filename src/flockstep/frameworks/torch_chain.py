@@ -36,12 +36,9 @@ class ChainLayer:
 
 
 def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
-    """Return the layers of an `nn.Sequential`, in order. A Sequential inside is replaced by its own layers.
-
-    A module that appears twice counts as two layers. `path` is the name of the Sequential in the model.
-
-    Raises:
-        ConfigurationError: a Sequential has hooks, which would not run.
+    """Return the layers of an `nn.Sequential`, in order; a Sequential inside is replaced by its own layers, and a
+    module that appears twice counts as two layers. `path` is its name in the model. Raise `ConfigurationError` if a
+    Sequential has hooks, which would not run.
     """
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         raise ConfigurationError(

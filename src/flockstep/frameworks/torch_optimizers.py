@@ -95,13 +95,9 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 def for_servers(
     optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0, as_torch: bool = False
 ) -> Optimizer:
-    """Return a script's optimizer as a flockstep optimizer that can step slices of the flat array. If `max_norm` > 0,
-    the optimizer first clips gradients.
-
-    With `as_torch`, torch's own class is used, whose bits are those of the script's optimizer.
-
-    Raises:
-        ConfigurationError: flockstep does not know the optimizer to be elementwise.
+    """Return a script's optimizer as a flockstep optimizer that can step slices of the flat array; raise
+    `ConfigurationError` if it is not known to be elementwise. If `max_norm` > 0, it first clips gradients. With
+    `as_torch`, torch's own class is used, whose bits are those of the script's optimizer.
     """
     kind = type(optimizer)
     plain = _RULES.get(kind)

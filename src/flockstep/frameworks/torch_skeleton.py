@@ -27,11 +27,8 @@ class SkeletonEngine(Engine):
     """
 
     def __init__(self, job: Job, seed: int, facts: SplitFacts):
-        """Build the model without values, and load the data.
-
-        Raises:
-            ConfigurationError: the model has parameters that are not built on torch's default device, or the data
-                are drawn from the random numbers that the model draws from.
+        """Build the model without values, and load the data; raise `ConfigurationError` if parameters are not built on
+        torch's default device, or the data are drawn from the random numbers that the model draws from.
         """
         assert job.loss is not None
         self._seed, self._facts = seed, facts

@@ -109,11 +109,9 @@ def with_layers_of_batch(split: S, samples: int) -> S:
 def stage_torch(
     job: Job, seed: int, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None = None
 ) -> PipelineModel:
-    """Return the parts of a model that another process has cut. This process then gives one part its values by
-    `ModelPart.take`.
-
-    If `facts` names no obstacle, the parts have no values and take no memory before. `make` is the class of the parts;
-    None stands for `TorchPart`.
+    """Return the parts of a model that another process has cut, to one of which this process then gives its values by
+    `ModelPart.take`. If `facts` names no obstacle, the parts have no values and take no memory before. `make` is the
+    class of the parts; None stands for `TorchPart`.
     """
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
     chunks = cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
@@ -800,10 +798,9 @@ def buffers_apart(engine: PartsEngine, expected: FlatArray, tolerance: float) ->
 def difference(
     own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float, buffers: float = 0.0
 ) -> str | None:
-    """Return a text that says how the loss `own` and the gradient `found` (K,) of parts differ from those of the
-    unsplit model; `buffers` is the largest difference of changing buffers.
-
-    The result is None if all agree up to the relative `tolerance`, or if the model's gradient is not finite.
+    """Return how the loss `own` and the gradient `found` (K,) of parts differ from those of the unsplit model, in
+    words, or that changing buffers differ by `buffers`; None if all agree up to the relative `tolerance`, or if the
+    model's gradient is not finite.
     """
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(found.astype(np.float64) - expected))

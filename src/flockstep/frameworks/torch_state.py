@@ -19,11 +19,8 @@ _NAMES = {"momentum": "momentum_buffer", "mean": "exp_avg", "square": "exp_avg_s
 
 def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool) -> OptimizerState | None:
     """Return the state of `optimizer` in the layout of the flat array; None before the optimizer's first step.
-
-    `foreign` selects torch's names, for servers that step with torch's own class.
-
-    Raises:
-        ConfigurationError: the optimizer's state of a parameter has a narrower dtype than the flat array.
+    `foreign` selects torch's names, for servers that step with torch's own class. Raise `ConfigurationError` if a
+    state has a narrower dtype than the flat array.
     """
     ours = {theirs: name for name, theirs in _NAMES.items()}
     found, groups = OptimizerState(), _groups(optimizer)
@@ -70,12 +67,9 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
 
 
 def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: bool) -> None:
-    """Restore, after `optimizer` has loaded `state`, the values that torch rounded to the parameters' dtypes.
-
-    If `keep` is false, as for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused.
-
-    Raises:
-        ConfigurationError: `keep` is false, and a value was rounded to another value.
+    """Restore, after `optimizer` has loaded `state`, the values that torch rounded to the parameters' dtypes. If `keep`
+    is false, as for workers whose optimizer steps in these dtypes, raise `ConfigurationError` if a value was rounded
+    to another one.
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -102,10 +102,8 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
 
 
 def ways_without_values(job: Job, seed: int, partition: TensorParallel | Product, facts: SplitFacts) -> TensorModel:
-    """Return the parts of a model that another process has split. This process then gives one part its values by
-    `ModelWay.take`.
-
-    If `facts` names no obstacle, the parts have no values and take no memory before.
+    """Return the parts of a model that another process has split, to one of which this process then gives its values by
+    `ModelWay.take`. If `facts` names no obstacle, the parts have no values and take no memory before.
     """
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
     return _assembled(whole, partition, facts, f"job {job.name!r}", None, job.batch)
