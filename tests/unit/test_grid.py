@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.costs.grid import LocalLayer
 from flockstep.errors import ConfigurationError
+from flockstep_lab.claims.local_layers import LocalLayer
 
 
 def test_two_machines_side_by_side_fetch_the_border_of_a_window() -> None:

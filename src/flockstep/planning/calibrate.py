@@ -18,7 +18,7 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import identity, task_of
-from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
+from flockstep.planning.rates import CODECS, measure_operations, measure_rates
 from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, ScalarEvent, StepEvent
@@ -62,7 +62,6 @@ def calibrate(
     gradients: int = GRADIENTS,
     rounds: int = ROUNDS,
     codecs: Sequence[str] = CODECS,
-    optimizers: Sequence[str] = OPTIMIZERS,
     say: ProgressCallback = silent,
 ) -> Calibration:
     """Measure this machine: the durations of the job's gradients in one process and in several processes at once, of
@@ -76,7 +75,6 @@ def calibrate(
         gradients: number of gradients of each worker alone, and again with all workers at the same time.
         rounds: number of repetitions of the measurements of messages, codecs and optimizers.
         codecs: expressions of the codecs to measure.
-        optimizers: expressions of the optimizers to measure.
         say: function that is called with lines of progress.
 
     Returns:
@@ -109,7 +107,7 @@ def calibrate(
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimizers")
     limit_threads(threads)
-    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work, cores() // threads)
+    machine = _Machine(measure_rates(codecs), measure_operations(), task_of(job).work, cores() // threads)
     return _described(events, job, workers, transport, gradients, machine)
 
 

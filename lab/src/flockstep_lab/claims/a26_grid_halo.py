@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.costs.grid import LocalLayer
 from flockstep.frameworks.base import Data, Engine, Job
 from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.grid import SpatialGrid
@@ -18,6 +17,7 @@ from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, bounded, same
+from flockstep_lab.claims.local_layers import LocalLayer
 from flockstep_lab.claims.small_run import SmallRun, ran
 
 if TYPE_CHECKING:
