@@ -47,7 +47,7 @@ def test_the_first_layer_needs_no_gradient_of_the_data():
 
 def test_direct_convolution():
     """3 → 8 channels, 3 × 2 kernel, 5 × 7 to 3 × 6, with plain loops beside it."""
-    layer = formulas.convolution("conv", 3, 8, (3, 2), (5, 7), (3, 6))
+    layer = formulas.convolution("conv", 3, 8, ((3, 2), (5, 7), (3, 6)))
     products = sum(1 for _ in range(8) for _ in range(3 * 6) for _ in range(3) for _ in range(3 * 2))
     assert layer.multiply_adds == products == 2592
     assert layer.parameters == 3 * 8 * 6 + 8
@@ -58,8 +58,8 @@ def test_direct_convolution():
 
 
 def test_groups_divide_weights_and_work():
-    whole = formulas.convolution("conv", 8, 8, (3, 3), (4, 4), (4, 4), bias=False)
-    grouped = formulas.convolution("conv", 8, 8, (3, 3), (4, 4), (4, 4), groups=4, bias=False)
+    whole = formulas.convolution("conv", 8, 8, ((3, 3), (4, 4), (4, 4)), bias=False)
+    grouped = formulas.convolution("conv", 8, 8, ((3, 3), (4, 4), (4, 4)), groups=4, bias=False)
     assert grouped.parameters * 4 == whole.parameters
     assert grouped.multiply_adds * 4 == whole.multiply_adds
     assert whole.forward.chain(1) - grouped.forward.chain(1) == 2
@@ -266,7 +266,7 @@ def test_a_convolution_under_data_model_and_pipeline_parallelism():
 
     5 → 8 channels, 3 × 3 kernel, 4 × 4 outputs, 2 samples on each of 4 workers.
     """
-    layer = formulas.convolution("conv", 5, 8, (3, 3), (6, 6), (4, 4))
+    layer = formulas.convolution("conv", 5, 8, ((3, 3), (6, 6), (4, 4)))
     products = 8 * 4 * 4 * 5 * 3 * 3
     forward, by_input = 3 + 2 + 2, 3 + 2 + 2
     work = 2 * 3 * 2 * products

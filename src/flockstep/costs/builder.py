@@ -60,7 +60,7 @@ class Net:
         size = _outputs(x.size, kernel, stride, pad)
         shapes = ((kernel, kernel), (x.size, x.size), (size, size))
         return self.add(
-            formulas.convolution(name, x.channels, channels, *shapes, groups=groups, bias=bias), x.after, channels, size
+            formulas.convolution(name, x.channels, channels, shapes, groups=groups, bias=bias), x.after, channels, size
         )
 
     def pool(self, x: At, name: str, kernel: int, stride: int, pad: int = 0, ceil: bool = False) -> At:

@@ -44,9 +44,7 @@ def convolution(
     name: str,
     c_in: int,
     c_out: int,
-    kernel: Sequence[int],
-    inputs: Sequence[int],
-    outputs: Sequence[int],
+    shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
     groups: int = 1,
     bias: bool = True,
     data: bool = False,
@@ -55,9 +53,10 @@ def convolution(
     """Return a convolution layer, direct or im2col, with its costs: work W = N C_out H' W' C_in K_y K_x, depth D =
     ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ in the forward pass.
 
-    `kernel`, `inputs` (H, W) and `outputs` (H', W') have any number of dimensions. A transposed convolution spreads
-    each input over a window, so the inputs are counted instead of the outputs.
+    `shapes` are those of the kernel, of the inputs (H, W) and of the outputs (H', W'), in any number of dimensions. A
+    transposed convolution spreads each input over a window, so the inputs are counted instead of the outputs.
     """
+    kernel, inputs, outputs = shapes
     weights = c_in * c_out // groups * math.prod(kernel)
     products = weights * math.prod(inputs if transposed else outputs)
     window = sum(log2_ceil(width) for width in kernel)

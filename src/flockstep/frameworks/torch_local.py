@@ -100,7 +100,7 @@ def _formula(call: ModuleCall) -> Layer:
     m = call.module
     inputs, outputs = call.x.shape[-2:], call.y.shape[-2:]
     layer = formulas.convolution(
-        call.name, m.in_channels, m.out_channels, m.kernel_size, inputs, outputs, data=call.data
+        call.name, m.in_channels, m.out_channels, (m.kernel_size, inputs, outputs), data=call.data
     )
     return dataclasses.replace(
         layer, kind="locally connected", by_weight=Pass(layer.by_weight.products, sums=1, summed=1)

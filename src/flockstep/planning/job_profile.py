@@ -186,9 +186,7 @@ class Site:
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency in seconds and bandwidth in bytes per second of the slowest link, which extrapolations assume for all
-        links.
-        """
+        """Latency in seconds and bandwidth in bytes per second of the slowest link."""
         if self.cluster.workers > 1:
             wire = self.cluster.slowest
         elif self.cluster.wires:
