@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from flockstep import Data, Job
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.job import make_engine
 from flockstep.nodes import Cluster
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual import Simulation
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.strategies.base import Strategy, choose_result

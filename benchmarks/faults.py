@@ -41,16 +41,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from flockstep import __version__, registry
 from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
-from flockstep.launchers.host_messages import HostLinks, Join, unpacked
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
-from flockstep.launchers.meeting import Meeting
+from flockstep.launch.host_messages import HostLinks, Join, unpacked
+from flockstep.launch.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launch.meeting import Meeting
+from flockstep.links.addresses import tcp_address
+from flockstep.links.handshake import Handshake
+from flockstep.links.wire import MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 from flockstep.messages import LAUNCHER, Message
 from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep.transports.addresses import tcp_address
-from flockstep.transports.handshake import Handshake
-from flockstep.transports.wire import MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 from flockstep_lab.chaos.base import DisruptedRun, Disruption, Expected, Failpoint, Setting
 from flockstep_lab.chaos.failpoint import write_failpoint
 from flockstep_lab.chaos.run import COMMAND, ChaosRun

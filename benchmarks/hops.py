@@ -19,11 +19,11 @@ import numpy as np
 
 import flockstep
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer, Plan
-from flockstep.drivers.virtual import Simulation
 from flockstep.nodes import Cluster
 from flockstep.optimizers.sgd import SGD
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer, Plan
+from flockstep.runtime.virtual import Simulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy

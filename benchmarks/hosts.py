@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 from flockstep.strategies.overlap_trial import TRIED
 from flockstep.workloads.digits import Digits
 

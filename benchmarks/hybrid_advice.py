@@ -27,12 +27,8 @@ from typing import Any
 import numpy as np
 
 from flockstep.costs.cluster_file import read_cluster
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.setup import load_job
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.threads import limit_threads
+from flockstep.launch.threads import limit_threads
 from flockstep.partitions.base import Partition
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples
@@ -43,6 +39,10 @@ from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import StepPrediction, has_versions
 from flockstep.planning.surrogate import SurrogateBatches, SurrogateEngine
 from flockstep.records.events import Event, StepEvent, UpdateEvent
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.setup import load_job
+from flockstep.runtime.virtual import Simulation
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
 
@@ -71,7 +71,7 @@ def model():
 
 
 def job():
-    from flockstep.drivers.setup import load_job
+    from flockstep.runtime.setup import load_job
     from dataclasses import replace
 
     return replace(load_job("digits", 0), model=model, batch={batch}, name="perceptron")

@@ -29,8 +29,8 @@ import time
 import numpy as np
 import flockstep
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 
 BUCKETS = "cap=1, first=0.25"  # megabytes; DDP gets the same
 WAYS = {

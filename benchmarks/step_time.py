@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 from turns import Step, step_of, take_turns
 
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
-from flockstep.launchers.script import launch
+from flockstep.launch.script import launch
 from flockstep.records.config import RunConfig
+from flockstep.runtime.node_spec import spec_from_environment
 
 WAYS = ("alone", "ddp", "fabric", "flockstep")
 FABRIC = next((name for name in ("lightning.fabric", "lightning_fabric") if find_spec(name.partition(".")[0])), None)

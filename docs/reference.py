@@ -35,7 +35,7 @@ WHOLE = "{.whole}"
 ELSEWHERE = ("claim",)
 """Kinds of component that have a page of their own in docs/."""
 RETURNED = (
-    "flockstep.drivers.torch_loop:DistributedOptimizer",
+    "flockstep.runtime.torch_loop:DistributedOptimizer",
     "flockstep.communicator.communicator:Communicator",
     "flockstep.communicator.window:Window",
 )

@@ -13,8 +13,8 @@ with atheris.instrument_imports(include=["flockstep"]):
     import numpy as np
 
     from flockstep.errors import ProtocolError
+    from flockstep.links import wire
     from flockstep.messages import Message
-    from flockstep.transports import wire
 
 
 def identity(address: int) -> wire.SenderIdentity:

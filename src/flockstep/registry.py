@@ -190,9 +190,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "torch_distributed": "flockstep.collectives.torch_distributed:TorchDistributed",
     },
     "transport": {
-        "shared_memory": "flockstep.transports.kinds:InSharedMemory",
-        "ipc": "flockstep.transports.kinds:Ipc",
-        "tcp": "flockstep.transports.kinds:Tcp",
+        "shared_memory": "flockstep.links.kinds:InSharedMemory",
+        "ipc": "flockstep.links.kinds:Ipc",
+        "tcp": "flockstep.links.kinds:Tcp",
     },
     "optimizer": {
         "sgd": "flockstep.optimizers.sgd:SGD",

@@ -13,12 +13,12 @@ except ModuleNotFoundError as error:
     raise MissingDependency.of(str(error.name), "transformers", "flockstep.transformers") from error
 
 from flockstep.accelerate import FlockstepAccelerator, open_group
-from flockstep.drivers.node_spec import strategy_of_run
-from flockstep.drivers.torch_parts import meet
+from flockstep.runtime.node_spec import strategy_of_run
+from flockstep.runtime.torch_parts import meet
 from flockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from flockstep.drivers.torch_buffers import Policy
+    from flockstep.runtime.torch_buffers import Policy
 
 __all__ = ["FlockstepMixin", "FlockstepTrainer", "open_group"]
 

@@ -152,7 +152,7 @@ JOINS = [
 
 @pytest.mark.parametrize(("body", "code", "text"), few(JOINS, JOINS[0], JOINS[2]))
 def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:
-    who = "from flockstep.drivers.node_spec import spec_from_environment\nrank = spec_from_environment().address\n"
+    who = "from flockstep.runtime.node_spec import spec_from_environment\nrank = spec_from_environment().address\n"
     done = ended(tmp_path, who + body, "-n", "2")
     assert done.code == (code or 1)
     assert text in done.err
@@ -160,8 +160,8 @@ def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, c
 
 BESIDE = """
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

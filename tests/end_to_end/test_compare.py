@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.drivers.node_metrics import fingerprint
 from flockstep.experiments.comparison import Grid, runs_in
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.medians import RepeatedRuns, caveats
+from flockstep.runtime.node_metrics import fingerprint
 
 BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--no-reference", "--out", "c"]
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 
 SCRIPT = f"""{NUMPY}
 import flockstep
-from flockstep.drivers.node_spec import strategy_of_run
+from flockstep.runtime.node_spec import strategy_of_run
 
 start(str(strategy_of_run("all_reduce")))
 for number in range(int(sys.argv[1])):

@@ -16,7 +16,7 @@ from torch import nn
 
 import flockstep
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.supervisor import GRACE
+from flockstep.launch.supervisor import GRACE
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, alive, wait_until
@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
 rank = spec_from_environment().address
@@ -350,7 +350,7 @@ def test_what_a_script_starts_does_not_belong_to_the_run(tmp_path: Path) -> None
     body = """
 start(); steps(2)
 if rank:
-    program = "from flockstep.drivers.node_spec import spec_from_environment; print(spec_from_environment())"
+    program = "from flockstep.runtime.node_spec import spec_from_environment; print(spec_from_environment())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     (HERE / "said").write_text(said.stdout + said.stderr)
 steps(2)

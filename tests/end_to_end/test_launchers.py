@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from flockstep.drivers.place import host_names, port_of
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.place import host_names, port_of
 from support import slurm, ssh
 from support.hosts import TOOLS, Host, connected, lacking
 from support.jobs import go_on, paced
@@ -35,7 +35,7 @@ import json, os, socket, sys
 from dataclasses import asdict
 from pathlib import Path
 sys.path.insert(0, {str(SOURCE)!r})
-from flockstep.drivers.place import place_from
+from flockstep.runtime.place import place_from
 
 place, host = place_from(os.environ), socket.gethostname()
 file = Path(sys.argv[1]) / f"{{host}}-{{os.getpid()}}.json"
@@ -51,8 +51,8 @@ sys.path.insert(0, {str(SOURCE)!r})
 import numpy as np
 import flockstep
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

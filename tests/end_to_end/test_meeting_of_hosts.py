@@ -187,7 +187,7 @@ def test_a_firewall_that_blocks_the_workers_alone_is_told_of(two: list[Host], tm
     arguments = ["train", JOB, "-s", "all_reduce", "-n", "2", "--steps", "3"]
     arguments += ["--transport", "tcp(memory=true, ports='29600-29610')"]
     sooner = tmp_path / "sooner.py"
-    sooner.write_text("from flockstep.transports import handshake\nhandshake.PATIENCE, handshake.HEARTBEATS = 5.0, 1\n")
+    sooner.write_text("from flockstep.links import handshake\nhandshake.PATIENCE, handshake.HEARTBEATS = 5.0, 1\n")
     arguments += ["--import", str(sooner)]
     ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
     require(ended, 1, 1)

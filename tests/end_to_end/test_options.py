@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.launchers import slurm
-from flockstep.launchers.children import Child
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launch import slurm
+from flockstep.launch.children import Child
+from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
 from support.jobs import run_of
 from support.processes import RealRun
 
@@ -161,7 +161,7 @@ def test_a_batch_of_more_samples_than_there_are_is_refused(command: str, capsys:
 
 def test_a_batch_of_all_samples_is_accepted() -> None:
     assert run(["simulate", "quadratic", "-s", "all_reduce", *QUICK, "--batch", "2048", "--out", "runs/a"]) == 0
-    imports = "import dataclasses\nfrom flockstep.drivers.setup import load_job\n"
+    imports = "import dataclasses\nfrom flockstep.runtime.setup import load_job\n"
     own = f"{imports}job = lambda: dataclasses.replace(load_job('quadratic', 0), batch=4000)"
     Path("own.py").write_text(own)
     assert run(["simulate", "own.py", "-s", "all_reduce", *QUICK, "--out", "runs/b"]) == 0

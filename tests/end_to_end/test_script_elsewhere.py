@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flockstep.drivers.loop import FIRST
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks import torch_flat
 from flockstep.records.events import ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.loop import FIRST
 from support.elsewhere import Elsewhere
 from support.matrix import few
 from support.processes import MEMORY, RealRun
@@ -50,7 +50,7 @@ import sys, torch
 sys.path.insert(0, {support!r})
 from support.elsewhere import Elsewhere
 from support.torch_loops import start, step
-from flockstep.drivers import snapshot_sender
+from flockstep.runtime import snapshot_sender
 from flockstep.frameworks import torch_flat
 snapshot_sender.NEWEST_FIRST = 1e9  # snapshots of the newest model are copies, too
 torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)

@@ -211,8 +211,8 @@ def test_who_joins_after_the_end_is_told_so(tmp_path: Path) -> None:
 import numpy as np
 import flockstep
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

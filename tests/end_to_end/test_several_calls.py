@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.script import _settings, script_of_module
+from flockstep.launch.script import _settings, script_of_module
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from support.matrix import few
@@ -23,9 +23,9 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import spec_from_environment
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.node_spec import spec_from_environment
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
 rank = spec_from_environment().address

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
 rank = spec_from_environment().address
@@ -253,9 +253,9 @@ import sys
 import numpy as np
 from pathlib import Path
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import spec_from_environment
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.node_spec import spec_from_environment
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.drivers.fault_injector import wrong_gradients
-from flockstep.drivers.plan import Plan
 from flockstep.errors import CompositionError, ConfigurationError, Diverged
 from flockstep.experiments.single import simulate
 from flockstep.nodes import BadGradients
 from flockstep.records.events import LostEvent, RefusedEvent, StepEvent
+from flockstep.runtime.fault_injector import wrong_gradients
+from flockstep.runtime.plan import Plan
 from flockstep.simulation.faults import Fault
 from flockstep.strategies.finite import norm_of
 from flockstep.testing.strategies import GradientSource, Watched, equal_bits, run_strategy, small_job

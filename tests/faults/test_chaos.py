@@ -14,12 +14,12 @@ import pytest
 
 from flockstep import registry
 from flockstep.cli.app import run as run_command
-from flockstep.drivers.replication import ReplicatedServer
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.simulate import simulate
+from flockstep.launch.simulate import simulate
 from flockstep.records.config import RunConfig
 from flockstep.records.events import LostEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.replication import ReplicatedServer
 from flockstep.strategies import gossip
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency.stale_synchronous import StaleSynchronous
@@ -184,7 +184,7 @@ if once.__name__ != "more":
     gossip.add = more
 """
 NO_WINDOW = """
-from flockstep.drivers.replication import ReplicatedServer
+from flockstep.runtime.replication import ReplicatedServer
 
 ReplicatedServer._is_repeated = lambda self, source, number: False
 """

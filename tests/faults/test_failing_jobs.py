@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.drivers.event_sender import PERIOD
-from flockstep.drivers.setup import prepare
-from flockstep.launchers import supervisor
-from flockstep.launchers.supervisor import GRACE
+from flockstep.launch import supervisor
+from flockstep.launch.supervisor import GRACE
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.event_sender import PERIOD
+from flockstep.runtime.setup import prepare
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 

@@ -11,7 +11,7 @@ import pytest
 
 from flockstep.cli.app import run as run_command
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.join_requests import ask
+from flockstep.launch.join_requests import ask
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
@@ -127,7 +127,7 @@ def test_a_worker_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
 DIES = """
 import os
 from pathlib import Path
-from flockstep.drivers import process
+from flockstep.runtime import process
 
 be_ready = process._be_ready
 

@@ -11,9 +11,9 @@ import pytest
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.cli.app import run as run_command
-from flockstep.drivers.setup import prepare
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.setup import prepare
 from support.matrix import few
 from support.processes import Ended, RealRun
 from support.scripts import NUMPY

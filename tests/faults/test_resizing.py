@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.resizing import resized_run
+from flockstep.launch.resizing import resized_run
 from flockstep.messages import MASTER
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.setup import BuiltJob, prepare
 from flockstep.strategies.base import Strategy
 from flockstep_lab.chaos.base import Failpoint
 from flockstep_lab.chaos.failpoint import signalled, write_failpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flockstep.transports.connection import UNPROVED
+from flockstep.links.connection import UNPROVED
 from support.jobs import go_on, paced, undisturbed
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, content, open_files, search_path, wait_until
@@ -66,7 +66,7 @@ def strangers(ports: set[int]) -> Iterator[None]:
 ATTACK = """
 import itertools, os, socket, struct, sys, time
 from support.buses import greeting
-from flockstep.transports.handshake import PLAIN
+from flockstep.links.handshake import PLAIN
 
 frames, ports = int(sys.argv[1]), list(map(int, sys.argv[2:]))
 

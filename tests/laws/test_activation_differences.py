@@ -15,8 +15,6 @@ import torch
 import flockstep
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
-from flockstep.drivers.plan import Batches
-from flockstep.drivers.stage import ActivationDifferences
 from flockstep.errors import FlockstepError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
@@ -24,6 +22,8 @@ from flockstep.frameworks.torch_ways import TorchWay
 from flockstep.partitions.base import Partition
 from flockstep.programs import GRADIENT
 from flockstep.records.events import NodeEvent
+from flockstep.runtime.plan import Batches
+from flockstep.runtime.stage import ActivationDifferences
 from support.split_jobs import BATCH, chain, job_of, simulated
 
 EPOCH, STEPS = 10, 25

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.arrays.exact_sum import GRID
-from flockstep.drivers.node_creation import node_random
 from flockstep.errors import ConfigurationError, Diverged
+from flockstep.runtime.node_creation import node_random
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.broadcast import Broadcast, StepCount
 from flockstep.testing.strategies import (

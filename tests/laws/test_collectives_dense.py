@@ -16,8 +16,8 @@ from flockstep.collectives.rabenseifner import Rabenseifner
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.errors import RunError
+from flockstep.links import shared_group
 from flockstep.testing.strategies import equal_bits, run_strategy
-from flockstep.transports import shared_group
 from support.collectives import (
     CASES,
     arrays,

@@ -15,8 +15,6 @@ from torch import nn
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.costs.layers import ModelShape
-from flockstep.drivers import tensor_way
-from flockstep.drivers.tensor_way import TensorWay
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.stages import MicroBatch
@@ -26,6 +24,8 @@ from flockstep.frameworks.ways import TensorModel, WayWeights
 from flockstep.partitions.base import Partition
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.runtime import tensor_way
+from flockstep.runtime.tensor_way import TensorWay
 from support.images_job import BATCH, CLASSES, SIZE, Traced, convolutional, images
 from support.split_jobs import GRADIENT, check_trains_as_whole, simulated
 

@@ -14,7 +14,6 @@ from torch import nn
 import flockstep
 from flockstep import LocallyConnected2d
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.grid import GridModel, HaloExchange
 from flockstep.frameworks.job import make_split, without_whole
@@ -27,6 +26,7 @@ from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.records.events import NodeEvent
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep_lab.claims.local_layers import LocalLayer
 from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
 from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated

@@ -14,11 +14,11 @@ import pytest
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import QuadraticModel
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.nodes import Worker
 from flockstep.records.events import ScalarEvent
 from flockstep.strategies.hogwild import Hogwild, Segment
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
-from flockstep.transports.shared_memory import SharedMemory
 from support.processes import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name needs Linux")
@@ -126,7 +126,7 @@ RACER = """
 import os, sys
 from contextlib import nullcontext
 import numpy as np
-from flockstep.transports.shared_memory import SharedMemory
+from flockstep.links.shared_memory import SharedMemory
 memory, me = SharedMemory.attach(sys.argv[1]), int(sys.argv[2])
 counts, reads = memory.array(np.int64, {elements}), memory.array(np.int64, 2, 8 * {elements})
 reads[me] = 1

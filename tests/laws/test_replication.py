@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flockstep.drivers.replication import LOG, ReplicatedServer
-from flockstep.drivers.runner import Runner
-from flockstep.drivers.settings import tell_servers
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, RunError
 from flockstep.messages import Message
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
 from flockstep.records.events import EvaluationEvent, LostEvent, PromotedEvent, ScalarEvent, UpdateEvent
+from flockstep.runtime.replication import LOG, ReplicatedServer
+from flockstep.runtime.runner import Runner
+from flockstep.runtime.settings import tell_servers
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import Sent, SimulatedRun, Watched, check_strategy, run_strategy
 from support.matrix import few

@@ -11,14 +11,14 @@ import pytest
 
 from flockstep import registry
 from flockstep.arrays.schema import slices
-from flockstep.drivers.checkpoints import NodeCheckpoint
-from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.drivers.plan import FIRST_BATCH, Batches, Plan
-from flockstep.drivers.resizing import faults_after, resized, resized_checkpoint
 from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
 from flockstep.nodes import Worker
 from flockstep.programs import NeedGradient
+from flockstep.runtime.checkpoints import NodeCheckpoint
+from flockstep.runtime.node_metrics import NodeMetrics
+from flockstep.runtime.plan import FIRST_BATCH, Batches, Plan
+from flockstep.runtime.resizing import faults_after, resized, resized_checkpoint
 from flockstep.simulation.attacks import Memory
 from flockstep.simulation.faults import Fault
 from flockstep.strategies.base import Strategy

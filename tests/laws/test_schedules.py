@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from flockstep import registry
-from flockstep.drivers.setup import prepare
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent
+from flockstep.runtime.setup import prepare
 from flockstep.schedules import Extent, Schedule, Timetable
 from flockstep.schedules.batch_increase import BatchIncrease
 from flockstep.schedules.constant import Constant

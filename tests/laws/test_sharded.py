@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from flockstep import registry
-from flockstep.drivers import sharded_way
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.shards import ShardedModel
@@ -24,6 +22,8 @@ from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
 from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.runtime import sharded_way
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.workloads.models import squared_error
 from support.split_jobs import GRADIENT, chain, check_trains_as_whole, job_of, simulated, tied
 
@@ -351,7 +351,7 @@ def test_a_single_shard_is_refused() -> None:
 
 
 def test_a_batch_that_shrinks_below_the_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flockstep.drivers.plan.Batches.next", lambda self, need: np.arange(1))
+    monkeypatch.setattr("flockstep.runtime.plan.Batches.next", lambda self, need: np.arange(1))
     with pytest.raises(
         ConfigurationError, match=r"ways of sharded must be at most the 1 samples of a batch or micro-batch, got 2"
     ):

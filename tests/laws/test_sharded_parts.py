@@ -12,10 +12,6 @@ import torch
 from torch import nn
 
 from flockstep.arrays.schema import slices
-from flockstep.drivers import sharded_way
-from flockstep.drivers.plan import Batches
-from flockstep.drivers.sharded_way import PartShard
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.job import make_split
@@ -29,6 +25,10 @@ from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.programs import GRADIENT
 from flockstep.records.events import LostEvent, NodeEvent
+from flockstep.runtime import sharded_way
+from flockstep.runtime.plan import Batches
+from flockstep.runtime.sharded_way import PartShard
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.workloads.base import Workload
 from support import grid_jobs, images_job
 from support.matrix import few

@@ -18,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import flockstep
 from flockstep import registry
 from flockstep.codecs.base import Codec
-from flockstep.drivers.plan import Batches
-from flockstep.drivers.setup import check
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
@@ -37,6 +34,9 @@ from flockstep.records.events import LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import summarize
 from flockstep.report.table import gradient_notes
+from flockstep.runtime.plan import Batches
+from flockstep.runtime.setup import check
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.strategies.base import Strategy
 from flockstep_lab.pipeline_timeline import timeline
 from support.matrix import few

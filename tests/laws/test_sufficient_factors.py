@@ -15,11 +15,11 @@ from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.frameworks.torch import TorchEngine
+from flockstep.links.wire import SenderIdentity, decode, encode
 from flockstep.messages import MASTER, Message, server
 from flockstep.strategies.sufficient_factors import SufficientFactors
 from flockstep.strategies.sufficient_factors_server import Factored, FactorServer, unpacked
 from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
-from flockstep.transports.wire import SenderIdentity, decode, encode
 
 STEPS = 8
 FEATURES, CLASSES, BATCH = 30, 20, 4

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 import flockstep
-from flockstep.drivers.tensor_way import TensorWay
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.stages import MicroBatch
@@ -24,6 +22,8 @@ from flockstep.frameworks.torch_ways import TorchWay, split_layers
 from flockstep.frameworks.ways import WayWeights
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.runtime.tensor_way import TensorWay
+from flockstep.runtime.virtual_split import SplitSimulation
 from support.split_jobs import BATCH, GRADIENT, chain, check_trains_as_whole, job_of, simulated
 
 STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flockstep.drivers.sharded_way import ShardedWay
-from flockstep.drivers.stage import PipelineStage
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.job import make_split
@@ -17,6 +15,8 @@ from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel
 from flockstep.partitions.base import Partition
 from flockstep.records.events import NodeEvent
+from flockstep.runtime.sharded_way import ShardedWay
+from flockstep.runtime.stage import PipelineStage
 from support.split_jobs import check_trains_as_whole, job_of, simulated, tied
 from support.tied_job import WIDTH, WORDS, job, model
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.drivers.plan import Batches
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.programs import NeedGradient
+from flockstep.runtime.plan import Batches
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import Sent, Watched, run_strategy
 from flockstep_lab import failures

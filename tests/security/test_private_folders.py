@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.drivers.adoption import _listening as listening
 from flockstep.errors import ConfigurationError
 from flockstep.records.scratch import private_folder, require_private, scratch
+from flockstep.runtime.adoption import _listening as listening
 from support.users import by_another_user, common_folder, needs_root
 
 pytestmark = needs_root

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flockstep.links.sealed import RECORD
 from flockstep.messages import Message, Wanted
-from flockstep.transports.sealed import RECORD
 from support.buses import buses, relaying, still_works
 
 

@@ -12,7 +12,7 @@ from support.scripts import NUMPY
 LOOK = """
 import ctypes, subprocess, time
 from pathlib import Path
-from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.runtime.node_spec import spec_from_environment
 
 spec = spec_from_environment()
 assert len(spec.secret) == 64, "a script has the secret of its run"

@@ -10,7 +10,7 @@ from support.processes import PATIENCE, content, wait_until
 FLOOD = """
 import collections, os, socket, sys, time
 from pathlib import Path
-from flockstep.transports.handshake import ENCRYPTED
+from flockstep.links.handshake import ENCRYPTED
 
 where, told = (sys.argv[1], int(sys.argv[2])), Path(sys.argv[3])
 held, begun, count = collections.deque(maxlen=300), time.monotonic(), 0

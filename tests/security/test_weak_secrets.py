@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from flockstep.cli.app import app
 from flockstep.errors import ProtocolError
-from flockstep.launchers.meeting import read_secret
-from flockstep.transports.handshake import HELLO, PROOF, Handshake
+from flockstep.launch.meeting import read_secret
+from flockstep.links.handshake import HELLO, PROOF, Handshake
 
 SECRET = b"0123456789abcdef" * 2
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
+from flockstep.links.base import Transport
+from flockstep.links.bus import Bus
+from flockstep.links.handshake import Handshake
+from flockstep.links.streams import StreamBus
+from flockstep.links.wire import GREETING, SenderIdentity, encode
 from flockstep.messages import Message
-from flockstep.transports.base import Transport
-from flockstep.transports.bus import Bus
-from flockstep.transports.handshake import Handshake
-from flockstep.transports.streams import StreamBus
-from flockstep.transports.wire import GREETING, SenderIdentity, encode
 
 Make = Callable[..., StreamBus]
 SECRET = b"the secret of the run"

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from flockstep.communicator.communicator import Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.member import SAID, NodeLost
+from flockstep.links.bus import LAUNCHER
+from flockstep.links.control import Control, Line, framed
+from flockstep.links.kinds import Tcp
+from flockstep.links.wire import SenderIdentity
 from flockstep.messages import AnyNote, Message
 from flockstep.nodes import View
 from flockstep.records.scratch import scratch
-from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.kinds import Tcp
-from flockstep.transports.links import Control, Line, framed
-from flockstep.transports.wire import SenderIdentity
+from flockstep.runtime.member import SAID, NodeLost
 
 T = TypeVar("T")
 PATIENCE = 30.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep import registry
-from flockstep.transports.kinds import Tcp
-from flockstep.transports.streams import StreamBus
-from flockstep.transports.wire import SenderIdentity
+from flockstep.links.kinds import Tcp
+from flockstep.links.streams import StreamBus
+from flockstep.links.wire import SenderIdentity
 from flockstep_lab.link_faults import FaultProxy
 
 

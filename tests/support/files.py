@@ -22,9 +22,6 @@ from safetensors.numpy import save
 from flockstep.collectives.table import Measured, read_table, write_table
 from flockstep.costs.cluster_file import load_cluster
 from flockstep.costs.clusters import FOLDER
-from flockstep.drivers.checkpoints import load
-from flockstep.drivers.member import NodeSpec
-from flockstep.drivers.state import STRUCTURE
 from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial
 from flockstep.records import checkpoints as disk
@@ -32,6 +29,9 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.follow import follow
 from flockstep.records.snapshots import Snapshot
 from flockstep.records.summary import summarize
+from flockstep.runtime.checkpoints import load
+from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.state import STRUCTURE
 from flockstep.strategies.base import Strategy
 from flockstep.topologies.weighted import WeightedGraph
 from support.damage import Attempt, Change, attempt

@@ -17,23 +17,23 @@ import msgspec
 import msgspec.inspect as kinds
 import numpy as np
 
-import flockstep.transports.wire as wire
+import flockstep.links.wire as wire
 from flockstep import registry
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import Schema
 from flockstep.communicator import encoded as communicator
-from flockstep.drivers import member, program_restart, replication
-from flockstep.drivers.event_sender import events_in
 from flockstep.errors import ProtocolError
-from flockstep.launchers import host_messages
-from flockstep.launchers.supervisor import Supervisor
+from flockstep.launch import host_messages
+from flockstep.launch.supervisor import Supervisor
+from flockstep.links import links
+from flockstep.links.handshake import Handshake
+from flockstep.links.streams import StreamBus
+from flockstep.links.wire import SenderIdentity
 from flockstep.messages import Message, Note
 from flockstep.records import flight
 from flockstep.records.events import Event
-from flockstep.transports import links
-from flockstep.transports.handshake import Handshake
-from flockstep.transports.streams import StreamBus
-from flockstep.transports.wire import SenderIdentity
+from flockstep.runtime import member, program_restart, replication
+from flockstep.runtime.event_sender import events_in
 from support.buses import SECRET, framed, greeting, raw_connection
 from support.damage import Attempt, attempt
 from support.mutations import changed, damaged

@@ -5,9 +5,9 @@ import os, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import spec_from_environment
-from flockstep.drivers.plan import LocalOptimizer
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.node_spec import spec_from_environment
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 

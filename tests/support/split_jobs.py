@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.base import Partition
 from flockstep.records.events import EvaluationEvent, Event, StepEvent
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual import Simulation
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network

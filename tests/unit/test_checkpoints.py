@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from flockstep import __version__
-from flockstep.drivers.state import from_arrays, to_arrays
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval
 from flockstep.records.snapshots import Snapshot
+from flockstep.runtime.state import from_arrays, to_arrays
 
 ARRAYS = {
     "weights": np.arange(6, dtype=np.float32).reshape(2, 3),

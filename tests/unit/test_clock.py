@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from flockstep.drivers import process
-from flockstep.drivers.member import NodeSpec
-from flockstep.drivers.setup import prepare
-from flockstep.launchers import entry
+from flockstep.launch import entry
+from flockstep.links.bus import Traffic
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
-from flockstep.transports.bus import Traffic
+from flockstep.runtime import process
+from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.setup import prepare
 
 
 class ClockStarts(Exception):

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.clock import ROUND_TRIPS, RoundTrip, offset_of
-from flockstep.drivers.member import Member, NodeSpec
-from flockstep.drivers.node_creation import make_worker
-from flockstep.drivers.plan import LocalOptimizer
-from flockstep.drivers.real import NodeConnection
 from flockstep.expression import to_data
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.clock import ROUND_TRIPS, RoundTrip, offset_of
+from flockstep.runtime.member import Member, NodeSpec
+from flockstep.runtime.node_creation import make_worker
+from flockstep.runtime.plan import LocalOptimizer
+from flockstep.runtime.real import NodeConnection
 from flockstep.strategies.base import Strategy
 from support.jobs import run_of
 

@@ -17,9 +17,9 @@ import flockstep
 from flockstep.communicator.communicator import Communicator
 from flockstep.communicator.encoded import NOTES, Encoded, add_unpacked, unpacked
 from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError, RunError, TimedOut
+from flockstep.links.bus import Backlog
+from flockstep.links.wire import SenderIdentity, decode, encode
 from flockstep.messages import Message
-from flockstep.transports.bus import Backlog
-from flockstep.transports.wire import SenderIdentity, decode, encode
 from support.communicators import PATIENCE, Group, communicators
 
 MOST = 1 << 20

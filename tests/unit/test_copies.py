@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.transports.copies import KEPT, REUSED, BufferPool
+from flockstep.links.copies import KEPT, REUSED, BufferPool
 
 SIZE = REUSED // 8
 

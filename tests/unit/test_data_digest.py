@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from flockstep.drivers.data_digest import MOST, digest_of
-from flockstep.launchers.comparisons import Comparisons
+from flockstep.launch.comparisons import Comparisons
 from flockstep.messages import Message
+from flockstep.runtime.data_digest import MOST, digest_of
 
 DIFFERENT: list[Any] = [
     torch.arange(4.0),

@@ -19,12 +19,12 @@ from click.exceptions import ClickException
 
 from flockstep.cli.app import app
 from flockstep.costs.cluster_file import load_cluster, read_cluster
-from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.experiments.options import SimulateOptions, TrainOptions, configured
 from flockstep.options import options_of
 from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.job_profile import task_of
+from flockstep.runtime.setup import check, load_job
 from support.matrix import each
 from support.site import program
 

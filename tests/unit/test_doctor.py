@@ -17,7 +17,7 @@ from support.matrix import few
 from support.processes import PATIENCE
 
 NO_TCP = """
-from flockstep.transports.kinds import Tcp
+from flockstep.links.kinds import Tcp
 
 
 def listen(self, directory, name):

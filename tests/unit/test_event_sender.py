@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.event_sender import MOST, PERIOD, EventSender, events_in
 from flockstep.errors import ProtocolError
 from flockstep.records.events import DivergedEvent, Event, StepEvent
+from flockstep.runtime.event_sender import MOST, PERIOD, EventSender, events_in
 
 
 class Supervisor:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.namespace import to_host
-from flockstep.drivers import host_memory
-from flockstep.drivers.host_memory import HostMemory, RunMemory
-from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.transports.bus import Traffic
-from flockstep.transports.shared_group import SharedGroup, needed
-from flockstep.transports.shared_memory import SharedMemory
+from flockstep.links.bus import Traffic
+from flockstep.links.shared_group import SharedGroup, needed
+from flockstep.links.shared_memory import SharedMemory
+from flockstep.runtime import host_memory
+from flockstep.runtime.host_memory import HostMemory, RunMemory
+from flockstep.runtime.node_metrics import NodeMetrics
 
 ROOM = 1 << 16
 

@@ -24,8 +24,6 @@ from flockstep.cli.app import run as command
 from flockstep.costs import formulas
 from flockstep.costs.cluster_file import read_cluster
 from flockstep.costs.layers import ModelShape
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import make_split
@@ -54,6 +52,8 @@ from flockstep.planning.rehearsal import Rehearsal
 from flockstep.planning.split_surrogate import PipelineShape, SplitShape, WaysShape, split_shape
 from flockstep.planning.step_prediction import rehearsed
 from flockstep.records.events import StepEvent
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.split import Iid

@@ -13,7 +13,6 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from flockstep.costs.cluster_file import load_cluster  # noqa: E402
-from flockstep.drivers.state import from_bytes, to_bytes  # noqa: E402
 from flockstep.errors import ConfigurationError, FlockstepError  # noqa: E402
 from flockstep.frameworks.base import Data, DistillationTargets  # noqa: E402
 from flockstep.frameworks.jax import JaxEngine, JaxModel  # noqa: E402
@@ -21,6 +20,7 @@ from flockstep.frameworks.job import make_engine  # noqa: E402
 from flockstep.planning.job_profile import task_of  # noqa: E402
 from flockstep.planning.plan import plan  # noqa: E402
 from flockstep.planning.search import Race  # noqa: E402
+from flockstep.runtime.state import from_bytes, to_bytes  # noqa: E402
 from flockstep.testing.strategies import run_strategy  # noqa: E402
 from support.jax_jobs import apply, apply_with_noise, cross_entropy, data, init, job, squares  # noqa: E402
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.drivers.place import SECRET
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.kubernetes import RESOLVE, Pods, manifest
+from flockstep.launch.kubernetes import RESOLVE, Pods, manifest
+from flockstep.runtime.place import SECRET
 from support.pods import container_of, expanded, object_of
 
 COMMAND = ["launch", "-n", "4", "train.py", "--rate", "0.1", "$(HOME)", "a $$ b$", 'say "no": #1', "true", "", "é"]

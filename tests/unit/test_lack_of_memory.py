@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from flockstep.drivers.member import lacks_memory
 from flockstep.errors import ConfigurationError
+from flockstep.runtime.member import lacks_memory
 
 
 def test_torch_and_the_system_say_that_there_is_no_memory() -> None:

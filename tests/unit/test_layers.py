@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
     errors system options registry expression arrays optimizers schedules topologies codecs feedback messages programs
-    nodes transports collectives partitions
-    strategies systems simulation costs frameworks workloads records drivers communicator launchers
+    nodes links collectives partitions
+    strategies systems simulation costs frameworks workloads records runtime communicator launch
     report trackers planning experiments testing
     doctor jax lightning accelerate transformers keras cli
 """
@@ -121,7 +121,7 @@ def test_no_import_goes_up():
         "from ..strategies.base import Strategy",
         "from .. import cli",
         "def f():\n    from flockstep.cli import main",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flockstep.drivers.virtual import run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flockstep.runtime.virtual import run",
         "try:\n    import flockstep.report as r\nexcept ImportError:\n    pass",
     ],
 )
@@ -313,8 +313,8 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
     late = (
         "flockstep_lab.cli",
         "flockstep.strategies",
-        "flockstep.drivers",
-        "flockstep.launchers",
+        "flockstep.runtime",
+        "flockstep.launch",
         "flockstep.records.folder",
         "jinja2",
     )
@@ -324,12 +324,12 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
 def test_a_simulation_loads_no_sockets_and_no_supervisor(tmp_path):
     words = ["simulate", "quadratic", "-s", "all_reduce", "-n", "2", "--steps", "1", "--json", "--out", str(tmp_path)]
     statement = f"from flockstep.cli.app import run; run({words})"
-    late = ("asyncio", "multiprocessing", "numba", "torch", "flockstep.launchers.supervisor")
+    late = ("asyncio", "multiprocessing", "numba", "torch", "flockstep.launch.supervisor")
     assert loaded(statement, late) == []
 
 
 def test_a_worker_loads_no_event_loop():
-    assert loaded("import flockstep.launchers.entry", ("asyncio", "torch", "numba")) == []
+    assert loaded("import flockstep.launch.entry", ("asyncio", "torch", "numba")) == []
 
 
 def test_reading_expressions_loads_nothing_heavy():
@@ -348,7 +348,7 @@ def roots_of_imports(source: str) -> set[str]:
 def test_only_modules_for_jax_import_jax():
     importers = {module_of(path) for path in FILES if {"jax", "optax"} & roots_of_imports(path.read_text())}
     assert importers == {
-        "flockstep.drivers.jax_loop",
+        "flockstep.runtime.jax_loop",
         "flockstep.frameworks.jax",
         "flockstep.frameworks.jax_layers",
         "flockstep.frameworks.jax_optax",

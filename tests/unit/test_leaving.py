@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.drivers.member import LOSS_TOLD
-from flockstep.drivers.real import NodeConnection
 from flockstep.errors import PeerLost
+from flockstep.links.bus import LAUNCHER, Traffic
 from flockstep.messages import Message, frozen, server
 from flockstep.nodes import BadGradients, Cluster, View, Worker
+from flockstep.runtime.member import LOSS_TOLD
+from flockstep.runtime.real import NodeConnection
 from flockstep.strategies.base import Strategy
-from flockstep.transports.bus import LAUNCHER, Traffic
 
 
 def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[int] = frozenset()) -> Message:

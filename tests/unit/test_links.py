@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import Hello
 from flockstep.errors import PeerLost, ProtocolError
-from flockstep.launchers.link import ProcessLink
+from flockstep.launch.link import ProcessLink
+from flockstep.links.bus import LAUNCHER
+from flockstep.links.control import Control, Line, LocalFrames, framed, unframed
+from flockstep.links.wire import PROTOCOL, SenderIdentity
 from flockstep.messages import Message
-from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control, Line, LocalFrames, framed, unframed
-from flockstep.transports.wire import PROTOCOL, SenderIdentity
+from flockstep.runtime.member import Hello
 from support.processes import PATIENCE, wait_until
 
 MODEL = 8 << 20
@@ -83,8 +83,8 @@ def test_a_process_waits_until_the_supervisor_reads(control: Control) -> None:
     """And what it has sent may change afterwards."""
     sender = f"""
 import numpy as np
-from flockstep.transports.links import Line
-from flockstep.transports.wire import SenderIdentity
+from flockstep.links.control import Line
+from flockstep.links.wire import SenderIdentity
 line = Line(SenderIdentity("run", 0, "schema", {MODEL}), {control.address!r}, 60)
 line.introduce(b"hello")
 array = np.ones({MODEL // 4}, np.float32)
@@ -115,8 +115,8 @@ def first(control: Control) -> Iterator[LocalFrames]:
 
 WAITING = """
 import os, sys, time
-from flockstep.transports.links import Line
-from flockstep.transports.wire import SenderIdentity
+from flockstep.links.control import Line
+from flockstep.links.wire import SenderIdentity
 line = Line(SenderIdentity("run", 0, "schema", 1), sys.argv[1], 60)
 line.introduce(b"hello")
 if len(sys.argv) > 2 and os.fork():
@@ -148,7 +148,7 @@ def test_a_process_that_ended_is_gone_though_a_child_holds_its_socket(control: C
 
 
 def test_what_a_process_said_before_its_end_is_heard(control: Control) -> None:
-    said = f"from flockstep.transports.links import say_to_control; say_to_control({control.address!r}, b'failed')"
+    said = f"from flockstep.links.control import say_to_control; say_to_control({control.address!r}, b'failed')"
     subprocess.run([sys.executable, "-c", said], check=True)
     ((words, connection),) = control.heard()
     connection.close()

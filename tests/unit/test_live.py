@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
 from flockstep.nodes import Cluster
 from flockstep.planning.trials import LiveSimulation
 from flockstep.records.events import EvaluationEvent, Event
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual import Simulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.checkpoints import ENDED, NodeCheckpoints
-from flockstep.drivers.node_creation import make_server
-from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.drivers.runner import OneProcess, Runner
-from flockstep.drivers.state import from_arrays, to_arrays
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
+from flockstep.runtime.checkpoints import ENDED, NodeCheckpoints
+from flockstep.runtime.node_creation import make_server
+from flockstep.runtime.node_metrics import NodeMetrics
+from flockstep.runtime.runner import OneProcess, Runner
+from flockstep.runtime.state import from_arrays, to_arrays
 from flockstep.strategies.base import Strategy
 
 

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.frameworks.torch_groups import ELEMENTWISE, TorchOptimizer
 from flockstep.optimizers import Optimizer
 from flockstep.optimizers.adagrad import Adagrad
@@ -15,6 +14,7 @@ from flockstep.optimizers.adam import Adam, AdamW
 from flockstep.optimizers.lamb import LAMB
 from flockstep.optimizers.lars import LARS
 from flockstep.optimizers.sgd import SGD
+from flockstep.runtime.state import from_bytes, to_bytes
 
 
 def shared_out(optimizer: Optimizer, cycles: int = 400) -> float:

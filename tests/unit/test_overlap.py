@@ -127,7 +127,7 @@ def test_changes_that_torch_does_not_count_are_found(watched: Watched, way: str)
 
 def test_of_large_parts_some_elements_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of all elements, as clipping makes it, is found from a few."""
-    monkeypatch.setattr("flockstep.drivers.torch_backward.SENT", 2)
+    monkeypatch.setattr("flockstep.runtime.torch_backward.SENT", 2)
     one = Watched()
     one.forward().backward()
     for parameter in one.model.parameters():

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import flockstep
-from flockstep.drivers.adoption import folder_of
-from flockstep.drivers.place import PORTS, Place, host_names, place_from, port_of, tasks_per_node
 from flockstep.errors import ConfigurationError
+from flockstep.runtime.adoption import folder_of
+from flockstep.runtime.place import PORTS, Place, host_names, place_from, port_of, tasks_per_node
 from support.launch_variables import OPENMPI, SRUN, TORCHRUN
 from support.matrix import each
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flockstep.arrays.namespace import DEVICE_COPIES
-from flockstep.transports.process_groups import ProcessGroup, private_store
+from flockstep.links.process_groups import ProcessGroup, private_store
 
 
 class Done:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from flockstep.costs.cluster_file import load_cluster, read_cluster
-from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.simulate import simulate
+from flockstep.launch.simulate import simulate
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import SURE, Conditions, Rehearsal, rehearse
 from flockstep.planning.step_prediction import predict_step
@@ -21,6 +20,7 @@ from flockstep.planning.surrogate import Unrehearsed, longest_cycle, scaled, shr
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.setup import load_job
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy

@@ -14,14 +14,14 @@ import pytest
 import flockstep
 from flockstep import __version__
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.script_checkpoints import ScriptCheckpoints, ScriptState
-from flockstep.drivers.setup import JOB_FILE, digest
-from flockstep.drivers.state import from_arrays
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.single import resume
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.script_checkpoints import ScriptCheckpoints, ScriptState
+from flockstep.runtime.setup import JOB_FILE, digest
+from flockstep.runtime.state import from_arrays
 
 EXTRA = {"epoch": 1, "batch": 4, "rates": {"last": [0.1, np.float32(0.2)]}}
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
-from flockstep.transports.handshake import HELLO, PLAIN, PROOF, Handshake
-from flockstep.transports.sealed import RECORD, LinkForged, SealedSocket
+from flockstep.links.handshake import HELLO, PLAIN, PROOF, Handshake
+from flockstep.links.sealed import RECORD, LinkForged, SealedSocket
 
 SECRET = b"0123456789abcdef" * 2
 _open: list[socket.socket] = []
@@ -268,7 +268,7 @@ def test_records_are_aes_gcm_with_counted_nonces() -> None:
     one, other = Handshake(SECRET, True, True), Handshake(SECRET, False, True)
     other.feed(one.out)
     one.feed(other.out)
-    from flockstep.transports.sealed import _Sealer
+    from flockstep.links.sealed import _Sealer
 
     keys = one.keys()
     assert keys is not None

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
+from flockstep.links.connection import Session
+from flockstep.links.streams import StreamBus
 from flockstep.messages import Message
-from flockstep.transports.connection import Session
-from flockstep.transports.streams import StreamBus
 from flockstep_lab.link_faults import FaultProxy
 from support.buses import Make, arrived, buses, introduced, join, still_works
 from support.matrix import few
@@ -210,7 +210,7 @@ def test_a_session_goes_on_after_an_answer_that_was_changed_in_transit(make: Mak
 def test_a_session_waits_for_a_link_that_is_away_and_bounds_what_it_keeps(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flockstep.transports.streams.AHEAD", 1 << 20)
+    monkeypatch.setattr("flockstep.links.streams.AHEAD", 1 << 20)
     with proxied(make, "tcp", ("cut",), 1, 1, 0) as (first, second, proxy):
         proxy.down.set()
         first._interrupt(first._peers[1], "the test cuts the link")

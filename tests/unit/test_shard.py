@@ -31,13 +31,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import flockstep
-from flockstep.drivers import epochs
-from flockstep.drivers.member import NodeSpec
-from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
-from flockstep.drivers.torch_data import identity, sampled, split
 from flockstep.errors import ConfigurationError, MissingDependency
-from flockstep.launchers.comparisons import Comparisons
+from flockstep.launch.comparisons import Comparisons
 from flockstep.messages import Message
+from flockstep.runtime import epochs
+from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.node_spec import NODE_SPEC, spec_to_text
+from flockstep.runtime.torch_data import identity, sampled, split
 
 WORKERS = 3
 
@@ -547,7 +547,7 @@ def test_loader_workers_may_import_a_script_that_shards(as_rank: Become) -> None
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    for name in [name for name in sys.modules if name.startswith("flockstep.drivers.torch_")]:
+    for name in [name for name in sys.modules if name.startswith("flockstep.runtime.torch_")]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -569,7 +569,7 @@ def test_without_torch_the_way_to_install_it_is_named(
     """The supervisor of a launched script hears of it too."""
     as_rank(1)
     told: list[Any] = []
-    monkeypatch.setattr("flockstep.drivers.node_spec.send_to_control", lambda node_spec, words: told.append(words))
+    monkeypatch.setattr("flockstep.runtime.node_spec.send_to_control", lambda node_spec, words: told.append(words))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(MissingDependency, match=rf"flockstep\.{name} needs PyTorch.*flockstep\[torch\]") as raised:
         call()

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep import transports
+from flockstep import links
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
-from flockstep.transports.shared_group import SharedGroup, needed, warm_up
-from flockstep.transports.shared_memory import SharedMemory
+from flockstep.links.shared_group import SharedGroup, needed, warm_up
+from flockstep.links.shared_memory import SharedMemory
 
 ROOM = 8 << 20
 SIZES = (0, 1, 2, 3, 7, 1024, 1025, 8192, 8193, 33_333, 131_073, 262_144, 590_007)
@@ -47,8 +47,8 @@ def forget_numba():
     """Let this process import the modules of sums again, as if numba were missing."""
     sys.modules["numba"] = None
     for name in ("shared_sums", "shared_signals"):
-        sys.modules.pop(f"flockstep.transports.{name}")
-        delattr(transports, name)
+        sys.modules.pop(f"flockstep.links.{name}")
+        delattr(links, name)
     del sys.modules["flockstep.arrays.kernels.jit"]
 
 
@@ -110,7 +110,7 @@ def test_a_mean_is_the_sum_divided(n, where):
 @pytest.mark.parametrize("where", ["region", "anywhere"])
 def test_sums_without_numba_have_the_same_bits(where):
     def plain(group, *arguments):
-        from flockstep.transports import shared_signals
+        from flockstep.links import shared_signals
 
         assert not hasattr(shared_signals.wait_for_all, "py_func")
         return sums(group, *arguments)
@@ -341,7 +341,7 @@ def test_parts_of_a_mean_are_added_in_the_order_of_processes(n):
 
 def test_an_array_that_is_taken_leaves_no_memory_behind(monkeypatch):
     """In pieces, so that there are never two copies of the gradients, and other arrays stay."""
-    monkeypatch.setattr("flockstep.transports.shared_group.RETURNED", 1 << 14)
+    monkeypatch.setattr("flockstep.links.shared_group.RETURNED", 1 << 14)
     group = alone(ROOM)
     before, array, after = (group.allocate(size, "float32") for size in (1000, 100_003, 1000))
     before[:], after[:] = 1, 2

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ProtocolError
+from flockstep.links.copies import BufferPool
+from flockstep.links.shared_heap import FRONT, SLOTS, PeerMemory, SharedHeap
+from flockstep.links.shared_memory import SharedMemory
+from flockstep.links.wire import SenderIdentity, decode, encode
 from flockstep.messages import Message, server
-from flockstep.transports.copies import BufferPool
-from flockstep.transports.shared_heap import FRONT, SLOTS, PeerMemory, SharedHeap
-from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.wire import SenderIdentity, decode, encode
 
 ROOM = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import multiprocessing, os, signal, subprocess, sys, time
-from flockstep.drivers.signals import STOPS, leave_to_supervisor
+from flockstep.runtime.signals import STOPS, leave_to_supervisor
 
 def rest(begun):
     begun.set()

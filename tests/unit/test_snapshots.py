@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import WINDOW, Hello, Member, NodeSpec
-from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.errors import ProtocolError, RunError
-from flockstep.launchers.link import ProcessLink
+from flockstep.launch.link import ProcessLink
+from flockstep.links.control import Control
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
 from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotWriter
-from flockstep.transports.links import Control
+from flockstep.runtime.member import WINDOW, Hello, Member, NodeSpec
+from flockstep.runtime.snapshot_sender import SnapshotSender
 from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)
@@ -82,7 +82,7 @@ def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
 def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervisor and node in one process: each time that the node waits, the supervisor takes all there is."""
     part = 1 << 10  # a window fits into the socket
-    monkeypatch.setattr("flockstep.drivers.member.PART", part)
+    monkeypatch.setattr("flockstep.runtime.member.PART", part)
     schema = Schema.of({"w": (4 * part,)}, "float32")
     control = Control(f"ipc://{tmp_path}/control", 5.0)
     member = Member(NodeSpec("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)

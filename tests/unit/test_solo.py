@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.strategies.base import Strategy
 
 

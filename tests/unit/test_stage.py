@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRun, PartRunner, Ways
-from flockstep.drivers.parts import program_of
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_stages import split_torch
+from flockstep.links import wire
 from flockstep.messages import PART, Mailbox, Message
 from flockstep.nodes import Cluster
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.runtime.part_program import NeedPass, NeedRequest, PartRun, PartRunner, Ways
+from flockstep.runtime.parts import program_of
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.stage import PipelineStage, stage_notes
 from flockstep.strategies.base import Strategy
-from flockstep.transports import wire
 from support.split_jobs import job_of
 
 LR, STEPS = 0.2, 3

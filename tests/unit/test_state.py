@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Message
+from flockstep.runtime.state import from_bytes, to_bytes
 
 
 @dataclass

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import flockstep.transports.streams as streams
-from flockstep.drivers.messenger import Messenger
-from flockstep.drivers.runner import Runner
+import flockstep.links.streams as streams
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
+from flockstep.links import shared_memory
+from flockstep.links.base import Transport
+from flockstep.links.bus import Backlog
+from flockstep.links.kinds import Tcp
+from flockstep.links.shared_heap import PeerMemory
+from flockstep.links.streams import BESIDE, StreamBus
+from flockstep.links.wire import SenderIdentity, encode
 from flockstep.messages import Message, Wanted
 from flockstep.nodes import Cluster, Peer
-from flockstep.transports import shared_memory
-from flockstep.transports.base import Transport
-from flockstep.transports.bus import Backlog
-from flockstep.transports.kinds import Tcp
-from flockstep.transports.shared_heap import PeerMemory
-from flockstep.transports.streams import BESIDE, StreamBus
-from flockstep.transports.wire import SenderIdentity, encode
+from flockstep.runtime.messenger import Messenger
+from flockstep.runtime.runner import Runner
 from support.buses import (
     OVER_TCP,
     SECRET,
@@ -341,7 +341,7 @@ def test_an_interface_stands_for_its_address(make: Make) -> None:
 INTERFACES = """
 import subprocess, sys
 from flockstep.errors import ConfigurationError
-from flockstep.transports.addresses import interface_address
+from flockstep.links.addresses import interface_address
 
 def ip(*words):
     subprocess.run(["ip", *words], check=True)
@@ -665,10 +665,10 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np
 from support.buses import join
 from flockstep.messages import Message, Wanted
-from flockstep.transports import streams
-from flockstep.transports.handshake import Handshake
-from flockstep.transports.kinds import Tcp
-from flockstep.transports.wire import SenderIdentity
+from flockstep.links import streams
+from flockstep.links.handshake import Handshake
+from flockstep.links.kinds import Tcp
+from flockstep.links.wire import SenderIdentity
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 first, second = (

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.drivers.node_metrics import fingerprint
 from flockstep.errors import PeerLost, ProtocolError
-from flockstep.launchers.checkpoints import Checkpointer
-from flockstep.launchers.peers import RunPeer, RunPeers
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launch.checkpoints import Checkpointer
+from flockstep.launch.peers import RunPeer, RunPeers
+from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.messages import Message
 from flockstep.nodes import Cluster
+from flockstep.runtime.node_metrics import fingerprint
 from flockstep.strategies.base import Strategy
 from support.jobs import run_of
 

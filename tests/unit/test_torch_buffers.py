@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from flockstep.drivers.torch_buffers import Buffers, Policy
 from flockstep.errors import ConfigurationError
+from flockstep.runtime.torch_buffers import Buffers, Policy
 from support.collectives import arrays, does
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

@@ -12,12 +12,12 @@ from torch import nn
 
 import flockstep
 from flockstep.codecs.dgc import Dgc
-from flockstep.drivers.torch_guard import Guard
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.frameworks import torch_flat
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Cluster, Node
+from flockstep.runtime.torch_guard import Guard
 from flockstep.strategies.encoding import codec_for
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.strategies.synchronization_schedules.post_local import PostLocal

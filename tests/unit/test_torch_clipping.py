@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import flockstep  # noqa: E402
-from flockstep.drivers.torch_backward import GradientChangeDetector  # noqa: E402
-from flockstep.drivers.torch_clipping import Clipping  # noqa: E402
 from flockstep.frameworks.torch_flat import FlatModule  # noqa: E402
+from flockstep.runtime.torch_backward import GradientChangeDetector  # noqa: E402
+from flockstep.runtime.torch_clipping import Clipping  # noqa: E402
 from flockstep.strategies.base import Strategy  # noqa: E402
 
 STRATEGIES = ["all_reduce", "local_sgd", "bucketed(cap=0.00008, first=0.00004)", "bsp", "asgd"]

@@ -304,7 +304,7 @@ from torch.distributed import HashStore, destroy_process_group, init_process_gro
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from flockstep.drivers.torch_guard import require_unwrapped
+from flockstep.runtime.torch_guard import require_unwrapped
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 

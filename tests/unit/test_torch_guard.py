@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import flockstep
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.torch_guard import Guard
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.runtime.loop import Loop
+from flockstep.runtime.torch_guard import Guard
 from flockstep.strategies.base import Strategy
 from support.torch_loops import equal, load, net, start, step, values
 

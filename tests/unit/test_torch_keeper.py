@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flockstep.drivers.torch_buffers import Buffers, Policy
-from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.optimizers.sgd import SGD
+from flockstep.runtime.torch_buffers import Buffers, Policy
+from flockstep.runtime.torch_keeper import TorchKeeper
 
 
 def test_parameters_without_a_state_in_the_checkpoint_have_none_afterwards() -> None:

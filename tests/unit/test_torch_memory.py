@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import flockstep
-from flockstep.drivers.settings import told
-from flockstep.drivers.torch_memory import WorkerMemory, take_settings
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
 from flockstep.frameworks.torch_optimizers import settings_of
-from flockstep.launchers.comparisons import Comparisons
+from flockstep.launch.comparisons import Comparisons
 from flockstep.messages import Message
 from flockstep.registry import names
+from flockstep.runtime.settings import told
+from flockstep.runtime.torch_memory import WorkerMemory, take_settings
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import equal_bits, run_strategy
 from support.collectives import arrays, does

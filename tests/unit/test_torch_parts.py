@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flockstep.drivers.torch_parts import distribute_part, part_of  # noqa: E402
 from flockstep.errors import ConfigurationError  # noqa: E402
+from flockstep.runtime.torch_parts import distribute_part, part_of  # noqa: E402
 from flockstep.strategies.base import Strategy  # noqa: E402
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from flockstep.drivers.tracker import Tick
+from flockstep.runtime.tracker import Tick
 
 
 def tick(*replicas: list[float]) -> Tick:

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-import flockstep.transports.streams as streams
+import flockstep.links.streams as streams
 from flockstep.errors import PeerLost, ProtocolError
+from flockstep.links import connection as rules
+from flockstep.links.handshake import ENCRYPTED, PLAIN, Handshake, time_for_proof
+from flockstep.links.sealed import RECORD
+from flockstep.links.streams import StreamBus
+from flockstep.links.wire import SenderIdentity
 from flockstep.messages import Message
-from flockstep.transports import connection as rules
-from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake, time_for_proof
-from flockstep.transports.sealed import RECORD
-from flockstep.transports.streams import StreamBus
-from flockstep.transports.wire import SenderIdentity
 from support.buses import (
     OVER_TCP,
     SECRET,

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import flockstep.transports.wire as wire
+import flockstep.links.wire as wire
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
+from flockstep.links.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 from flockstep.messages import Message, Note
-from flockstep.transports.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 
 SCHEMA = "0123456789abcdef"
 WEIGHTS = 10
@@ -305,7 +305,7 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("folder", ["transports", "drivers", "launchers"])
+@pytest.mark.parametrize("folder", ["links", "runtime", "launch"])
 def test_nothing_on_the_wire_can_name_code(folder: str) -> None:
     files = sorted((Path(wire.__file__).parents[1] / folder).glob("*.py"))
     assert files

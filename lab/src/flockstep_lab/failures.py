@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.drivers.plan import Plan
 from flockstep.errors import PeerLost, ProtocolError, RunError
 from flockstep.expression import from_data, to_data
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address, Message, node_name
 from flockstep.records.events import Event, LostEvent, PromotedEvent, StepEvent
+from flockstep.runtime.plan import Plan
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network

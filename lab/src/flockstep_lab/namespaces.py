@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
+from flockstep.links.base import Transport
 from flockstep.simulation import units
-from flockstep.transports.base import Transport
 
 _NEW_NETWORK = 0x40000000
 _CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)

@@ -11,7 +11,6 @@ import msgspec
 from click.exceptions import Exit
 
 from flockstep.cli import show
-from flockstep.drivers.node_metrics import fingerprint
 from flockstep.experiments.single import carry_on, carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -20,10 +19,11 @@ from flockstep.report import formatting
 from flockstep.report.medians import spreads
 from flockstep.report.ranking import names
 from flockstep.report.table import gradient_notes, table
+from flockstep.runtime.node_metrics import fingerprint
 
 if TYPE_CHECKING:
     from flockstep.experiments.comparison import Comparison
-    from flockstep.launchers.gathering import Gathering
+    from flockstep.launch.gathering import Gathering
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering: Gathering | None = None) -> Summary:

@@ -8,7 +8,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group
-from flockstep.transports.shared_group import ring_pieces
+from flockstep.links.shared_group import ring_pieces
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flockstep.errors import CompositionError, ConfigurationError, MissingDepend
 from flockstep.programs import completed
 
 if TYPE_CHECKING:
-    from flockstep.transports.process_groups import ProcessGroup
+    from flockstep.links.process_groups import ProcessGroup
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -123,7 +123,7 @@ class TorchDistributed(Collective):
             )
         if self.backend not in meeting.held:
             try:
-                from flockstep.transports.process_groups import ProcessGroup
+                from flockstep.links.process_groups import ProcessGroup
             except ModuleNotFoundError:
                 raise MissingDependency.of("PyTorch", "torch", str(self)) from None
             meeting.held[self.backend] = ProcessGroup(self.backend, meeting, len(me.hosts))

@@ -22,12 +22,12 @@ from flockstep.communicator.engine import ProgressEngine
 from flockstep.communicator.rank import Rank
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached
 from flockstep.communicator.window import Window
-from flockstep.drivers.membership import Membership
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut, in_short
+from flockstep.links.bus import Bus
+from flockstep.links.shared_group import needed
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.messages import Array, Message, node_name
-from flockstep.transports.bus import Bus
-from flockstep.transports.shared_group import needed
-from flockstep.transports.shared_memory import SharedMemory
+from flockstep.runtime.membership import Membership
 
 MAX_BYTES = 1 << 30
 """Default size in bytes of the largest array that a communicator accepts."""

@@ -20,8 +20,8 @@ from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
+from flockstep.links.wire import DTYPES
 from flockstep.messages import Array, Message, Note, frozen, node_name
-from flockstep.transports.wire import DTYPES
 
 LONGEST_TEXT = 500
 """Maximum number of characters of a codec's expression in a message."""

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from flockstep import nodes
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.messenger import RETRY, Messenger, Receive
-from flockstep.drivers.runner import Runner
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, TimedOut
+from flockstep.links.bus import Bus, Traffic
 from flockstep.messages import HEADER_BYTES, LEAVE, Address, Message, frozen
 from flockstep.programs import completed
-from flockstep.transports.bus import Bus, Traffic
+from flockstep.runtime.messenger import RETRY, Messenger, Receive
+from flockstep.runtime.runner import Runner
 
 T = TypeVar("T")
 AHEAD = 1 << 26

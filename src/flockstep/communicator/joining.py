@@ -16,14 +16,14 @@ from flockstep.communicator.communicator import MAX_BYTES, Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.engine import Alone
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.adoption import TIMEOUT
-from flockstep.drivers.event_sender import EventSender
-from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
-from flockstep.drivers.membership import Membership, add_membership, membership_here, memberships_here
-from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.drivers.node_spec import claim_spec, enter_run, require_own_process
 from flockstep.errors import ConfigurationError, FlockstepError, require
 from flockstep.records.events import ClockEvent
+from flockstep.runtime.adoption import TIMEOUT
+from flockstep.runtime.event_sender import EventSender
+from flockstep.runtime.member import Member, NodeSpec, die_with, failure_of
+from flockstep.runtime.membership import Membership, add_membership, membership_here, memberships_here
+from flockstep.runtime.node_metrics import NodeMetrics
+from flockstep.runtime.node_spec import claim_spec, enter_run, require_own_process
 from flockstep.strategies.base import Strategy, Traits
 
 BESIDE = "beside"

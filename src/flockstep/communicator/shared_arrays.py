@@ -16,9 +16,9 @@ from flockstep.communicator.calls import Calls
 from flockstep.communicator.encoded import What, at_hand, codec_of
 from flockstep.communicator.window import Window
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut, require
+from flockstep.links.shared_group import SUMMED, SharedGroup
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.messages import Array
-from flockstep.transports.shared_group import SUMMED, SharedGroup
-from flockstep.transports.shared_memory import SharedMemory
 
 
 class SharedArray:

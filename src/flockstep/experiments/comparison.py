@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flockstep import registry
-from flockstep.drivers.setup import canonical, check, digest, partition_of, prepare, require_unchanged
 from flockstep.errors import CompositionError, ConfigurationError, Interrupted, RunError, require
 from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.options import CompareOptions, configured, listed, rates, refuse_idle, takes
@@ -28,6 +27,7 @@ from flockstep.report import formatting
 from flockstep.report.html import write_report
 from flockstep.report.medians import RepeatedRuns, best, caveats
 from flockstep.report.ranking import ONE_WORKER, measured_alike, names, rank
+from flockstep.runtime.setup import canonical, check, digest, partition_of, prepare, require_unchanged
 
 if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
@@ -136,7 +136,7 @@ class Grid:
     def _with(self, base: RunConfig, strategy: str) -> RunConfig:
         """The configuration with a strategy; the output of scripts is hidden."""
         if base.kind == "launch":
-            from flockstep.launchers.script import with_strategy
+            from flockstep.launch.script import with_strategy
 
             return with_strategy(dataclasses.replace(base, output="none"), strategy)
         return on_cluster(dataclasses.replace(base, strategy=strategy), self.cluster)
@@ -268,7 +268,7 @@ def carry_out_all(
         Interrupted: the comparison was interrupted; the same call continues the comparison.
     """
     if grid.base.kind != "simulate":
-        from flockstep.launchers.children import refuse_program
+        from flockstep.launch.children import refuse_program
 
         refuse_program()  # before the folder is made
     groups = grid.groups(out)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.nodes import Hosts
@@ -26,6 +25,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
 from flockstep.report.terminal import TableColumn, TextTable
+from flockstep.runtime.setup import load_job
 from flockstep.simulation.compute import ComputeModel, SharedCores
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Network

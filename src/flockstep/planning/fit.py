@@ -24,7 +24,6 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import ClusterLink, MachineGroup
-from flockstep.drivers.setup import prepare
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Hosts
 from flockstep.planning.calibrate import Calibration
@@ -35,6 +34,7 @@ from flockstep.planning.rehearsal import LEFT_OUT, Conditions, rehearse
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, HostsEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.setup import prepare
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.handling import Overheads

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.drivers.plan import LocalOptimizer
 from flockstep.frameworks.base import Engine
+from flockstep.runtime.plan import LocalOptimizer
 
 STEPS = 64
 """Number of steps of each of the three phases: a measurement at the initial parameters, training, and a measurement

@@ -18,7 +18,6 @@ from flockstep.arrays.schema import Schema
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
-from flockstep.drivers.setup import digest, load_job
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
@@ -31,6 +30,7 @@ from flockstep.partitions.base import Partition
 from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
+from flockstep.runtime.setup import digest, load_job
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.handling import Overheads
 from flockstep.simulation.law import mean_of

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from flockstep.drivers.setup import JOB_FILE, digest
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.records.config import RunConfig
+from flockstep.runtime.setup import JOB_FILE, digest
 from flockstep.workloads.base import Workload
 
 

@@ -19,10 +19,6 @@ from typing import Any
 import numpy as np
 
 from flockstep.codecs.base import Codec, Shape
-from flockstep.drivers.plan import Plan, require_steppable
-from flockstep.drivers.runner import reporting_users_errors
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.split_surrogate import SplitShape
@@ -36,6 +32,10 @@ from flockstep.planning.surrogate import (
     shrunk,
 )
 from flockstep.records.events import Event, NodeEvent, StepEvent, UpdateEvent
+from flockstep.runtime.plan import Plan, require_steppable
+from flockstep.runtime.runner import reporting_users_errors
+from flockstep.runtime.virtual import Simulation
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.handling import Handled, Longer, Overheads
 from flockstep.simulation.law import late_of, mean_of

@@ -23,7 +23,6 @@ from flockstep.codecs.identity import Identity
 from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer
 from flockstep.costs.stages import Chain, chunks
-from flockstep.drivers.part_group import PartGroup, groups_of
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.shards import ModelShard, ShardedModel, ShardedPartsModel
@@ -37,6 +36,7 @@ from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.surrogate import SurrogateEngine
+from flockstep.runtime.part_group import PartGroup, groups_of
 
 FINEST = 8
 """Smallest number of elements in a surrogate for the activations of a micro-batch, so that rounding to whole elements

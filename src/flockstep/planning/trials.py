@@ -17,18 +17,18 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.runner import Runner, reporting_users_errors
-from flockstep.drivers.tracker import FINAL
-from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
-from flockstep.launchers.threads import limit_threads
+from flockstep.launch.threads import limit_threads
 from flockstep.messages import HEADER_BYTES, server
 from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import ALONE
 from flockstep.records.events import EvaluationEvent, Event
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.runner import Runner, reporting_users_errors
+from flockstep.runtime.tracker import FINAL
+from flockstep.runtime.virtual import Simulation
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Speeds
 from flockstep.simulation.handling import Longer
 from flockstep.simulation.law import mean_of

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
-from flockstep.transports.shared_memory import SharedMemory
 
 
 class WriterStopped(Note, frozen=True):

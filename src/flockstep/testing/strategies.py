@@ -13,9 +13,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.node_state import Saved
-from flockstep.drivers.plan import LocalOptimizer, Plan
-from flockstep.drivers.virtual import Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.experiments.options import takes
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
@@ -25,6 +22,9 @@ from flockstep.nodes import Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.options import Opt
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
+from flockstep.runtime.node_state import Saved
+from flockstep.runtime.plan import LocalOptimizer, Plan
+from flockstep.runtime.virtual import Simulation
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel

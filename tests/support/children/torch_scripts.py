@@ -2,6 +2,3 @@
 
 import numpy_scripts  # noqa: F401
 import torch.utils.data  # noqa: F401
-
-import flockstep.drivers.torch_loop
-import flockstep.frameworks.torch  # noqa: F401

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.drivers.messenger import Messenger
-from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
+from flockstep.links.base import Transport
+from flockstep.links.wire import SenderIdentity
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster, Peer
 from flockstep.programs import Effect
-from flockstep.transports.base import Transport
-from flockstep.transports.wire import SenderIdentity
+from flockstep.runtime.messenger import Messenger
+from flockstep.runtime.runner import Runner
 from flockstep_lab.bench.implementation import BenchProcess
 
 

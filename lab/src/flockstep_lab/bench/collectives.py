@@ -12,11 +12,11 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import Measured
 from flockstep.expression import to_text
+from flockstep.links.base import Transport
+from flockstep.links.kinds import Ipc, Tcp
+from flockstep.links.shared_group import SharedGroup, warm_up
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.report.progress import ProgressCallback, silent
-from flockstep.transports.base import Transport
-from flockstep.transports.kinds import Ipc, Tcp
-from flockstep.transports.shared_group import SharedGroup, warm_up
-from flockstep.transports.shared_memory import SharedMemory
 from flockstep_lab.bench.bare_node import BareNode
 from flockstep_lab.bench.implementation import BenchProcess, Implementation, Summing
 from flockstep_lab.bench.interleaved import Measurement, measure_interleaved

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.errors import FlockstepError
+from flockstep.links.shared_group import needed
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.report.progress import ProgressCallback, silent
-from flockstep.transports.shared_group import needed
-from flockstep.transports.shared_memory import SharedMemory
 from flockstep_lab.bench.implementation import Implementation
 
 ANSWER_TIMEOUT = 120.0

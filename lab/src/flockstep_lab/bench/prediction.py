@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError, Interrupted
-from flockstep.launchers.train import train
+from flockstep.launch.train import train
 from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
@@ -32,6 +31,7 @@ from flockstep.planning.step_prediction import StepPrediction, Unpredictable, pr
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.progress import ProgressCallback, silent
+from flockstep.runtime.setup import load_job
 from flockstep.simulation import units
 from flockstep.simulation.handling import Overheads
 from flockstep.strategies.base import Strategy

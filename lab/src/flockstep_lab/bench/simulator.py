@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.job import make_engine
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.nodes import Cluster
 from flockstep.optimizers.sgd import SGD
 from flockstep.report.progress import ProgressCallback, silent
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual import Simulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result

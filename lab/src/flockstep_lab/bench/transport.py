@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.links.base import Transport
+from flockstep.links.shared_group import SharedGroup
+from flockstep.links.shared_memory import SharedMemory
 from flockstep.report.progress import ProgressCallback, silent
-from flockstep.transports.base import Transport
-from flockstep.transports.shared_group import SharedGroup
-from flockstep.transports.shared_memory import SharedMemory
 from flockstep_lab.bench.bare_node import BareNode
 from flockstep_lab.bench.implementation import BenchProcess, BenchWorker, Implementation, seconds_of
 from flockstep_lab.bench.interleaved import Measurement, measure_interleaved

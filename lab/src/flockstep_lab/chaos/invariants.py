@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from flockstep.drivers.checkpoints import NodeCheckpoint
-from flockstep.drivers.state import from_arrays
 from flockstep.errors import FlockstepError
 from flockstep.messages import Address, node_name, server
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import Event, StepEvent, UpdateEvent
 from flockstep.records.summary import Summary
+from flockstep.runtime.checkpoints import NodeCheckpoint
+from flockstep.runtime.state import from_arrays
 from flockstep_lab.chaos.base import Expected, Setting
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.drivers.setup import prepare
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import FlockstepError
 from flockstep.partitions.base import Partition
 from flockstep.records.config import RunConfig
+from flockstep.runtime.setup import prepare
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.systems.catalog import Mode, System, system

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.plan import Batches, Plan
 from flockstep.frameworks.base import Job
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.programs import GRADIENT
+from flockstep.runtime.plan import Batches, Plan
 from flockstep.simulation.compute import Lognormal
 from flockstep.simulation.network import Link
 from flockstep.strategies.local_sgd import LocalSGD

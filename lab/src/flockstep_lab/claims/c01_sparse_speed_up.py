@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Data, Job
 from flockstep.records.events import Event, NodeEvent
+from flockstep.runtime.virtual import Simulation
 from flockstep.testing.strategies import SimulatedRun, Watched, run_strategy
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, bounded
 from flockstep_lab.claims.digits_perceptron import Perceptron, digits_job

@@ -6,10 +6,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flockstep.drivers.node_metrics import fingerprint
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import Kind, RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.node_metrics import fingerprint
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict
 
 SYNCHRONOUS = ("all_reduce", "ps(consistency=bsp)", "local_sgd(period=5)")

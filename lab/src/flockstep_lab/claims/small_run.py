@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Engine
 from flockstep.frameworks.stages import SplitModel
 from flockstep.records.events import Event, NodeEvent
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.virtual import Simulation
+from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy

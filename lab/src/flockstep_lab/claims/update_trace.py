@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model, Views
 from flockstep.records.events import Event, UpdateEvent
+from flockstep.runtime.virtual import Simulation
 from flockstep.testing.strategies import Watched, run_strategy
 
 

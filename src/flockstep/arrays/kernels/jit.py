@@ -62,6 +62,6 @@ def _sources() -> str:
     """Return a hash of all files that kernels may come from."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), *(here.parent.parent / "transports").glob("shared_*.py")]):
+    for path in sorted([*here.glob("*.py"), *(here.parent.parent / "links").glob("shared_*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

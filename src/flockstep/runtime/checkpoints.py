@@ -1,0 +1,415 @@
+"""A node's part in a checkpoint: the node stops at the top of its program's loop, copies its state, and writes the
+copy.
+
+The supervisor asks all nodes to stop, and then queries, in rounds, how many messages they have sent and received. A
+worker stops at the next point at which its program could restart; a server can restart whenever it waits for any
+message. Once all nodes have stopped and no message is in transit, every node copies its state and continues, while a
+thread writes the copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any, Protocol
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.messages import ANYTHING, Address, Fields
+from flockstep.nodes import Worker
+from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, shard_file, write_shard
+from flockstep.records.failpoints import reach
+from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.node_state import Saved, restart_point, restore
+from flockstep.runtime.plan import Batches, LocalOptimizer
+from flockstep.runtime.runner import Runner
+from flockstep.runtime.state import from_arrays, to_arrays
+from flockstep.simulation.attacks import Memory
+
+OF_SCRIPT = "script/"
+"""Prefix of the names of the arrays that a script adds to the file with its worker's state."""
+CHECKPOINT = "checkpoint"
+"""Tag of the messages about checkpoints that the supervisor and the nodes exchange."""
+RUNNING, STOPPED, ENDED = 0, 1, 2
+"""State of a node that answers the supervisor. RUNNING: the node waits for a message in the middle of its program.
+STOPPED: it has stopped where its program can restart. ENDED: it has taken its last step.
+"""
+
+
+@dataclass
+class NodeCheckpoint:
+    """The state of a node in a checkpoint, from which its program continues in a resumed run."""
+
+    saved: Saved
+    before: int
+    lr: float
+    loss: float
+    buffers: FlatArray
+    totals: dict[str, int | float | list[int | float]]
+    """Totals of the node's metrics at the checkpoint."""
+    progress: tuple[dict[int, int], int, int] | None
+    """Progress of the run as a server knows it: the number of steps of each worker, the sum of these numbers, and the
+    number of the next tick of progress. None if the node does not count progress.
+    """
+    memories: list[Memory]
+    """State that each injected fault of the worker's gradients keeps between two gradients."""
+    strikes: Counter[Address]
+    """Number of refused gradients of each worker."""
+    at_boundary: Any = None
+    """State of the optimizer of a script's worker at the point where the worker's program stopped; None if there is no
+    script.
+    """
+    script: Any = None
+    """State that the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a
+    declared job.
+    """
+    joins: bool = False
+    """Whether the worker joins the run with this checkpoint; its script then keeps its own random streams."""
+
+
+def manifest_of(spec: NodeSpec) -> Manifest | None:
+    """Return the manifest of the checkpoint from which a node continues; None if its run starts from the beginning."""
+    return read_manifest(_folder_of(spec)) if spec.checkpoint else None
+
+
+def _folder_of(spec: NodeSpec) -> Path:
+    return Path(spec.directory) / spec.checkpoint  # an absolute path stays
+
+
+def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint | None:
+    """Return the state from which node `address`, with parameters `params` (K,), continues; None if its run starts from
+    the beginning.
+
+    Raises:
+        ConfigurationError: the checkpoint is damaged, or belongs to another model.
+    """
+    if not spec.checkpoint:
+        return None
+    folder = _folder_of(spec)
+    kept = load_node(Checkpoint(folder, read_manifest(folder)), address)
+    if np.shape(kept.saved.params) != params.shape:
+        raise ConfigurationError(
+            f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
+        )
+    return kept
+
+
+def load_node(checkpoint: Checkpoint, address: Address, script: bool = True) -> NodeCheckpoint:
+    """Return the state of a node from a checkpoint.
+
+    Without `script`, the state that a script added stays encoded, as a dict of arrays, because only the script knows
+    the data classes of this state.
+
+    Raises:
+        ConfigurationError: the checkpoint is damaged.
+    """
+    folder = checkpoint.folder
+    try:
+        arrays = checkpoint.arrays(address)
+        kept = from_arrays(arrays)
+        added = {name.removeprefix(OF_SCRIPT): one for name, one in arrays.items() if name.startswith(OF_SCRIPT)}
+        added_state = from_arrays(added) if added and script else added or None
+    except ProtocolError as error:
+        raise ConfigurationError(
+            f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
+        ) from None
+    if not isinstance(kept, NodeCheckpoint) or not isinstance(kept.saved, Saved):
+        raise ConfigurationError(
+            f"{folder} does not hold the state of a node; delete this folder to resume from the previous checkpoint"
+        )
+    kept.script = added_state
+    return kept
+
+
+def arrays_of(kept: NodeCheckpoint) -> dict[str, FlatArray]:
+    """Return the state of a node as named arrays; its script's state must be a dict of arrays, or None."""
+    added = {OF_SCRIPT + name: array for name, array in (kept.script or {}).items()}
+    return {**to_arrays(replace(kept, script=None)), **added}
+
+
+class Connection(Protocol):
+    """Methods of a node's connection to its run that a checkpoint of the node needs."""
+
+    runner: Runner
+
+    @property
+    def address(self) -> Address:
+        """Address of this node in the run."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the primary of its node, not a backup of a server."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether messages have arrived that this server's backups may not have received."""
+
+    @property
+    def directory(self) -> Path:
+        """Folder of this node's sockets; if the node is on another host than the coordinator, the node writes its state
+        there.
+        """
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+
+    def tell(self, tag: str, note: Fields) -> None:
+        """Send a message to the supervisor, after all events so far."""
+
+    def attend_stopped(self) -> None:
+        """Wait for the next message to a node that has stopped for a checkpoint, and handle the message."""
+
+
+class ScriptPart(Protocol):
+    """The part of a script's worker in checkpoints: when it may stop, and the state of its optimizer."""
+
+    may_stop: bool
+    """Whether the script calls `flockstep.checkpoint` after the current step."""
+
+    def at_boundary(self) -> Any:
+        """Return the state of the script's optimizer at the point where the worker's program has stopped; the arrays
+        are not copied.
+        """
+
+
+class NodeCheckpoints:
+    """Stops a node at a point where its program can restart, and writes the node's state."""
+
+    def __init__(self, connection: Connection):
+        self.stepper: LocalOptimizer | None = None
+        self.batches: Batches | None = None
+        self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
+        """Returns the buffers of the worker's model; set by the process, like the two above."""
+        self.script: ScriptPart | None = None
+        """What a script adds, which completes the copy of the state at its next call of `flockstep.checkpoint`."""
+        self._copied: tuple[Path, int, bool, dict[str, FlatArray]] | None = None
+        """A copy that is not being written yet: folder, step, whether the supervisor waits for the file, and arrays."""
+        self._connection = connection
+        self._runner = connection.runner
+        self._from: int | None = None
+        """Steps after which a worker stops; None: the node does not stop."""
+        self._wave = 0
+        """The wave that is still to be answered; 0: none."""
+        self._stopped = False
+        self._held = False
+        """Whether a script waits at its next call of `flockstep.checkpoint`, because the run changes or ends."""
+        self._ended = False
+        self._thread: Thread | None = None
+        self._result: Fields = {}
+
+    def watch(self) -> None:
+        """Start to follow the supervisor's requests to stop the node's program."""
+        self._runner.node.at_boundary = self._at_boundary
+
+    def hear(self, note: Fields) -> None:
+        """Carry out the supervisor's instruction `note["do"]`: stop the program, count messages, copy the state, or go
+        on.
+        """
+        match note["do"]:
+            case "stop":
+                self._copied, self._held = None, False  # of a checkpoint that was given up
+                self._from = int(note["after"])
+            case "count":
+                self._wave = int(note["wave"])
+            case "copy":
+                self._copy(self._place(str(note["folder"])), at_once=bool(note["wait"]))
+            case "go on":
+                self._from, self._wave, self._held = None, 0, bool(note["hold"])
+
+    @property
+    def asked(self) -> bool:
+        """Whether this node must still send the supervisor an answer or a result; `idle` sends it."""
+        return self._wave > 0 or self._thread is not None
+
+    def idle(self) -> None:
+        """Send the supervisor what it has asked for; called when no message has arrived that the node could handle
+        first.
+        """
+        self.report()
+        if not self._wave:
+            return
+        node, wave, self._wave = self._runner.node, self._wave, 0
+        others = node.lost | {node.address}  # what a lost node has sent or received, no node counts
+        sent = sum(count for to, count in node.sent.items() if to not in others)
+        here = (
+            STOPPED
+            if self._at_rest() and not self._connection.unsettled
+            else ENDED
+            if self._ended or self._took_all_steps()
+            else RUNNING
+        )
+        received = sum(count for source, count in node.mailbox.received().items() if source not in others)
+        counts: Fields = {"sent": sent, "received": received} if self._connection.leads else {"sent": 0, "received": 0}
+        self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
+
+    def report(self, wait: bool = False) -> None:
+        """Tell the supervisor whether the state has been written, as soon as the writing thread has ended; with `wait`,
+        wait for the thread.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return
+        self._thread.join()
+        self._thread = None
+        self._tell(self._result)
+
+    def close(self) -> None:
+        """Wait for the thread that writes the state, and answer a count that arrived just before the node's program
+        ended; called when it has ended.
+        """
+        self._ended = True
+        self.drop("the script ended before its next call of flockstep.checkpoint")
+        self.report(wait=True)
+        self.idle()
+
+    def restore(
+        self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
+    ) -> None:
+        """Set the node's state from a checkpoint, and start its program with `begin`, which continues from that state.
+
+        A state without messages is an initial state, as when a run continues with another number of workers.
+        """
+        runner, node = self._runner, self._runner.node
+        restore(node, kept.saved, self.stepper)
+        node.before = kept.before
+        if isinstance(node, Worker):
+            node.loss = kept.loss
+            node.steps = None if node.steps is None else node.steps - kept.before
+        if self.stepper is not None:
+            self.stepper.lr = kept.lr
+        if self.batches is not None:
+            self.batches.restore(kept.saved.batches)
+        if self._connection.leads:
+            runner.metrics.restore(kept.totals)
+        if runner.progress is not None and kept.progress is not None:
+            runner.progress.seen, runner.progress.total, runner.progress.tick = kept.progress
+        if runner.wrong_gradients is not None:
+            runner.wrong_gradients.memories = kept.memories
+        runner.strikes = kept.strikes
+        restore_buffers(kept.buffers)
+        if kept.saved.mailbox is None:
+            begin()
+        else:
+            runner.restart_from(begin, lambda: kept.saved.settle(node))
+
+    def _at_boundary(self) -> None:
+        node, self._runner.at_rest = self._runner.node, True
+        if not isinstance(node, Worker):
+            return
+        while self._from is not None and node.step >= self._from and (self.script is None or self.script.may_stop):
+            self._stopped = True
+            self._connection.attend_stopped()
+        self._stopped = self._runner.at_rest = False
+
+    def _at_rest(self) -> bool:
+        runner = self._runner
+        return self._stopped or (not isinstance(runner.node, Worker) and runner.at_rest and runner.waiting == ANYTHING)
+
+    def _took_all_steps(self) -> bool:
+        """Whether a worker has taken its last step, after which its program may have no point to stop at."""
+        node = self._runner.node
+        return isinstance(node, Worker) and not node.has_steps
+
+    def _place(self, folder: str) -> Path:
+        """The folder of a checkpoint; on another host than the coordinator's, the coordinator names no path and fetches
+        the files. Files of a checkpoint that was given up are removed.
+        """
+        if Path(folder).is_absolute():
+            return Path(folder)
+        found, address = self._connection.directory / folder, self._connection.address
+        for old in found.parent.glob(f"*/{shard_file(address)}"):
+            old.unlink(missing_ok=True)
+        found.mkdir(exist_ok=True)
+        return found
+
+    def _copy(self, folder: Path, at_once: bool) -> None:
+        """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""
+        node = self._runner.node
+        if not self._connection.leads:  # the head of the server's chain has the same state
+            self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step, "folder": folder.name})
+            self._tell({"did": "skip", "folder": folder.name})
+            return
+        reach("state.before_copy")
+        self.report(wait=True)  # of a checkpoint that was given up
+        self._result, why = {"did": "fail", "why": "", "folder": folder.name}, ""
+        try:
+            arrays = to_arrays(self.state())
+        except ConfigurationError as error:
+            why = str(error)
+        else:
+            self._copied = folder, node.run_step, at_once, arrays
+            if self.script is None:
+                self.complete({})
+        self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step, "folder": folder.name})
+        if why:
+            self._tell({"did": "fail", "why": why, "folder": folder.name})
+        self.report(wait=at_once)
+
+    @property
+    def copied(self) -> bool:
+        """Whether a copy of the state waits for the part that the script adds."""
+        return self._copied is not None
+
+    def complete(self, more: Mapping[str, FlatArray]) -> None:
+        """Start to write the copy of the state, together with the arrays that a script adds; before a change or the end
+        of the run the script then waits, so that no step is lost.
+        """
+        assert self._copied is not None
+        (folder, step, at_once, arrays), self._copied = self._copied, None
+        arrays |= {OF_SCRIPT + name: array for name, array in more.items()}
+        self._thread = Thread(target=self._write, args=(folder, step, arrays), name="flockstep-checkpoint")
+        self._thread.start()
+        if self.script is not None:
+            self.report(wait=at_once)
+            while self._held:
+                self._connection.attend_stopped()
+
+    def drop(self, why: str) -> None:
+        """Discard a copy of the state that the script can no longer complete."""
+        if self._copied is not None:
+            folder, self._copied = self._copied[0], None
+            self._tell({"did": "fail", "why": why, "folder": folder.name})
+
+    def offer(self) -> None:
+        """Tell the supervisor that the script can take part in checkpoints, because it calls `flockstep.checkpoint`
+        after every step.
+        """
+        self._tell({"did": "offer"})
+
+    def state(self) -> NodeCheckpoint:
+        """Return the current state of the node, whose program has stopped where it can restart; the arrays are not
+        copied.
+        """
+        runner, node = self._runner, self._runner.node
+        progress = runner.progress
+        return NodeCheckpoint(
+            restart_point(node, self.stepper, self.batches),
+            node.before,
+            self.stepper.lr if self.stepper is not None else 0.0,
+            node.loss if isinstance(node, Worker) else 0.0,
+            self.buffers(),
+            runner.metrics.kept(),
+            None if progress is None else (progress.seen, progress.total, progress.tick),
+            [] if runner.wrong_gradients is None else runner.wrong_gradients.memories,
+            runner.strikes,
+            None if self.script is None else self.script.at_boundary(),
+        )
+
+    def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:
+        """Write the copy; runs in a thread of its own."""
+        address = self._connection.address
+        try:
+            shard: Shard = write_shard(folder, address, step if address >= 0 else 0, arrays)
+        except (OSError, ConfigurationError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._result = {"did": "fail", "why": why, "folder": folder.name}
+            return
+        facts: Fields = {"step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        self._result = {"did": "write", "folder": folder.name, **facts}
+
+    def _tell(self, note: Fields) -> None:
+        self._connection.tell(CHECKPOINT, note)

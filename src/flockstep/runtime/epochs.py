@@ -1,0 +1,165 @@
+"""Batches that are drawn epoch by epoch, with separate random numbers for each epoch.
+
+All workers must draw the order of an epoch with the same seed, although one of them may look at some batches alone. The
+seed therefore depends on what all workers have in common: what identifies the data, the number of loaders in use for
+these data, and the number of passes in which the optimizer has taken steps. A loader that one worker alone has made for
+other data changes no order.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from flockstep.runtime.membership import steps_here
+from flockstep.runtime.node_spec import seed_of_script
+
+B = TypeVar("B")
+APART = 1_000_003
+"""Difference between the seeds of two loaders in use for equal data; no loader has as many epochs."""
+DATA = 1 << 31
+"""Difference between the seeds of two kinds of data, in units of a checksum of 32 bits."""
+LARGEST = 1 << 63
+"""Bound of the seeds of torch's generators."""
+LOADERS = 1009
+"""Difference between the seeds of two runs, in units of `APART`; no script has as many loaders in use."""
+
+
+class EpochCount:
+    """Counts the epochs of an iterable: the passes over it in which the process has taken steps of a run.
+
+    Without a run, every pass that was read beyond its first batch is an epoch.
+    """
+
+    def __init__(self, data: str = "", place: int = 0):
+        """`data`: what identifies the data; `place`: number of the iterable among those in use for them, from 0."""
+        self.number = 0
+        """Number of the iterable among all in use, by which the supervisor finds what other workers say of it."""
+        self.seed = _seed_of(data, place)
+        """Seed of epoch 0; that of a later epoch is larger by the number of the epoch."""
+        self._next = 0
+        self._read = False
+        """Whether the last pass was read beyond its first batch."""
+        self._reading = 0
+        """Number of passes that have been read beyond their first batch, and not yet to their end."""
+        self._steps: int | None = None
+        """Steps of the process when a pass last looked; None if there was no run."""
+
+    def go_on(self, number: int) -> None:
+        """Set the number of the next epoch."""
+        self._next, self._read = number, False
+
+    def counted(self, batches: Callable[[int], Iterator[B]]) -> Iterator[B]:
+        """Yield one pass over `batches(number)`, where `number` is that of the epoch."""
+        steps, read = steps_here(), False
+        # steps with batches that were all read before; steps during a pass that is still read belong to that pass
+        if self._read and not self._reading and (steps is None or steps != self._steps):
+            self._next += 1
+        number, self._read, self._steps = self._next, False, steps
+        try:
+            for batch in batches(number):
+                yield batch
+                self._reading += not read
+                self._read = read = True
+                steps = self._note(number, steps)
+        finally:
+            self._reading -= read
+            self._note(number, steps)
+
+    def _note(self, number: int, before: int | None) -> int | None:
+        """Count the pass over epoch `number` if there were steps since it last looked; return the number of steps."""
+        if (steps := steps_here()) != before:
+            self._steps, self._next = steps, max(self._next, number + 1)
+        return steps
+
+
+_counts: dict[tuple[str, int], EpochCount] = {}
+"""The counters by data and place; the counter of a loader that is no longer in use goes on with the next loader in its
+place, so that a loader that is made anew for each epoch draws another order in each.
+"""
+_places: weakref.WeakKeyDictionary[Iterable[Any], tuple[str, int]] = weakref.WeakKeyDictionary()
+"""Iterable in use → its data and place."""
+
+
+def count_of(batches: Iterable[Any], data: str = "") -> EpochCount:
+    """Return the epoch counter of an iterable over `data`, the same object at each call.
+
+    Lists and similar iterables, whose order never changes, get a new counter at each call.
+    """
+    try:
+        key = _places.get(batches)
+        if key is None:
+            if any(of == data for of, _ in _places.values()):
+                gc.collect()  # a loader in a reference cycle may have been freed on some workers only
+            taken = set(_places.values())
+            key = next((data, n) for n in itertools.count() if (data, n) not in taken)
+            count = _counts.setdefault(key, EpochCount(*key))
+            numbers = {_counts[other].number for other in taken}
+            count.seed, count.number = _seed_of(*key), next(n for n in itertools.count() if n not in numbers)
+            _places[batches] = key
+    except TypeError:  # no weak references, or no hash
+        return EpochCount()
+    return _counts[key]
+
+
+def _seed_of(data: str, place: int) -> int:
+    """Seed of epoch 0 of the loader in a place; runs with different seeds draw different orders."""
+    return (DATA * zlib.crc32(data.encode()) + APART * (place + LOADERS * seed_of_script())) % LARGEST
+
+
+def epochs_of(part: Any) -> EpochCount:
+    """Return the epoch counter of a worker's part of a loader or iterable."""
+    count: EpochCount = part._epochs
+    return count
+
+
+class EpochBatches(ABC, Generic[B]):
+    """A worker's batches of an iterable, epoch by epoch; other attributes are those of the iterable."""
+
+    def __init__(self, batches: Iterable[B], rank: int, workers: int, count: EpochCount):
+        self._batches = batches
+        self._rank = rank
+        self._workers = workers
+        self._epochs = count
+
+    def __iter__(self) -> Iterator[B]:
+        """Yield the batches of one epoch."""
+        return self._epochs.counted(self.of_epoch)
+
+    @abstractmethod
+    def of_epoch(self, epoch: int) -> Iterator[B]:
+        """Yield the batches of the epoch with the given number."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
+    """Iterate over `batches` with torch's global generator seeded by `seed` alone, even if the script seeds the
+    generator by rank.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:  # nothing draws from it
+        yield from batches
+        return
+    state, iterator, end = torch.Generator().manual_seed(seed).get_state(), None, object()
+    while True:
+        own = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            iterator = iter(batches) if iterator is None else iterator
+            batch: Any = next(iterator, end)
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(own)
+        if batch is end:
+            return
+        yield batch

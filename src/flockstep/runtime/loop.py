@@ -1,0 +1,727 @@
+"""The user's own training loop: every `optimizer.step()` resumes the strategy until the strategy requests the next
+gradient.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flockstep.arrays.memory import release
+from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, to_host
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
+from flockstep.expression import to_data, to_text
+from flockstep.messages import SCRIPT, Address, Fields, server
+from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, Worker
+from flockstep.optimizers.base import Optimizer, OptimizerState
+from flockstep.programs import Effect, ParameterGuard, Stepper
+from flockstep.records import failpoints
+from flockstep.records.events import DivergedEvent, MetricEvent
+from flockstep.runtime.adoption import say_nothing_of
+from flockstep.runtime.checkpoints import NodeCheckpoint, load, manifest_of
+from flockstep.runtime.event_sender import EventSender
+from flockstep.runtime.member import Member, NodeSpec, die_with, failure_of
+from flockstep.runtime.membership import (
+    Membership,
+    add_membership,
+    end_membership,
+    first_membership,
+    require_side_by_side,
+)
+from flockstep.runtime.node_creation import make_server, make_worker
+from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
+from flockstep.runtime.node_spec import claim_spec
+from flockstep.runtime.program_restart import (
+    ScriptRequests,
+    all_here,
+    common,
+    end_tasks,
+    meet,
+    notes_of,
+    remembered,
+    restart_programs,
+)
+from flockstep.runtime.real import NodeConnection
+from flockstep.runtime.replication import NOTES as REPLICAS
+from flockstep.runtime.runner import OneProcess, Runner
+from flockstep.runtime.script_checkpoints import Keeper, ScriptCheckpoints
+from flockstep.runtime.settings import compared_at, room_for, tell_servers, told
+from flockstep.runtime.signals import leave_script_to_supervisor
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.finite import require_skippable
+
+T = TypeVar("T")
+
+FIRST = 3
+"""Number of gradients whose digests a worker reports, at the start and after each `sync`, for comparison with those of
+other workers.
+"""
+
+
+def require_for_scripts(strategy: Strategy, workers: int) -> None:
+    """Raise an error unless a script can train with this strategy on so many workers."""
+    strategy.check(workers)
+    if strategy.traits.needs_job:
+        raise CompositionError(
+            f"{strategy} needs gradients that a training loop in a script cannot provide; write a job() and use "
+            "flockstep train"
+        )
+
+
+_loops: list[Loop] = []
+"""This process's loops of launched runs that have not ended well, in the order of the calls of `distribute`."""
+
+
+@functools.cache
+def _watch_crashes() -> None:
+    """Let an uncaught error of the script fail its runs.
+
+    The supervisor prints the runs' own errors as one sentence, Python prints all others.
+    """
+    before = sys.excepthook
+
+    def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not any(loop.crash(error) for loop in reversed(_loops)):
+            before(kind, error, trace)
+
+    sys.excepthook = on_crash
+
+
+def _close_line(member: Member, process: int) -> None:
+    """Close the link to the supervisor at the process's end; in a forked child, do nothing."""
+    if os.getpid() == process:
+        member.line.close()
+
+
+def _enter(node_spec: NodeSpec) -> NodeSpec:
+    """Begin a call to `distribute` in this process, before it has sockets for it; return the call's node specification.
+
+    Raises:
+        ConfigurationError: the first call has failed.
+        CompositionError: the strategy of another call has background tasks.
+        Interrupted: the run has failed.
+    """
+    if node_spec.call == 1:
+        die_with(node_spec.supervisor, node_spec.directory)
+        return node_spec
+    first = first_membership()
+    if first is None:
+        raise ConfigurationError(
+            "the first call of flockstep.distribute or flockstep.join failed, so later calls cannot join the "
+            "run; end the script"
+        )
+    require_side_by_side(1)
+    try:
+        return first.member.begin_call(node_spec)
+    except FlockstepError as error:
+        say_nothing_of(error)  # the supervisor prints why
+        raise
+
+
+class Loop:
+    """One worker's part in a run that is driven by a user's loop.
+
+    `params` and `gradients` are the flat arrays of the user's model, whose gradients must be moved to `loop.gradients`
+    afterwards. `stepper` is the user's optimizer, and `server_optimizer` the equivalent for strategies whose servers
+    apply the gradients. `buffers` returns the worker's state besides parameters (uint8); after `finish`, `handed` holds
+    the buffers of every worker.
+    """
+
+    _shown = 0
+    """Step up to which gradients have been reported to the supervisor."""
+
+    _before = _taken = 0
+    """Steps of the script before this process, and in it. A worker counts a gradient that it cancels as a step, also if
+    the script has never computed it.
+    """
+    _same_step: bool | None = True
+    """Whether equal numbers of steps of two scripts mean the same step of a schedule; None: this is not known."""
+    watch: ParameterGuard | None = None
+    """Checks between two steps whether the script has changed the model; None if nothing needs to be checked."""
+    loss: float | None = None
+    """Loss of the mini-batch of the next step, for the record; None if the script does not give it."""
+    _diverged = False
+    _reports: EventSender | None = None
+    """Takes this worker's events, also after `finish()` if this is the script's first call of `distribute`."""
+
+    def __init__(
+        self,
+        params: FlatArray,
+        gradients: FlatArray,
+        schema: Schema,
+        strategy: Strategy,
+        stepper: Stepper,
+        server_optimizer: Optimizer,
+        buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
+        overlaps: bool = False,
+        bad_gradients: BadGradientSettings = (None, None),
+        keeper: Keeper | None = None,
+    ):
+        """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed. `bad_gradients`: action
+        and largest norm for this worker's gradients; None: as `flockstep launch` says. `keeper` keeps the state of the
+        script's optimizer for checkpoints; None if the script takes none.
+        """
+        self.strategy = strategy
+        self.epochs = 0
+        self.handed: dict[int, FlatArray] = {}
+        self.gradients = gradients
+        self._process = os.getpid()
+        self._params = params
+        self._buffers = buffers
+        self._stepper = stepper
+        self._keeper = keeper
+        self._kept: NodeCheckpoint | None = None
+        """The state from which a resumed run goes on, until its program has begun."""
+        self._script: ScriptCheckpoints | None = None
+        self._member: Member | None = None
+        self.finished = False
+        """Whether the run has ended for this worker, or failed."""
+        self._failure: Exception | None = None
+        self._connection: NodeConnection | None = None
+        self._directions: dict[str, bool] = {}
+        """Name of each metric that the script has recorded → whether higher values are better."""
+        self.membership: Membership | None = None
+        """This process's part in the run; None if it trains alone."""
+        self._servers: dict[Address, Server] = {}
+        """Servers that run in this process."""
+        node_spec = claim_spec()
+        self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
+        require_for_scripts(strategy, self.workers)
+        if node_spec is None:
+            self._alone(schema, stepper, server_optimizer)
+        else:
+            self._together(node_spec, schema, stepper, server_optimizer)
+            self._worker.overlaps = overlaps and self.workers > 1 and not self._worker.shared.covers_run
+        self._worker.notes = notes_of(strategy)
+        self._worker.bad_gradients = self._worker.bad_gradients.replaced(*bad_gradients)
+        with self._telling():
+            require_skippable(strategy, self._worker.bad_gradients, self.workers)
+            self._begin()
+        self._before = self._worker.run_step
+        atexit.register(self._at_exit)
+
+    def _begin(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is None or self._connection is None:
+            self._begin_program()
+        else:
+            self._connection.checkpoints.restore(kept, lambda buffers: None, self._begin_program)
+        self._runner.advance()
+        require_side_by_side()
+
+    def _begin_program(self) -> None:
+        self._runner.begin(self.strategy.worker(self._worker))
+
+    def step(self) -> None:
+        """Pass the gradients of one mini-batch, which are in the flat array, to the strategy."""
+        if self.finished:
+            self._require_running("call finish() after the last step()")
+        if self._script is not None:
+            self._script.before_step()
+        if self.watch is not None:
+            self.watch.check()
+        try:
+            if self._member is not None:
+                self._show_gradient()
+                self._taken += 1
+                number = self._before + self._taken
+                if self._worker.step == 0 or compared_at(number):
+                    self._tell_settings(number, ends=bool(self._same_step))
+            for hook in failpoints.hooks:
+                hook("gradient.computed")
+            loss, self.loss = self.loss, None
+            self._runner.advance(self.gradients, loss)
+            if self._member is not None:
+                require_side_by_side()
+        except FlockstepError as error:
+            self._fail(error)
+            raise
+        if self.watch is not None:
+            self._note()
+
+    def record_metric(self, name: str, value: float, higher_is_better: bool, count: float | None) -> None:
+        """Give a value of a metric to the record of the run; see `DistributedOptimizer.record_metric`."""
+        if not name.strip():
+            raise ConfigurationError(f'the name of a metric must be a text, got {name!r}; write for example "accuracy"')
+        if count is not None and not 0 <= count < math.inf:
+            raise ConfigurationError(
+                f"count must be a number >= 0, got {count}; give the number of samples that {name} is a mean of"
+            )
+        if self._directions.setdefault(name, higher_is_better) != higher_is_better:
+            raise ConfigurationError(
+                f"higher_is_better must be the same for all values of {name}, got {not higher_is_better} before and "
+                f"{higher_is_better} now; give metrics with different directions different names"
+            )
+        if self._member is None or (count is None and self.rank > 0):
+            return
+        if self._failure is not None:
+            raise self._failure
+        if self._reports is None:
+            raise ConfigurationError(
+                f"the run of a later call of distribute takes no metric after finish(), got {name}; record the metric "
+                "before finish(), for example with the model of consensus()"
+            )
+        number = None if count is None else float(count)
+        self._reports.write(
+            MetricEvent(self._member.seconds(), self.rank, self.steps, name, float(value), higher_is_better, number)
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of this worker's next step."""
+        return self._worker.lr
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that this worker has taken in the run."""
+        return self._worker.run_step
+
+    @property
+    def bad_gradients(self) -> BadGradients:
+        """Policy of this worker for gradients that are not finite or too large."""
+        return self._worker.bad_gradients
+
+    @property
+    def only_steps(self) -> bool:
+        """Whether only this worker's optimizer reads this worker's gradients."""
+        alone = self.workers == 1 and self.bad_gradients.max_norm is None
+        return alone and self.strategy.steps_alone
+
+    def know_finite(self, known: Callable[[], bool]) -> None:
+        """Ask `known` before each step whether the whole gradient is known to be finite."""
+        self._worker.knows_finite = known
+
+    @property
+    def awaited(self) -> int:
+        """Index of the first gradient element that the strategy has requested; 0 if the strategy waits for the whole
+        gradient.
+        """
+        return 0 if self.finished else self._runner.awaited
+
+    @property
+    def tentative(self) -> bool:
+        """Whether a gradient that the strategy has received in parts may still change before `step`."""
+        return not self.finished and self._runner.tentative
+
+    def revise(self) -> None:
+        """Tell the strategy that the script has changed parts of the gradient that the strategy has already
+        received.
+        """
+        self._worker.revised = True
+
+    def hand_over(self) -> None:
+        """Pass the gradient's elements from `awaited` on, which are in the flat array, to the strategy while the
+        backward pass continues.
+        """
+        with self._telling():
+            self._show_gradient()
+            self._runner.advance(self.gradients, whole=False)
+
+    def _show_gradient(self) -> None:
+        """Report the first gradients to the supervisor, which compares them between workers: equal batches give equal
+        gradients.
+
+        The reported part is the one that the strategy uses first in its step, because the strategy may change parts
+        after their use.
+        """
+        worker = self._worker
+        if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
+            return
+        self._shown = worker.run_step + 1
+        part = self.gradients[self._runner.awaited :]
+        telling = part.any() and first_not_finite(part) < 0  # a zero gradient tells nothing about the batch
+        shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else ""}
+        self._member.tell("gradient", None, shown)
+
+    def compare_settings(self, loaded: bool) -> None:
+        """Let the supervisor compare the optimizer's settings with those of the other workers, before the first step;
+        `loaded`: the optimizer has a state that the script has loaded.
+        """
+        if self._worker.run_step == 0:  # later settings come from one checkpoint
+            with self._telling():
+                self._tell_settings(0, ends=True, start=True, loaded=loaded)
+
+    def _tell_settings(self, step: int, ends: bool, start: bool = False, loaded: bool = False) -> None:
+        """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
+        that no worker waits for another one; `ends`: a difference that must not be ends the run.
+        """
+        if self._member is not None and self.workers > 1 and self._same_step is not None:
+            note: Fields = {"step": step, "ends": int(ends), "start": int(start), "loaded": int(loaded)}
+            self._member.tell("settings", told(*self._stepper.settings), note)
+
+    def listen(self) -> None:
+        """Handle the messages that have arrived, and continue the tasks that wait for these messages."""
+        if not self.finished:
+            with self._telling():
+                self._runner.collect()
+
+    def exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+        """Run `program(worker)` on every worker between two steps; return the program's result on this worker.
+
+        Every worker must call this at the same point and with the same name. The messages travel in a separate channel,
+        so that a strategy that waits for messages meanwhile never receives them.
+
+        Raises:
+            ConfigurationError: the run has been finished.
+            CompositionError: a worker that waits here would delay steps of other workers.
+            PeerLost: a worker that `program` waits for died or left.
+        """
+        self._require_running(f"make every exchange before finish(), got {name} after finish()")
+        self._require_rest(name)
+        return self._exchange(name, program)
+
+    def _require_rest(self, name: str) -> None:
+        """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
+        if self.strategy.traits.held_up(self.workers) and self._worker.step and self._taken:
+            raise CompositionError(
+                f"a step of {self.strategy} waits only for the fastest workers, but {name} exchanges data between all "
+                "ranks and would delay the step; call it before the first step(), or use a strategy such as ps(bsp)"
+            )
+
+    def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+        with self._watched() if self._worker.busy else self._telling():  # background tasks may write to the parameters
+            return self._run(name, program)
+
+    def _run(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+        worker, returned = self._worker, list[T]()
+
+        async def to_the_end() -> None:
+            returned.append(await worker.finished(worker.background(SCRIPT + name, program(worker))))
+
+        self._runner.aside(to_the_end())
+        return returned[0]
+
+    def _barrier(self) -> None:
+        self.exchange("barrier", all_here)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Use new optimizer settings from the next step on, both on the servers and for the slices that workers
+        update.
+        """
+        with self._telling():
+            tell_servers(self._worker, optimizer)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context manager around writes to the parameters: check before that the script has not changed them."""
+        if self.watch is not None:
+            self.watch.check()
+        with self._telling():
+            yield
+        self._note()
+
+    def _note(self) -> None:
+        """Accept the current model; if it is no longer finite, warn once and record it."""
+        if self.watch is None:
+            return
+        self.watch.note()
+        if self._diverged or (name := self.watch.not_finite()) is None:
+            return
+        self._diverged = True
+        step = self._worker.run_step
+        reason = (
+            f"parameters of worker {self.rank} are not finite after step {step}, the first is {name}; lower the "
+            "learning rate"
+        )
+        if self._connection is not None:
+            self._connection.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
+        warnings.warn(reason, RuntimeWarning, stacklevel=6)
+
+    def restart(self, optimizer: OptimizerState | None) -> None:
+        """Restart the strategy on every worker and server from the parameters of rank 0; every worker must call this.
+
+        The servers' optimizers keep their state, unless rank 0 passes `optimizer`, which then replaces them.
+        """
+        self._require_running("call sync() before finish()")
+        self._require_rest("sync")
+        if self._script is not None:
+            self._script.before_restart()
+        worker = self._worker
+        with self._telling():
+            new = copied(self._params)
+            most = self._run("servers", lambda me: meet(me, "here"))  # background tasks serve other workers until then
+            self._runner.close()
+            end_tasks(worker)
+            self._params[:] = new
+            before = worker.before + most
+            self._run("servers", lambda me: restart_programs(me, self.held, optimizer, before))
+            worker.state = self.strategy.worker_state(worker)
+            self._begin()
+            if self.watch is not None:
+                self.watch.note()
+
+    def remembered(self) -> OptimizerState:
+        """Return the state of the servers' optimizers; one worker may call this alone, between two steps."""
+        self._require_running("ask before finish()")
+        return self._exchange("servers", lambda me: remembered(me, self.held))
+
+    def common(self) -> FlatArray:
+        """Return the model (K,) that the run would have as its result now, equal on every worker; every worker must
+        call this.
+
+        The model is selected by the strategy's default policy, as at the end; updates in flight are not included.
+
+        Raises:
+            CompositionError: the strategy keeps an ensemble and has no common model.
+        """
+        policy = self.strategy.traits.results[0]
+        if policy not in ("server", "mean", "rank0"):
+            raise CompositionError(
+                f"{self.strategy} has no common model, because its result is the {policy} of its replicas; evaluate "
+                "the model of each rank separately"
+            )
+        return self.exchange("servers", lambda me: common(me, policy, self.held))
+
+    @property
+    def held(self) -> list[slice]:
+        """Return the slice of the parameters that each server holds."""
+        return self.strategy.held(self.workers, len(self._params))
+
+    def _require_running(self, way_out: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.finished:
+            raise ConfigurationError(f"the run has been finished; {way_out}")
+
+    def finish(self, remember: bool = False) -> OptimizerState | None:
+        """End the run: send delayed updates, and write the resulting model to the parameters.
+
+        Returns the final state of the servers' optimizers if `remember` is set on this worker, otherwise None.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self.finished:
+            return None
+        self.finished = True
+        if self.membership is not None:
+            self.membership.leave()
+        self._runner.close()
+        with self._telling():
+            if self._worker.step:  # training is over: a difference since the last comparison does not cost the result
+                self._tell_settings(self._before + self._taken + 1, ends=False)
+            last = self._leave(remember)
+            self._take_result()
+        self._release()
+        return last
+
+    def _leave(self, remember: bool) -> OptimizerState | None:
+        worker, last = self._worker, list[OptimizerState]()
+
+        async def to_the_end() -> None:
+            task = worker.background(SCRIPT + "servers", remembered(worker, self.held, last=True)) if remember else None
+            await self.strategy.finish(worker)
+            if task is not None:
+                if self._member is not None:  # other workers must not wait for this one meanwhile
+                    self._member.tell("left", None, {"step": worker.run_step})
+                last.append(await worker.finished(task))
+
+        self._runner.aside(to_the_end())
+        return last[0] if last else None
+
+    def _release(self) -> None:
+        """Drop what holds memory and files of a run that has ended; the script keeps the model as long as it needs."""
+        atexit.unregister(self._at_exit)
+        if self._connection is None or self._member is None or self.membership is None:
+            return
+        self._connection = None
+        _loops.remove(self)
+        end_membership(self.membership)
+        if self._member.node_spec.call == 1:  # the link stays for later calls of `distribute`
+            self._member.leave()
+            atexit.register(_close_line, self._member, self._process)
+        else:
+            self._reports = None
+            self._member.close(0.0)
+
+    def _take_result(self) -> None:
+        if self._connection is None:
+            if self._servers and self.strategy.traits.results[0] == "server":
+                for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
+                    self._params[part] = self._servers[server(index)].params
+            return
+        assert self._member is not None
+        self._connection.close()
+        result = self._member.wait_for_end(self._connection.attend, self.handed)
+        if result is not None:
+            self._params[:] = to_device_of(result, self._params)
+        release(collect=False)  # what backward passes have freed; the gradients need this memory
+        self.gradients = self._connection.taken_home(self.gradients)
+        self._connection.leave(failed=False)
+
+    def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+        """Run the worker and the servers in this process."""
+        strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
+        worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
+        self._runner = here.runners[0] = Runner(worker, here, NodeMetrics(0, None), time.monotonic)
+        for index in range(cluster.servers):
+            node = make_server(strategy, cluster, index, self._params, schema, 0, optimizer)
+            runner = here.runners[node.address] = Runner(node, here, NodeMetrics(node.address, None), time.monotonic)
+            runner.script_requests = ScriptRequests(node, strategy)
+            self._servers[node.address] = node
+        for node in self._servers.values():
+            here.runners[node.address].serve(strategy, node)
+
+    def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+        """Run a worker whose peers are in other processes."""
+        node_spec = _enter(node_spec)
+        strategy, rank = self.strategy, self.rank
+        settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
+        largest = max(self._buffers().nbytes, *settings)
+        self._member = Member(node_spec, schema, largest, {**notes_of(strategy), **REPLICAS}, strategy.sums)
+        _watch_crashes()
+        _loops.append(self)
+        initial = np.ascontiguousarray(to_host(self._params))
+        with self._telling():
+            cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
+        self._params[:] = to_device_of(params, self._params)
+        del params  # it lies in the memory of another node
+        worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
+        with self._telling():
+            kept = self._kept = self._load(node_spec, worker)
+            if kept is not None and kept.saved.mailbox is not None:
+                self._member.expect(kept.saved.mailbox.received())
+            self._member.begin()
+        self._worker = worker
+        self._connection = NodeConnection(self._member, worker, strategy)
+        self._reports = self._connection.reports
+        self._connection.snapshots.buffers = self._buffers
+        self._runner = self._connection.runner
+        self.gradients = self._connection.home(self.gradients)
+        self.membership = Membership(self._member, self._runner.scalar)
+        self.membership.works_between_steps = lambda: worker.works_between_steps
+        self.membership.barrier = self._barrier
+        self.membership.steps = lambda: worker.run_step
+        if self._keeper is not None and node_spec.call == 1:
+            checkpoints = self._connection.checkpoints
+            self._script = self.membership.script = ScriptCheckpoints(checkpoints, self._keeper, kept)
+            if node_spec.supervisor:  # torchrun and others, which start processes themselves, end them with SIGTERM
+                leaving = threading.Event()
+                self._connection.asked_to_leave = leaving.is_set
+                self._script.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
+            if strategy.traits.restarts:
+                checkpoints.watch()
+        add_membership(self.membership)
+
+    def _load(self, node_spec: NodeSpec, worker: Worker) -> NodeCheckpoint | None:
+        """The state from which this worker goes on; None if the run begins at its start.
+
+        Raises:
+            ConfigurationError: the checkpoint is not of this model, optimizer or strategy.
+        """
+        manifest = manifest_of(node_spec)
+        if manifest is None:
+            return None
+        if manifest.strategy != str(self.strategy):
+            raise ConfigurationError(
+                f"the strategy of the checkpoint {node_spec.checkpoint} is {manifest.strategy}, but the script has "
+                f"{self.strategy}; change the script back to the strategy of the checkpoint"
+            )
+        kept = load(node_spec, node_spec.address, worker.params)
+        if self._keeper is None or kept is None or kept.script is None:
+            raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
+        self._keeper.restore_at_boundary(kept.at_boundary)
+        self._keeper.restore_between_steps(kept.script.between_steps, random=False)
+        traits = self.strategy.traits
+        # after a change of members a worker that does not step together with the others may end an epoch some steps
+        # earlier than they, although its number of steps keeps its distance to theirs
+        self._same_step = kept.saved.mailbox is not None or traits.delivery == "synchronous"
+        if traits.delivery == "partial":  # a checkpoint does not hold how many gradients were canceled
+            self._same_step = None
+        return kept
+
+    def crash(self, error: BaseException) -> bool:
+        """Report an uncaught error of the script to the supervisor; return whether the supervisor prints the error."""
+        if isinstance(error, Exception) and self._member is not None and not self._member.closed:
+            self._fail(error)
+        return error is self._failure and isinstance(error, FlockstepError)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Context manager that reports an error of the run to the supervisor before the script sees it."""
+        try:
+            yield
+        except FlockstepError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is not None:
+            return
+        self._failure, self.finished = error, True
+        if self._member is not None and not self._member.closed:
+            step = None if self._connection is None else self._worker.run_step
+            if self._connection is not None:
+                self._connection.salvage()
+            self._member.fail(failure_of(error, self._member.node_spec, step))
+            if self._connection is not None:
+                self._connection.leave(failed=True)
+            self._member.close(0.3)
+
+    def _at_exit(self) -> None:
+        """Finish the run of a script that did not call `finish`, unless the script is failing."""
+        if os.getpid() != self._process:  # a forked child has no part in the run
+            return
+        if self._failure is None and not self.finished and getattr(sys, "last_value", None) is None:
+            before, traits = copied(self._params), self.strategy.traits
+            changed = traits.delivery != "synchronous"
+            with contextlib.suppress(FlockstepError):  # the supervisor has been notified
+                if self.workers > 1:
+                    with self._telling():
+                        self.require_used()
+                if self._member is not None:
+                    self._member.tell("unfinished", None, {"step": self._worker.run_step})
+                self.finish()
+                others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
+                changed = others or self._changed_by_finish(before)
+            if changed:
+                self._tell_unfinished()
+        if self._member is not None:
+            self._member.line.close()
+
+    def _changed_by_finish(self, before: FlatArray) -> bool:
+        """Whether `finish` has changed the parameters `before`, or has made buffers equal that differed."""
+        differ = len({array.tobytes() for array in self.handed.values()}) > 1
+        return differ or bool((before != self._params).any())
+
+    def require_used(self) -> None:
+        """Raise `ConfigurationError` if the script has trained with another optimizer than the one of `distribute`."""
+        if self.watch is None:
+            return
+        if self._worker.step > 0:
+            self.watch.require_own_steps()
+            return
+        try:
+            self.watch.check()
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                "the script changed its model, but took no step with the optimizer that flockstep.distribute "
+                "returned, so its workers exchanged nothing; write optimizer = flockstep.distribute(model, optimizer, "
+                "…) and call step() of this optimizer, or, if the script only loads a model, call optimizer.sync()"
+            ) from error
+
+    def _tell_unfinished(self) -> None:
+        """Say once in a run, on rank 0 of several workers, that the script has ended with another model than the run's
+        result.
+        """
+        if self._worker.step > 0 and self.workers > 1 and self.rank == 0 and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
+                sys.stderr.write(
+                    "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
+                    "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
+                    "exchange; call optimizer.finish() after the last step\n"
+                )

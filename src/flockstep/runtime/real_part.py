@@ -1,0 +1,87 @@
+"""A worker of this process that holds one part of a split model, in a real run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.stages import SplitModel
+from flockstep.links.bus import LAUNCHER
+from flockstep.messages import PART, Message, Wanted
+from flockstep.nodes import Worker
+from flockstep.programs import GRADIENT, NeedGradient
+from flockstep.records.failpoints import reach
+from flockstep.runtime.member import Member
+from flockstep.runtime.part_group import PartGroup
+from flockstep.runtime.part_program import NeedRequest, PartRunner, require_plain
+from flockstep.runtime.parts import program_of
+from flockstep.runtime.plan import Batches, LocalOptimizer, Plan
+from flockstep.runtime.real import NodeConnection
+
+
+class PartConnection(NodeConnection):
+    """The connection to the run of a worker that holds one part: to the other workers of its group, and to the other
+    parts of its replica.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        worker: Worker,
+        plan: Plan,
+        split: SplitModel,
+        group: PartGroup,
+        batches: Batches,
+        taken: int,
+    ):
+        """`taken`: number of steps that the worker has taken before, in a run that continues."""
+        super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
+        self._plan, self._partition, self._part = plan, split.partition, group.part
+        self._numbers: Counter[int] = Counter()
+        """Number of messages sent to each other part."""
+        batch = partial(batches.next, GRADIENT)
+        program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_part, taken)
+        self._runner_of_part = PartRunner(program, lambda need: None, lambda gradient, loss: None)
+
+    def train(self, stepper: LocalOptimizer) -> None:
+        """Run the worker's program to its end, with the gradients of the part."""
+        runner, node = self.runner, self.node
+        answer: tuple[FlatArray | None, float | None] = None, None
+        while runner.advance(*answer):
+            need = runner.waiting
+            assert isinstance(need, NeedGradient)
+            require_plain(need, self._plan.strategy, self._partition)
+            stepper.lr = self._plan.lr_at(node.run_step)
+            answer = self._computed()
+            reach("gradient.computed")
+
+    def take(self, message: Message) -> None:
+        """Deliver a message, which may come from another part of the replica."""
+        if not PART <= message.source < LAUNCHER:
+            super().take(message)
+            return
+        self.flight.note("receive", message.source, message.tag, self.node.step, message.payload_bytes)
+        self._runner_of_part.deliver(message)
+
+    def _computed(self) -> tuple[FlatArray, float]:
+        """Compute the passes of a step, and return the gradient of the part and the loss."""
+        part = self._runner_of_part
+        part.request(self.node.params)
+        while not isinstance(part.waiting, NeedRequest):
+            if isinstance(part.waiting, Wanted):
+                self.wait_once(part.waiting)  # an arrival continues the program, up to its next pass
+            else:
+                self.runner.lap("wait")
+                part.passed()
+                self.runner.lap("compute")
+        self._wanted = None
+        return part.part.gradient, part.part.loss
+
+    def _send_to_part(self, to: int, message: Message) -> None:
+        if to == self._part:
+            self._runner_of_part.deliver(message)
+            return
+        self._numbers[to] += 1
+        message.step, message.number = self.node.step, self._numbers[to]
+        self.send(PART + to, message)

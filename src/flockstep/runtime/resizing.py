@@ -1,0 +1,222 @@
+"""Computes the state of a run with another number of workers from the states of the nodes of the former run."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from flockstep.arrays.namespace import copied, to_device_of, to_host
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import CompositionError
+from flockstep.frameworks.base import Engine
+from flockstep.messages import Address, server
+from flockstep.runtime.checkpoints import NodeCheckpoint
+from flockstep.runtime.fault_injector import remaining_faults
+from flockstep.runtime.node_creation import make_server
+from flockstep.runtime.node_metrics import NodeMetrics
+from flockstep.runtime.node_state import Saved, facts_of
+from flockstep.runtime.plan import FIRST_BATCH, LocalOptimizer, Plan
+from flockstep.runtime.runner import reporting_users_errors
+from flockstep.runtime.virtual import Simulation
+from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
+from flockstep.simulation.attacks import Memory, WrongGradient
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.resizing import FormerWorker, keep
+from flockstep.workloads.sampler import SamplerState
+
+T = TypeVar("T")
+
+
+@reporting_users_errors("computing the state of the changed run")
+def resized_checkpoint(
+    engine: Engine,
+    plan: Plan,
+    now: Plan,
+    kept: Mapping[Address, NodeCheckpoint],
+    order: Sequence[int],
+    lost: Collection[int] = (),
+) -> dict[Address, NodeCheckpoint]:
+    """Return the states from which the nodes of plan `now` continue a run of `plan` with a different number of workers.
+
+    `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
+    workers at the end of the list leave. `kept` lacks the states of lost workers, which had taken `lost` steps. Each
+    worker's step count is converted so that all workers together keep their total number of samples.
+
+    Raises:
+        RunError: the strategy, or another component of the user, raised an error.
+    """
+    network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
+    alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers
+    ended = Simulation(engine, alone, compute, network, lambda event: None)
+    befores = {address: one.before for address, one in kept.items()}
+    former = ended.drain(_that_can_end(plan.strategy, kept), befores)
+    kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}
+    former, kept = _renamed(former, order), _renamed(kept, order)
+    kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
+    steps = [*lost, *(one.before + one.saved.step for address, one in kept.items() if address >= 0)]
+    samples = sum(map(plan.samples_at, steps))
+    before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
+    states = resized(engine, now, former, before)
+    return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
+
+
+def _that_can_end(strategy: Strategy, kept: Mapping[Address, NodeCheckpoint]) -> dict[Address, Saved]:
+    """The states of the nodes, without the exchanges that not every worker has begun."""
+    saved = {address: copy.deepcopy(one.saved) for address, one in kept.items()}
+    least = min(one.step for address, one in saved.items() if address >= 0)
+    for address, one in saved.items():
+        if address >= 0:
+            strategy.forget(one.state, one.step, least)
+    return saved
+
+
+def faults_after(
+    plan: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int], workers: int
+) -> tuple[str, ...]:
+    """Return the faults with which a run of `plan`, whose nodes have the states `kept`, continues with `workers`
+    workers.
+
+    A fault stays with its worker when the worker's rank changes, and ends when the worker leaves. `order` is as in
+    `resized_checkpoint`.
+    """
+    ranks = {old: new for new, old in enumerate(order) if new < workers}
+    steps = {address: one.saved.step for address, one in kept.items()}
+    return tuple(map(str, remaining_faults(plan.faults, steps, ranks)))
+
+
+def _memories(plan: Plan, address: Address, kept: NodeCheckpoint) -> list[Memory]:
+    """What those faults of a worker's gradients keep that are not over."""
+    own = [fault for fault in plan.faults if isinstance(fault, WrongGradient) and fault.worker == address]
+    return [one for fault, one in zip(own, kept.memories, strict=True) if fault.after(kept.saved.step, address)]
+
+
+def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
+    """What belongs to nodes, by their new addresses; `order`: former ranks of the workers."""
+    names = dict(enumerate(order)) | {address: address for address in of if address < 0}
+    return {new: of[old] for new, old in names.items() if old in of}
+
+
+def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
+    """Return the initial states of the nodes of `plan`, which the strategy derives from the states of the former nodes.
+
+    Args:
+        engine: the engine of the job.
+        plan: the plan with the new number of workers. former: the states of the former nodes, whose programs have
+            ended. before: number of steps of each worker of `plan` that correspond to the run so far.
+    """
+    strategy = plan.strategy
+    require_resizable(strategy)
+    workers = [
+        FormerWorker(rank, saved.params, saved.step, saved.state, saved.optimizer)
+        for rank, saved in sorted(former.items())
+        if rank >= 0
+    ]
+    common = _common_model(strategy, workers, former)
+    replicas = _replicas(strategy, plan.cluster.workers, workers, common)
+    blocks = [state.block for saved in former.values() for state, _ in saved.batches.values()]
+    first = {FIRST_BATCH: (SamplerState(max(blocks, default=-1) + 1), before)}
+    states = {}
+    for rank in range(plan.cluster.workers):
+        saved = _worker(engine, plan, rank, replicas[rank], workers)
+        kept = former[rank].random if rank < len(workers) else saved.random
+        states[rank] = replace(saved, batches=first, random=kept)
+    for index in range(plan.cluster.servers):
+        states[server(index)] = _server(engine, plan, index, common, former[server(index)])
+    return copy.deepcopy(states)
+
+
+def require_resizable(strategy: Strategy, instead: str = "resume the run without -n") -> None:
+    """Raise `CompositionError` if the strategy has no rule for another number of workers.
+
+    `instead` ends the error's sentence with the way out.
+    """
+    if why := strategy.resizing.refused:
+        raise CompositionError(
+            f"a run with {strategy} cannot continue with another number of workers, because {why}; {instead}"
+        )
+
+
+def _common_model(strategy: Strategy, workers: Sequence[FormerWorker], former: Mapping[Address, Saved]) -> FlatArray:
+    """The parameters of the servers, or the weighted mean of the replicas."""
+    if strategy.traits.results[0] != "server":
+        return _mean([strategy.replica(one) for one in workers])
+    whole = copied(workers[0].params)
+    held = strategy.held(len(workers), len(whole))
+    for index in reversed(range(len(held))):
+        whole[held[index]] = former[server(index)].params
+    return whole
+
+
+def _mean(replicas: Sequence[tuple[FlatArray, float]]) -> FlatArray:
+    """The weighted mean of arrays (K,); equal arrays have themselves as their mean."""
+    reference = to_host(replicas[0][0])
+    offset = np.zeros(len(reference))
+    for array, weight in replicas:
+        offset += weight * (to_host(array).astype(np.float64) - reference)
+    mean = reference + offset / sum(weight for _, weight in replicas)
+    return to_device_of(mean.astype(reference.dtype), replicas[0][0])
+
+
+def _replicas(strategy: Strategy, count: int, workers: Sequence[FormerWorker], common: FlatArray) -> list[FlatArray]:
+    """The replicas with which `count` workers begin, by the strategy's rule."""
+    if strategy.resizing.replicas == "common":
+        return [common] * count
+    remaining = [strategy.replica(one)[0] for one in workers[:count]]
+    if strategy.traits.results[0] != "server":
+        shift = common - _mean([(array, 1.0) for array in remaining])
+        remaining = [array + shift for array in remaining]
+    return [*remaining, *[common] * (count - len(remaining))]
+
+
+def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: Sequence[FormerWorker]) -> Saved:
+    """The state of a worker; one that joins has the state that a worker's program starts with."""
+    strategy, params = plan.strategy, copied(replica)
+    stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+    worker = plan.worker(engine, rank, params, stepper)
+    stays = rank < len(former)
+    one = former[rank if stays else 0]
+    worker.state = copy.deepcopy(one.state)  # what outlasts a restart of the programs
+    worker.state = strategy.worker_state(worker)
+    strategy.take_over(worker, former)
+    if stays or strategy.traits.alike:
+        stepper.state = copy.deepcopy(one.optimizer)
+    return facts_of(worker, stepper, None)
+
+
+def _server(engine: Engine, plan: Plan, index: int, common: FlatArray, former: Saved) -> Saved:
+    """The state of a server: its optimizer goes on, its program begins anew."""
+    strategy = plan.strategy
+    node = make_server(strategy, plan.cluster, index, common, engine.schema, plan.seed, plan.optimizer.on_servers)
+    node.optimizer_state, node.state = copy.deepcopy(former.optimizer), copy.deepcopy(former.state)
+    node.state = strategy.master_state(node)
+    keep(node.state, former.state, strategy.resizing.server)
+    return replace(facts_of(node, None, None), random=former.random)
+
+
+def _checkpoint(
+    address: Address, saved: Saved, plan: Plan, before: int, kept: Mapping[Address, NodeCheckpoint]
+) -> NodeCheckpoint:
+    """The checkpoint of a node with its new state; a worker that joins has taken part in nothing so far."""
+    old = kept.get(address)
+    totals = {**(NodeMetrics(address, None).kept() if old is None else old.totals), "steps": before}
+    strikes = Counter() if old is None else Counter({r: n for r, n in old.strikes.items() if r < plan.cluster.workers})
+    worker = address >= 0
+    return NodeCheckpoint(
+        saved,
+        before if worker else 0,
+        plan.lr_at(before) if worker else 0.0,
+        0.0 if old is None else old.loss,
+        kept[0].buffers if old is None else old.buffers,
+        totals if worker else {**totals, "steps": 0},
+        None,
+        [] if old is None else old.memories,
+        strikes,
+    )
