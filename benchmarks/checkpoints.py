@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import flockstep
-from flockstep.launch.script import launch
+from flockstep.launchers.script import launch
 from flockstep.records.checkpoints import newest
 from flockstep.records.config import RunConfig
 

@@ -41,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from flockstep import __version__, registry
 from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
-from flockstep.launch.host_messages import HostLinks, Join, unpacked
-from flockstep.launch.hosts import ExpectedHosts, RemoteHosts
-from flockstep.launch.meeting import Meeting
+from flockstep.launchers.host_messages import HostLinks, Join, unpacked
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.meeting import Meeting
 from flockstep.links.addresses import tcp_address
 from flockstep.links.handshake import Handshake
 from flockstep.links.wire import MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode

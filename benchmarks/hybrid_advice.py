@@ -28,7 +28,7 @@ import numpy as np
 
 from flockstep.costs.cluster_file import read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.launch.threads import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.base import Partition
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples

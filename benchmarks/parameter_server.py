@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from flockstep.launch.train import train
+from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder

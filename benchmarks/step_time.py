@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from turns import Step, step_of, take_turns
 
 import flockstep
-from flockstep.launch.script import launch
+from flockstep.launchers.script import launch
 from flockstep.records.config import RunConfig
 from flockstep.runtime.node_spec import spec_from_environment
 

@@ -55,14 +55,14 @@ ROOMS = (
     Limit("frameworks", 6_000, ("runtime/torch_*", "runtime/jax_*", "torch/*", "jax*", "keras*", "lightning*",
                                 "transformers*", "accelerate*", "frameworks/*")),
     Limit("runtime", 6_000, ("runtime/*",)),
-    Limit("launch", 5_500, ("launch/*",)),
+    Limit("launch", 5_500, ("launchers/*",)),
     Limit("workloads, testing, communicator", 4_200, ("workloads/*", "testing/*", "communicator/*")),
     Limit("planning, costs", 5_500, ("planning/*", "costs/*")),
     Limit("api, cli, doctor", 3_500, ("api/*", "cli/*", "doctor.py", "options.py", "experiments/*", "__init__.py",
                                       "__main__.py")),
 )  # fmt: skip
 WHEEL = Limit("the wheel", 62_000, ("*",))
-STARTING = Limit("launch and runtime", 13_000, ("launch/*", "runtime/*"))
+STARTING = Limit("launchers and runtime", 13_000, ("launchers/*", "runtime/*"))
 OTHERS = Limit("lab", 14_000, ("*",), held=True), Limit("tests", 52_000, ("*",))
 
 

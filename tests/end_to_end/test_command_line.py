@@ -19,8 +19,8 @@ from flockstep.cli.app import run
 from flockstep.costs.clusters import names
 from flockstep.costs.reference import MODELS
 from flockstep.expression import fields_of
-from flockstep.launch import supervisor
-from flockstep.launch.wait_monitor import WaitMonitor
+from flockstep.launchers import supervisor
+from flockstep.launchers.wait_monitor import WaitMonitor
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support.processes import RealRun

@@ -17,7 +17,7 @@ from support.processes import RealRun
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are forked on Linux only")
 
 PORTRAIT = """
-import flockstep.cli.runs, flockstep.launch.entry, flockstep.launch.script, flockstep.launch.train
+import flockstep.cli.runs, flockstep.launchers.entry, flockstep.launchers.script, flockstep.launchers.train
 import atexit, json, multiprocessing, os, random, signal, sys
 import numpy
 from facts import tell
@@ -26,7 +26,7 @@ from pathlib import Path
 place = sys.argv[-1]
 tell(place + "-command")
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["flockstep.launch.entry", "facts"])
+context.set_forkserver_preload(["flockstep.launchers.entry", "facts"])
 os.environ["LATER"] = "set by the command"
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 node = context.Process(target=tell, args=(place + "-node",))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.launch.script import program_of, script_of_module
+from flockstep.launchers.script import program_of, script_of_module
 from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED

@@ -16,7 +16,7 @@ from torch import nn
 
 import flockstep
 from flockstep.errors import ConfigurationError
-from flockstep.launch.supervisor import GRACE
+from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, alive, wait_until

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.launch import slurm
-from flockstep.launch.children import Child
-from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers import slurm
+from flockstep.launchers.children import Child
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from support.jobs import run_of
 from support.processes import RealRun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.launch.kubernetes import Pods, manifest
+from flockstep.launchers.kubernetes import Pods, manifest
 from support.jobs import undisturbed
 from support.pods import container_of, expanded, object_of
 from support.ports import free_port

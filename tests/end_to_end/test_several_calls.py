@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launch.script import _settings, script_of_module
+from flockstep.launchers.script import _settings, script_of_module
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from support.matrix import few

@@ -15,7 +15,7 @@ import pytest
 
 from flockstep import registry
 from flockstep.cli.app import run as run_command
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent, UpdateEvent

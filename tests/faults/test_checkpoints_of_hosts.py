@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.launch import supervisor
-from flockstep.launch.supervisor import GRACE
+from flockstep.launchers import supervisor
+from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.event_sender import PERIOD
 from flockstep.runtime.setup import prepare

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import Interrupted
-from flockstep.launch.completion import finished
+from flockstep.launchers.completion import finished
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder

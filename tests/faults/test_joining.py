@@ -11,7 +11,7 @@ import pytest
 
 from flockstep.cli.app import run as run_command
 from flockstep.errors import ConfigurationError
-from flockstep.launch.join_requests import ask
+from flockstep.launchers.join_requests import ask
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent

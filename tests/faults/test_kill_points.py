@@ -15,7 +15,7 @@ import pytest
 
 from flockstep import registry
 from flockstep.errors import ConfigurationError
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from flockstep.launch.children import Forked, fork, kill_all
-from flockstep.launch.entry import worker_main
-from flockstep.launch.link import ProcessLink
-from flockstep.launch.peers import RunPeer
-from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers.children import Forked, fork, kill_all
+from flockstep.launchers.entry import worker_main
+from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.peers import RunPeer
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.setup import prepare

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder

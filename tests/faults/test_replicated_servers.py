@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.records.config import RunConfig
 from flockstep.records.events import PromotedEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
@@ -251,7 +251,7 @@ def test_where_there_are_checkpoints_another_backup_is_started(tmp_path: Path) -
 
 SPARES_SERVERS = """
 from pathlib import Path
-from flockstep.launch.children import Forked
+from flockstep.launchers.children import Forked
 
 def kill(self, whole=Forked.kill):
     try:

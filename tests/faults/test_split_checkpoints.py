@@ -9,7 +9,7 @@ import pytest
 
 import flockstep
 from flockstep.errors import ConfigurationError
-from flockstep.launch.train import resume
+from flockstep.launchers.train import resume
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep_lab.chaos.base import Failpoint

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launch.script import launch
-from flockstep.launch.train import train
+from flockstep.launchers.script import launch
+from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, content, wait_until
@@ -137,7 +137,7 @@ def test_the_limit_that_the_refusal_names_is_enough(tmp_path: Path) -> None:
 
 UNGUARDED = """
 from pathlib import Path
-from flockstep.launch.train import train
+from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 
 train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, steps=1), Path("run"))

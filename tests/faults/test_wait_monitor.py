@@ -13,8 +13,8 @@ from types import MappingProxyType
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launch.comparisons import Comparisons
-from flockstep.launch.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor
+from flockstep.launchers.comparisons import Comparisons
+from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor
 from flockstep.messages import Message
 from support.matrix import few
 from support.processes import MEMORY, PATIENCE, RealRun, wait_until
@@ -224,12 +224,12 @@ def test_workers_that_shard_too_few_samples_are_not_sent_to_shard(
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]
 OFTEN = """
 import functools
-from flockstep.launch import supervisor
+from flockstep.launchers import supervisor
 supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=2.0)
 """
 STRICT = """
 import functools
-from flockstep.launch import supervisor, wait_monitor
+from flockstep.launchers import supervisor, wait_monitor
 class Strict(wait_monitor.WaitMonitor):
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from flockstep.cli.app import app
 from flockstep.errors import ProtocolError
-from flockstep.launch.meeting import read_secret
+from flockstep.launchers.meeting import read_secret
 from flockstep.links.handshake import HELLO, PROOF, Handshake
 
 SECRET = b"0123456789abcdef" * 2

@@ -23,9 +23,9 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import Schema
 from flockstep.communicator import encoded as communicator
 from flockstep.errors import ProtocolError
-from flockstep.launch import host_messages
-from flockstep.launch.supervisor import Supervisor
-from flockstep.links import links
+from flockstep.launchers import host_messages
+from flockstep.launchers.supervisor import Supervisor
+from flockstep.links import control
 from flockstep.links.handshake import Handshake
 from flockstep.links.streams import StreamBus
 from flockstep.links.wire import SenderIdentity
@@ -163,13 +163,13 @@ def line() -> Frames:
 
     def read(data: bytes, draw: random.Random) -> object:
         ours, theirs = socket.socketpair()
-        with contextlib.closing(links.LocalFrames(ours, 5.0)) as frames, theirs:
+        with contextlib.closing(control.LocalFrames(ours, 5.0)) as frames, theirs:
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             return list(iter(lambda: frames.receive(8 * SIZE), None))
 
     ours, theirs = socket.socketpair()
-    with contextlib.closing(links.LocalFrames(ours, 5.0)) as frames, theirs:
+    with contextlib.closing(control.LocalFrames(ours, 5.0)) as frames, theirs:
         frames.send([b"x" * 50, bytes(4 * SIZE)])
         frames.send([b"x" * 50])
         return Frames((theirs.recv(1 << 16),), read, False)

@@ -32,7 +32,7 @@ PROMISE = 5.0
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
 PATIENT = """
 import functools
-from flockstep.launch import supervisor
+from flockstep.launchers import supervisor
 supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0)
 """
 """For a command: that it waits, as on a busy machine, is not told."""

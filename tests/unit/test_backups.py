@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.launch.peers import successor
+from flockstep.launchers.peers import successor
 from flockstep.nodes import Cluster
 
 CLUSTER = Cluster(2, 2, replicas=2)

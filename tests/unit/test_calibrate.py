@@ -14,7 +14,7 @@ from flockstep.cli.commands import command_of
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
 from flockstep.planning.fit import fit_records, hosts_in
 from flockstep.planning.fit_durations import fit_law
@@ -276,7 +276,7 @@ def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_oth
 
 PROBE = """
 import sys
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

@@ -11,8 +11,8 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.launch.simulate import simulate
-from flockstep.launch.train import train
+from flockstep.launchers.simulate import simulate
+from flockstep.launchers.train import train
 from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
 from flockstep.planning.job_profile import Site, task_of

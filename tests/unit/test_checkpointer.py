@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launch import checkpoints
-from flockstep.launch.checkpoints import Checkpointer
-from flockstep.launch.peers import RunPeer, RunPeers
+from flockstep.launchers import checkpoints
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.peers import RunPeer, RunPeers
 from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval

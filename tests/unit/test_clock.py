@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flockstep.launch import entry
+from flockstep.launchers import entry
 from flockstep.links.bus import Traffic
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flockstep.arrays.schema import Schema
 from flockstep.expression import to_data
-from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder

@@ -12,7 +12,7 @@ from flockstep.costs.cluster_file import load_cluster, read_cluster, to_toml
 from flockstep.costs.clusters import names
 from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.errors import ConfigurationError, UnknownName
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
 from flockstep.nodes import Cluster
 from flockstep.planning.job_profile import JobProfile

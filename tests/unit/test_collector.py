@@ -64,7 +64,7 @@ def test_a_simulation_is_freed_when_it_has_ended(tmp_path: Path, monkeypatch: py
             begun.extend(map(weakref.ref, [self, *(runner.node for runner in self.runners.values())]))
             super().run()
 
-    monkeypatch.setattr("flockstep.launch.simulate.Simulation", Noted)
+    monkeypatch.setattr("flockstep.launchers.simulate.Simulation", Noted)
     gc.disable()
     flockstep.simulate("quadratic", "ps(bsp)", workers=3, steps=2, out=tmp_path / "run")
     assert [one() for one in begun] == [None] * 5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flockstep.launch.comparisons import Comparisons
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 from flockstep.runtime.data_digest import MOST, digest_of
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import msgspec
 
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.records import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.table import table

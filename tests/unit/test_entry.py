@@ -16,7 +16,7 @@ import pytest
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.frameworks.torch_groups import TorchOptimizer
-from flockstep.launch import children, entry, simulate
+from flockstep.launchers import children, entry, simulate
 from flockstep.planning import trials
 from flockstep.records.config import RunConfig
 from flockstep.runtime import process as process_module
@@ -117,5 +117,5 @@ def test_kernels_are_loaded_before_the_start_where_a_strategy_has_a_collective(s
 
 def test_the_supervisor_loads_nothing_that_it_does_without() -> None:
     heavy = ("torch", "numba", "networkx", "sklearn")
-    program = f"import sys, flockstep.launch.train; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import sys, flockstep.launchers.train; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

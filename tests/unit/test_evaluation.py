@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.launch.evaluation import SnapshotMessage, _Desk
+from flockstep.launchers.evaluation import SnapshotMessage, _Desk
 from flockstep.records.snapshots import LAST, Snapshot
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flockstep.launch.out_of_memory import OutOfMemoryDetector
-from flockstep.launch.peers import SETTLING, RunPeer, RunPeers
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
+from flockstep.launchers.peers import SETTLING, RunPeer, RunPeers
 
 
 class Process:

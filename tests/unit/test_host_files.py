@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ProtocolError
-from flockstep.launch.host_files import PART, HostFiles
-from flockstep.launch.host_messages import Fetch, PartOf, Store
-from flockstep.launch.hosts import Arriving
+from flockstep.launchers.host_files import PART, HostFiles
+from flockstep.launchers.host_messages import Fetch, PartOf, Store
+from flockstep.launchers.hosts import Arriving
 from flockstep.records.checkpoints import ArrivingShard, Shard, shard_file
 
 SIZES = [0, 1, PART - 1, PART, PART + 1, 3 * PART]

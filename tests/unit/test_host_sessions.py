@@ -13,10 +13,10 @@ import pytest
 
 from flockstep import __version__
 from flockstep.errors import FlockstepError
-from flockstep.launch.host_agent import HostAgent
-from flockstep.launch.host_messages import Accepted, Join, Waiting
-from flockstep.launch.hosts import ExpectedHosts, RemoteHosts
-from flockstep.launch.meeting import Meeting
+from flockstep.launchers.host_agent import HostAgent
+from flockstep.launchers.host_messages import Accepted, Join, Waiting
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.meeting import Meeting
 from flockstep.links.wire import PROTOCOL
 from flockstep_lab.link_faults import FaultProxy
 from support.matrix import few

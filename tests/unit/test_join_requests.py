@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launch.join_requests import JOINING, MOST, JoinRequests
-from flockstep.launch.newcomers import Newcomers
+from flockstep.launchers.join_requests import JOINING, MOST, JoinRequests
+from flockstep.launchers.newcomers import Newcomers
 
 
 def test_a_request_is_read_as_far_as_requests_are_long(tmp_path: Path) -> None:

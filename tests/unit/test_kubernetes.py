@@ -12,7 +12,7 @@ import pytest
 
 from flockstep.cli.app import run
 from flockstep.errors import ConfigurationError
-from flockstep.launch.kubernetes import RESOLVE, Pods, manifest
+from flockstep.launchers.kubernetes import RESOLVE, Pods, manifest
 from flockstep.runtime.place import SECRET
 from support.pods import container_of, expanded, object_of
 

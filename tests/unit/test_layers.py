@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
     errors system options registry expression arrays optimizers schedules topologies codecs feedback messages programs
     nodes links collectives partitions
-    strategies systems simulation costs frameworks workloads records runtime communicator launch
+    strategies systems simulation costs frameworks workloads records runtime communicator launchers
     report trackers planning experiments testing
     doctor jax lightning accelerate transformers keras cli
 """
@@ -314,7 +314,7 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
         "flockstep_lab.cli",
         "flockstep.strategies",
         "flockstep.runtime",
-        "flockstep.launch",
+        "flockstep.launchers",
         "flockstep.records.folder",
         "jinja2",
     )
@@ -324,12 +324,12 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
 def test_a_simulation_loads_no_sockets_and_no_supervisor(tmp_path):
     words = ["simulate", "quadratic", "-s", "all_reduce", "-n", "2", "--steps", "1", "--json", "--out", str(tmp_path)]
     statement = f"from flockstep.cli.app import run; run({words})"
-    late = ("asyncio", "multiprocessing", "numba", "torch", "flockstep.launch.supervisor")
+    late = ("asyncio", "multiprocessing", "numba", "torch", "flockstep.launchers.supervisor")
     assert loaded(statement, late) == []
 
 
 def test_a_worker_loads_no_event_loop():
-    assert loaded("import flockstep.launch.entry", ("asyncio", "torch", "numba")) == []
+    assert loaded("import flockstep.launchers.entry", ("asyncio", "torch", "numba")) == []
 
 
 def test_reading_expressions_loads_nothing_heavy():

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.launch import out_of_memory
-from flockstep.launch.out_of_memory import OutOfMemoryDetector, oom_kills
-from flockstep.launch.peers import RunPeers
+from flockstep.launchers import out_of_memory
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
+from flockstep.launchers.peers import RunPeers
 from flockstep.records.snapshots import LAST
 from flockstep.runtime.snapshot_sender import SnapshotSender
 
@@ -34,7 +34,7 @@ class Ended:
 
 
 def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("flockstep.launch.peers.SETTLING", 0.0)
+    monkeypatch.setattr("flockstep.launchers.peers.SETTLING", 0.0)
     peers = RunPeers(1, 5.0, memory=OutOfMemoryDetector(lambda: counts.pop(0)))
     peers[0].child = Ended(code)
     told = peers.how_lost(0)

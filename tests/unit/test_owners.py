@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.launch.peers import Outcome
-from flockstep.launch.script import conclude
+from flockstep.launchers.peers import Outcome
+from flockstep.launchers.script import conclude
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarize
 from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.summary import Status

@@ -12,7 +12,7 @@ from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError, Interrupted, UnknownName
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.check import check
 from flockstep.planning.fit import fit_records

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flockstep.cli import show
-from flockstep.launch.peers import RunPeer
+from flockstep.launchers.peers import RunPeer
 from support.processes import PATIENCE, wait_until
 
 

@@ -13,7 +13,7 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
 from flockstep.planning.record_imports import NotAskedFor

@@ -12,7 +12,7 @@ import pytest
 
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import SURE, Conditions, Rehearsal, rehearse
 from flockstep.planning.step_prediction import predict_step

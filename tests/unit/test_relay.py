@@ -14,9 +14,9 @@ from typing import IO, Any
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launch import children, output
-from flockstep.launch.children import Script, begun, relay
-from flockstep.launch.output import LAST_WORDS, OUT, SHOWN, Output, RankOutput
+from flockstep.launchers import children, output
+from flockstep.launchers.children import Script, begun, relay
+from flockstep.launchers.output import LAST_WORDS, OUT, SHOWN, Output, RankOutput
 from support.disks import small_disk
 
 PATIENCE = 20.0

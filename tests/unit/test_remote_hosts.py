@@ -15,11 +15,11 @@ import pytest
 
 from flockstep import __version__
 from flockstep.errors import ConfigurationError, PeerLost, RunError
-from flockstep.launch import host_messages
-from flockstep.launch.children import HOST_LOST
-from flockstep.launch.gathering import settings_of
-from flockstep.launch.host_agent import HostAgent
-from flockstep.launch.host_messages import (
+from flockstep.launchers import host_messages
+from flockstep.launchers.children import HOST_LOST
+from flockstep.launchers.gathering import settings_of
+from flockstep.launchers.host_agent import HostAgent
+from flockstep.launchers.host_messages import (
     MAX_MESSAGE,
     Accepted,
     AnyHostMessage,
@@ -32,11 +32,11 @@ from flockstep.launch.host_messages import (
     Stopped,
     unpacked,
 )
-from flockstep.launch.hosts import ExpectedHosts, RemoteHosts
-from flockstep.launch.joining_host import _JoiningHost
-from flockstep.launch.meeting import Meeting, address_towards, meeting_at, read_secret
-from flockstep.launch.newcomers import Newcomers
-from flockstep.launch.out_of_memory import OutOfMemoryDetector
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.joining_host import _JoiningHost
+from flockstep.launchers.meeting import Meeting, address_towards, meeting_at, read_secret
+from flockstep.launchers.newcomers import Newcomers
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.links.wire import PROTOCOL
 from flockstep.messages import LAUNCHER, server
 from flockstep.records.config import RunConfig
@@ -284,7 +284,7 @@ def test_a_host_says_that_its_process_was_killed_for_lack_of_memory(hosts: Remot
 
 
 def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flockstep.launch.wait_monitor.PERIOD", 0.0)
+    monkeypatch.setattr("flockstep.launchers.wait_monitor.PERIOD", 0.0)
     meeting, placement = Meeting("127.0.0.1", 0, SECRET, 0.5), {1: range(2, 4), 2: range(4, 5)}
     with RemoteHosts(meeting, ExpectedHosts(range(1, 3), placement, 5, {}), "", 5.0, say=nothing) as hosts:
         hosts.agents = []  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
 
 def test_a_host_says_that_the_coordinator_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something listens there, and is silent."""
-    monkeypatch.setattr("flockstep.launch.wait_monitor.PERIOD", 0.0)
+    monkeypatch.setattr("flockstep.launchers.wait_monitor.PERIOD", 0.0)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Meeting("127.0.0.1", silent.getsockname()[1], SECRET, 0.5)

@@ -54,5 +54,5 @@ def test_docstrings_of_public_things_and_strings_of_four_words_are_found(tmp_pat
 
 
 def test_a_seed_repeats_its_draw_and_another_seed_draws_others() -> None:
-    words = ["--root", str(ROOT / "src" / "flockstep" / "launch"), "--docstrings", "3", "--messages", "3", "--seed"]
+    words = ["--root", str(ROOT / "src" / "flockstep" / "launchers"), "--docstrings", "3", "--messages", "3", "--seed"]
     assert drawn(*words, "1") == drawn(*words, "1") != drawn(*words, "2")

@@ -32,7 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import flockstep
 from flockstep.errors import ConfigurationError, MissingDependency
-from flockstep.launch.comparisons import Comparisons
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 from flockstep.runtime import epochs
 from flockstep.runtime.member import NodeSpec

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flockstep.errors import PeerLost, ProtocolError
-from flockstep.launch.checkpoints import Checkpointer
-from flockstep.launch.peers import RunPeer, RunPeers
-from flockstep.launch.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.peers import RunPeer, RunPeers
+from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.messages import Message
 from flockstep.nodes import Cluster
 from flockstep.runtime.node_metrics import fingerprint

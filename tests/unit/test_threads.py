@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import threadpoolctl
 
-from flockstep.launch.threads import limit_threads
+from flockstep.launchers.threads import limit_threads
 
 
 def test_threads_take_effect_for_numpy() -> None:

@@ -16,7 +16,7 @@ import flockstep
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
 from flockstep.frameworks.torch_optimizers import settings_of
-from flockstep.launch.comparisons import Comparisons
+from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
 from flockstep.registry import names
 from flockstep.runtime.settings import told

@@ -16,7 +16,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_file import read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine
-from flockstep.launch.simulate import simulate
+from flockstep.launchers.simulate import simulate
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning import search as searching
 from flockstep.planning.advice import advise

@@ -305,7 +305,7 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("folder", ["links", "runtime", "launch"])
+@pytest.mark.parametrize("folder", ["links", "runtime", "launchers"])
 def test_nothing_on_the_wire_can_name_code(folder: str) -> None:
     files = sorted((Path(wire.__file__).parents[1] / folder).glob("*.py"))
     assert files

@@ -27,9 +27,9 @@ def coordinate(
     timeout: o.MeetTimeout = 600.0,
 ) -> None:
     """Coordinate a run whose workers other hosts start with --separate-coordinator; the record is kept on this host."""
-    from flockstep.launch.gathering import Coordinating
-    from flockstep.launch.kubernetes import require_trains
-    from flockstep.launch.meeting import EVERY, meeting_at, read_secret
+    from flockstep.launchers.gathering import Coordinating
+    from flockstep.launchers.kubernetes import require_trains
+    from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
     require_trains(list(command))
     inner = understood(

@@ -49,8 +49,8 @@ def manifest(
     as_json: o.Json = False,
 ) -> None:
     """Print a manifest for `kubectl apply -f -`: an indexed Job whose pods are the hosts of a run."""
-    from flockstep.launch.kubernetes import Pods, require_trains
-    from flockstep.launch.kubernetes import manifest as objects_of
+    from flockstep.launchers.kubernetes import Pods, require_trains
+    from flockstep.launchers.kubernetes import manifest as objects_of
 
     words = list(command)
     require_trains(words)

@@ -20,9 +20,9 @@ from flockstep.experiments.folders import folder as folder
 from flockstep.options import Arg, CommonOptions, Opt, options_of
 
 if TYPE_CHECKING:
-    from flockstep.launch.continuing import Continuation
-    from flockstep.launch.gathering import Gathering
-    from flockstep.launch.output import Output
+    from flockstep.launchers.continuing import Continuation
+    from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.output import Output
     from flockstep.records.config import RunConfig
 
 _host = partial(Opt, panel="Several hosts")
@@ -138,7 +138,7 @@ def gathered(
     """
     words: list[str] = []
     if config.kind == "launch":
-        from flockstep.launch.script import program_of
+        from flockstep.launchers.script import program_of
 
         words = program_of(config)[1]
     with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def gathered(
         if gathering is None:
             _refuse_misplaced(context, where)
             if where.on == "slurm" and where.hosts is None:
-                from flockstep.launch.slurm import in_allocation, submitted
+                from flockstep.launchers.slurm import in_allocation, submitted
 
                 if not in_allocation(os.environ):
                     command, python = context.obj["arguments"], where.remote_python or sys.executable
@@ -160,7 +160,7 @@ def gathered(
                     raise Exit(submitted([*own, *script], place, config.workers, *reserved, python))
             gathering = _hosts(context, where, config, words, output, stack)
         if gathering is not None:
-            from flockstep.launch.wait_monitor import on_stderr
+            from flockstep.launchers.wait_monitor import on_stderr
 
             for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
                 on_stderr(
@@ -180,12 +180,12 @@ def _hosts(
     stack: contextlib.ExitStack,
 ) -> Gathering | None:
     """The hosts that the options select, until `stack` ends; None if all processes are on this host."""
-    from flockstep.launch.output import SHOWN
+    from flockstep.launchers.output import SHOWN
 
     shown, reached = output or SHOWN, (where.timeout, where.host_address)
     python = where.remote_python or sys.executable
     if where.hosts is not None:
-        from flockstep.launch.ssh import ssh_hosts
+        from flockstep.launchers.ssh import ssh_hosts
 
         hosts = stack.enter_context(ssh_hosts(where.hosts, where.ssh, python, *reached, words, shown))
         total = sum(hosts.shares)
@@ -196,12 +196,12 @@ def _hosts(
             )
         return hosts
     if where.on == "slurm":
-        from flockstep.launch.slurm import slurm_allocation
+        from flockstep.launchers.slurm import slurm_allocation
 
         allocation = slurm_allocation(config.workers, where.nodes, python, *reached, words, shown)
         return stack.enter_context(allocation)
     if where.on == "ray":
-        from flockstep.launch.ray import ray_cluster
+        from flockstep.launchers.ray import ray_cluster
 
         reserved = where.cpus_per_worker, where.gpus_per_worker, where.timeout
         return stack.enter_context(ray_cluster(config.workers, where.nodes, *reserved, words, shown))
@@ -210,8 +210,8 @@ def _hosts(
         nodes, rank = 1, rank or 0
     if nodes is None:
         return None
-    from flockstep.launch.gathering import Gathering
-    from flockstep.launch.meeting import meeting_at, read_secret
+    from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.meeting import meeting_at, read_secret
 
     if rank is None or where.coordinator is None:
         missing = "--node-rank" if rank is None else "--coordinator"
@@ -227,7 +227,7 @@ def _refuse_misplaced(context: click.Context, where: HostOptions) -> None:
     """Refuse options that have no effect on the kind of hosts that the other options select."""
     alone, inside = where.hosts is None, False
     if alone and where.on == "slurm":
-        from flockstep.launch.slurm import in_allocation
+        from flockstep.launchers.slurm import in_allocation
 
         inside = in_allocation(os.environ)
     local, slurm, ray = (alone and where.on == name for name in ("local", "slurm", "ray"))
@@ -279,7 +279,7 @@ def begun_before(context: click.Context, config: RunConfig, place: Path) -> Cont
     Raises:
         ConfigurationError: --out is missing, or the folder holds another run, or one that has ended.
     """
-    from flockstep.launch.continuing import continuation
+    from flockstep.launchers.continuing import continuation
 
     if not any(given_options(context, ("out",))):
         raise ConfigurationError("--resume needs the folder of the run; add --out")

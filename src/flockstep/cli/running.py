@@ -69,7 +69,7 @@ def train(
 ) -> None:
     """Train for real, in processes on this machine or on several."""
     from flockstep.cli import runs
-    from flockstep.launch.train import train_for
+    from flockstep.launchers.train import train_for
     from flockstep.runtime.setup import check, prepare
 
     config, overwrite = configured("train", options), options.overwrite
@@ -102,7 +102,7 @@ def resume(
 ) -> None:
     """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
-    from flockstep.launch.output import Output, to_terminal
+    from flockstep.launchers.output import Output, to_terminal
     from flockstep.records.folder import RunFolder
 
     config = RunFolder(folder).read_config()
@@ -136,7 +136,7 @@ def join(
 ) -> None:
     """Add workers to a run in progress: on this machine or, for a run of flockstep train, on another host."""
     if Path(run).exists() or ":" not in run:
-        from flockstep.launch.join_requests import ask
+        from flockstep.launchers.join_requests import ask
         from flockstep.records.folder import RunFolder
 
         o.refuse(
@@ -147,8 +147,8 @@ def join(
         )
         print(ask(RunFolder(Path(run)), workers))
         return
-    from flockstep.launch.joining_host import join_run
-    from flockstep.launch.meeting import meeting_at, read_secret
+    from flockstep.launchers.joining_host import join_run
+    from flockstep.launchers.meeting import meeting_at, read_secret
 
     meeting = meeting_at(run, read_secret(secret_file), timeout, host_address)
     join_run(meeting, workers, job, imports)
@@ -169,7 +169,7 @@ def compare(context: click.Context, options: CompareOptions, where: o.HostOption
     """Run several strategies on a job or a script, print a ranked table, and write one self-contained report.html."""
     from flockstep.cli import runs, show
     from flockstep.experiments.comparison import carry_out_all, grid_of
-    from flockstep.launch.output import Output
+    from flockstep.launchers.output import Output
     from flockstep.records.config import RunConfig
     from flockstep.records.summary import Summary
     from flockstep.report import formatting
@@ -222,8 +222,8 @@ def launch(
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli import runs, show
-    from flockstep.launch import script as scripts
-    from flockstep.launch.output import Output
+    from flockstep.launchers import script as scripts
+    from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
     config, overwrite = (

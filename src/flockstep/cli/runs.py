@@ -23,7 +23,7 @@ from flockstep.runtime.node_metrics import fingerprint
 
 if TYPE_CHECKING:
     from flockstep.experiments.comparison import Comparison
-    from flockstep.launch.gathering import Gathering
+    from flockstep.launchers.gathering import Gathering
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering: Gathering | None = None) -> Summary:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from flockstep.launch.output import Sink
-    from flockstep.launch.peers import RunPeer
+    from flockstep.launchers.output import Sink
+    from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
 
 
@@ -122,7 +122,7 @@ def status(title: str = "starting", unit: str = "") -> Iterator[ProgressCallback
 @contextmanager
 def _lines() -> Iterator[ProgressCallback]:
     """Context manager that prints the current task every `PERIOD` seconds."""
-    from flockstep.launch.wait_monitor import on_stderr
+    from flockstep.launchers.wait_monitor import on_stderr
 
     task, over, began = "starting", threading.Event(), time.monotonic()
 
@@ -213,7 +213,7 @@ def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, RunPeer]], None],
     The table disappears as soon as a script prints a carriage return, as progress bars do; otherwise the table and the
     progress bar would overwrite each other.
     """
-    from flockstep.launch.output import to_terminal
+    from flockstep.launchers.output import to_terminal
 
     if not console.is_terminal:
         yield lambda nodes: None, to_terminal
@@ -245,7 +245,7 @@ class _ScriptDisplay:
 
     def take(self, stream: int, data: bytes) -> None:
         """Show whole lines above the table."""
-        from flockstep.launch.output import OUT, to_terminal
+        from flockstep.launchers.output import OUT, to_terminal
 
         if b"\r" in data.replace(b"\r\n", b"\n"):
             self.stop()

@@ -73,7 +73,7 @@ def on_ray(options: RayOptions) -> RunResult:
         MissingDependency: Ray is not installed.
         RunError: the run failed; the record is complete up to the failure.
     """
-    from flockstep.launch.ray import ray_cluster
+    from flockstep.launchers.ray import ray_cluster
 
     config = configured("train", options)
     reserved = options.cpus_per_worker, options.gpus_per_worker
@@ -136,8 +136,8 @@ def on_spark(options: SparkOptions) -> RunResult:
         MissingDependency: pyspark is not installed.
         RunError: the run failed; the record is complete up to the failure.
     """
-    from flockstep.launch.spark import spark_stage
-    from flockstep.launch.train import train
+    from flockstep.launchers.spark import spark_stage
+    from flockstep.launchers.train import train
 
     data = options.rows, options.x, options.y, options.test
     with spark_stage(*data, str(options.job), options.seed, options.timeout) as (gathering, held_out):

@@ -136,7 +136,7 @@ class Grid:
     def _with(self, base: RunConfig, strategy: str) -> RunConfig:
         """The configuration with a strategy; the output of scripts is hidden."""
         if base.kind == "launch":
-            from flockstep.launch.script import with_strategy
+            from flockstep.launchers.script import with_strategy
 
             return with_strategy(dataclasses.replace(base, output="none"), strategy)
         return on_cluster(dataclasses.replace(base, strategy=strategy), self.cluster)
@@ -268,7 +268,7 @@ def carry_out_all(
         Interrupted: the comparison was interrupted; the same call continues the comparison.
     """
     if grid.base.kind != "simulate":
-        from flockstep.launch.children import refuse_program
+        from flockstep.launchers.children import refuse_program
 
         refuse_program()  # before the folder is made
     groups = grid.groups(out)

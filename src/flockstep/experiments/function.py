@@ -14,11 +14,11 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Ru
 from flockstep.experiments.folders import folder
 from flockstep.experiments.options import RecordOptions, configured, takes
 from flockstep.experiments.single import RunResult
-from flockstep.launch import function_entry
-from flockstep.launch.children import GUARD
-from flockstep.launch.output import OUT, Output
-from flockstep.launch.script import AS_THE_SCRIPT_SAYS
-from flockstep.launch.script import launch as launch_script
+from flockstep.launchers import function_entry
+from flockstep.launchers.children import GUARD
+from flockstep.launchers.output import OUT, Output
+from flockstep.launchers.script import AS_THE_SCRIPT_SAYS
+from flockstep.launchers.script import launch as launch_script
 from flockstep.options import BadGradientOptions, CommonOptions, Opt, ProcessOptions, Workers
 from flockstep.records.access import write_whole
 from flockstep.records.folder import FUNCTION, RunFolder

@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.experiments.folders import folder
 from flockstep.experiments.options import PlanOptions, listed, takes
 from flockstep.frameworks.job import import_components
-from flockstep.launch.threads import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.options import options_of
 from flockstep.planning import tables
 from flockstep.planning.advice import Advice, advise, asked, require_known, unfit

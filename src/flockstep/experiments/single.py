@@ -25,9 +25,9 @@ from flockstep.records.summary import Summary
 if TYPE_CHECKING:
     from flockstep.arrays.schema import FlatArray, Schema
     from flockstep.costs.cluster import ClusterShape
-    from flockstep.launch.gathering import Gathering
-    from flockstep.launch.output import Sink
-    from flockstep.launch.peers import RunPeer
+    from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.output import Sink
+    from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
     from flockstep.records.events import Event
 
@@ -204,18 +204,18 @@ def carry_out(
         RunError: the run failed; the record is complete up to the failure.
     """
     if config.kind == "simulate":
-        from flockstep.launch import simulate as virtual
+        from flockstep.launchers import simulate as virtual
 
         virtual.simulate(config, folder, watch, overwrite)
     elif config.kind == "launch":
-        from flockstep.launch import script
-        from flockstep.launch.output import Output, to_terminal
+        from flockstep.launchers import script
+        from flockstep.launchers.output import Output, to_terminal
 
         output = Output("none", show=say or to_terminal)
         program, words = script.program_of(config)
         script.launch(program, words, config, folder, output, overwrite, lambda nodes: standings(nodes, 0), gathering)
     else:
-        from flockstep.launch import train as real
+        from flockstep.launchers import train as real
 
         real.train(config, folder, standings, overwrite, gathering)
     return RunResult.read(folder)
@@ -229,8 +229,8 @@ def carry_on(
     say: Sink | None = None,
 ) -> Summary:
     """Continue a run of either kind from its newest checkpoint; see `resume` and `carry_out`."""
-    from flockstep.launch import script, train
-    from flockstep.launch.output import to_terminal
+    from flockstep.launchers import script, train
+    from flockstep.launchers.output import to_terminal
 
     if RunFolder(folder).read_config().kind == "launch":
         return script.resume_script(folder, say or to_terminal, lambda nodes: standings(nodes, 0), workers, gathering)

@@ -14,8 +14,8 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_file import to_toml
 from flockstep.costs.machines import ClusterLink, MachineGroup, Rates
 from flockstep.errors import ConfigurationError
-from flockstep.launch.threads import limit_threads
-from flockstep.launch.train import train
+from flockstep.launchers.threads import limit_threads
+from flockstep.launchers.train import train
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import identity, task_of
 from flockstep.planning.rates import CODECS, measure_operations, measure_rates

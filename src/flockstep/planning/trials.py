@@ -20,7 +20,7 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
-from flockstep.launch.threads import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.messages import HEADER_BYTES, server
 from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import ALONE

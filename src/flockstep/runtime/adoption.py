@@ -45,7 +45,7 @@ _AGENT = """
 import sys
 sys.path.append(sys.argv.pop(1))
 from flockstep.experiments.folders import folder
-from flockstep.launch.adopter import main
+from flockstep.launchers.adopter import main
 main(folder)
 """
 

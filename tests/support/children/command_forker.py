@@ -27,10 +27,10 @@ from types import CodeType
 from typing import Any
 
 import flockstep.cli.runs
-import flockstep.launch.entry
-import flockstep.launch.script
-import flockstep.launch.train  # noqa: F401
-from flockstep.launch.signals import STOPS
+import flockstep.launchers.entry
+import flockstep.launchers.script
+import flockstep.launchers.train  # noqa: F401
+from flockstep.launchers.signals import STOPS
 
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
 WAITING: dict[str, tuple[int, socket.socket]] = {}

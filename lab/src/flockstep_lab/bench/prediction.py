@@ -21,7 +21,7 @@ import numpy as np
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, Interrupted
-from flockstep.launch.train import train
+from flockstep.launchers.train import train
 from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records

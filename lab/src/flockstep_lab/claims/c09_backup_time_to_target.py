@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.launch.threads import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, bounded

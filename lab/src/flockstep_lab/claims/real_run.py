@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flockstep.launch.train import train
+from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder

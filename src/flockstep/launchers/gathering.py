@@ -1,0 +1,194 @@
+"""A run over several hosts on each of which the user starts the same command; one host coordinates, and the others
+join.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shlex
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from flockstep import __version__
+from flockstep.errors import ConfigurationError, require
+from flockstep.launchers.children import Child
+from flockstep.launchers.host_agent import HostAgent, on_host
+from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.meeting import Meeting
+from flockstep.links.base import Transport
+from flockstep.links.connection import LINK_TIMEOUT
+from flockstep.links.wire import PROTOCOL
+from flockstep.records.config import RunConfig
+from flockstep.runtime.member import NodeSpec
+
+BETWEEN_HOSTS = "tcp(memory=true)"
+"""Transport of a run over several hosts: shared memory within a host, TCP between hosts."""
+HEARTBEAT = 5.0
+"""Default heartbeat timeout: seconds without an answer after which a node counts as lost."""
+
+
+def link_timeout_of(config: RunConfig) -> float:
+    """Return the link timeout: seconds for which the connection between two hosts may be interrupted before the host
+    counts as lost.
+    """
+    return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
+
+
+OWN = ("versions", "facts", "imports", "job", "shared")
+"""Fields of a configuration that may differ in text between hosts. For files that such a field names, the contents are
+compared.
+"""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The settings of one host in a run over several hosts."""
+
+    meeting: Meeting
+    nodes: int
+    node: int
+    separate: bool = False
+    """Whether the coordinator is a separate process without workers."""
+    grows: bool = False
+    """Whether workers of other hosts may join later."""
+
+    def __post_init__(self) -> None:
+        least = 1 if self.separate or self.grows else 2
+        require(self.nodes >= least, "--nodes", f">= {least}", self.nodes, "leave it out for one host")
+        if not 0 <= self.node < self.nodes:
+            raise ConfigurationError(
+                f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the host of "
+                "the coordinator has rank 0"
+            )
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this host runs the coordinator."""
+        return self.node == 0 and not self.separate
+
+    def placement(self, workers: int) -> dict[int, range]:
+        """Return node → ranks: consecutive ranks on one host, with numbers of workers that differ by at most one.
+
+        Raises:
+            ConfigurationError: there are fewer workers than hosts.
+        """
+        if workers < self.nodes:
+            raise ConfigurationError(
+                f"a run over {self.nodes} hosts needs at least {self.nodes} workers, got {workers}; raise -n, the "
+                "number of workers of all hosts"
+            )
+        ends = [workers * node // self.nodes for node in range(self.nodes + 1)]
+        return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
+
+    def ranks(self, workers: int) -> range:
+        """Return the ranks of this host's workers."""
+        return self.placement(workers)[self.node]
+
+    def over(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with the transport that nodes on this host use.
+
+        Raises:
+            ConfigurationError: the configuration names a transport that reaches no other host.
+        """
+        address = self.meeting.address()
+        transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
+        return dataclasses.replace(config, transport=str(transport))
+
+    def hosts(
+        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
+    ) -> RemoteHosts:
+        """Listen for the other hosts, as the coordinator, until `stack` ends.
+
+        `settings` holds the options as the user gave them; if the run `resumes`, only its files are compared.
+
+        Raises:
+            ConfigurationError: this process cannot listen at the coordinator's address.
+        """
+        own = self.ranks(config.workers)
+        others = range(int(bool(own)), self.nodes)
+        placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
+        compared = files_in(settings) if resumes else settings
+        expected = ExpectedHosts(others, placement, config.workers, compared, own=own, resumes=resumes)
+        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        return stack.enter_context(RemoteHosts(self.meeting, expected, config.to_toml(), *times))
+
+    def serve(
+        self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]
+    ) -> None:
+        """Take part, until the end, in a run that another host coordinates.
+
+        Raises:
+            ConfigurationError: the coordinator refused, or cannot be reached.
+            RunError: the run failed.
+        """
+        join = Join(
+            PROTOCOL,
+            __version__,
+            self.node,
+            self.nodes,
+            config.workers,
+            tuple(self.ranks(config.workers)),
+            socket.gethostname(),
+            settings,
+        )
+        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
+
+
+@dataclass(frozen=True)
+class Coordinating(Gathering):
+    """The settings of a coordinator without workers; all workers of the run are on other hosts."""
+
+    node: int = 0
+
+    @property
+    def coordinates(self) -> bool:
+        """True, because this process is the coordinator."""
+        return True
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "--nodes", ">= 1", self.nodes, "it counts the hosts with workers")
+
+    def ranks(self, workers: int) -> range:
+        """Return an empty range, because this host has no workers."""
+        return range(0)
+
+    def over(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with a transport between hosts, into which each agent inserts its own host's
+        address.
+
+        Raises:
+            ConfigurationError: the configuration names a transport that reaches no other host.
+        """
+        transport = config.transport or BETWEEN_HOSTS
+        self.meeting.address()
+        on_host(Transport.parse(transport), "127.0.0.1")
+        return dataclasses.replace(config, transport=transport)
+
+
+def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:
+    """Return the settings that must be equal on all hosts: the options as the user gave them, the hashes of the files
+    that are run, and the script's arguments.
+    """
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
+    settings["job"] = named_content(config.job)
+    if arguments:
+        settings[ARGUMENTS] = shlex.join(arguments)
+    for number, file in enumerate(config.imports):
+        settings[f"{IMPORT}{number}"] = named_content(file)
+    return settings
+
+
+def named_content(file: str) -> str:
+    """Return the name and the hash of a job's file; the name of a built-in job is returned unchanged."""
+    path = Path(file)
+    if not path.is_file():
+        return file
+    return f"{path.name} (SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"

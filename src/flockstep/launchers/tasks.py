@@ -1,0 +1,156 @@
+"""Runs whose hosts are tasks of a cluster manager: this process coordinates, and every task is the agent of one
+host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
+from flockstep.launchers.entry import worker_main
+from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
+from flockstep.launchers.host_messages import Accepted
+from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.output import SHOWN, Output, OutputOptions
+from flockstep.launchers.script import ScriptStarter, program_of
+from flockstep.records.config import RunConfig
+from flockstep.records.scratch import scratch
+from flockstep.runtime.member import NodeSpec
+from flockstep.workloads.own_data import OwnData
+
+THERE = 20.0
+"""Maximum number of seconds that a task waits for the coordinator, which listens before tasks are started."""
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A Python file of the run: its path on the coordinator's host, and its content."""
+
+    path: str
+    content: bytes
+
+    def found(self, folder: Path) -> str:
+        """Return the path of the file on this host: the coordinator's path if it exists here, so that the file can
+        import its neighbors; otherwise the path of a copy in `folder`.
+        """
+        path = Path(self.path)
+        if path.is_file() and path.read_bytes() == self.content:
+            return self.path
+        copy = folder / path.name
+        copy.write_bytes(self.content)
+        return str(copy)
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """Specification of the task of one host, which the cluster manager passes to the task."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+    timeout: float
+    nodes: int
+    node: int
+    ranks: tuple[int, ...]
+    """Ranks of the host's workers."""
+    config: str
+    """The run's configuration as TOML."""
+    files: tuple[TaskFile, ...]
+    """Python files of the run: the job or the script, if it is a file, and the files that register components."""
+    arguments: tuple[str, ...]
+    """Command-line arguments of the script."""
+    output: OutputOptions
+
+
+def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
+    """Run the agent of a host until the run ends; `own` describes the samples of the host's only worker, if the worker
+    has its own.
+
+    Raises:
+        ConfigurationError: the coordinator refused, or cannot be reached.
+        RunError: the run failed.
+    """
+    with ExitStack() as stack:
+        stack.callback(end_fork_server)  # a cluster manager may keep this process for the next task
+        folder = stack.enter_context(scratch())
+        here = {file.path: file.found(folder) for file in spec.files}
+        config = RunConfig.from_toml(spec.config, "the run's configuration")
+        imports = tuple(here[file] for file in config.imports)
+        config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
+        meeting = Meeting(spec.host, spec.port, spec.secret, min(spec.timeout, THERE))
+        gathering = TaskPart(meeting, spec.nodes, spec.node, here=spec.ranks)
+        if config.kind == "train":
+            gathering.serve(
+                config,
+                settings_of(config),
+                lambda node_spec, accepted: _worker(node_spec, accepted, config, own),
+            )
+            return
+        shown = Output(spec.output.ranks, spec.output.prefix, spec.output.folder)
+        start = ScriptStarter(program_of(config)[0], spec.arguments, config, shown, gathering)
+        try:
+            gathering.serve(config, settings_of(config), lambda node_spec, accepted: start(node_spec))
+        finally:
+            start.close()
+
+
+def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: OwnData | None) -> Child:
+    ours = RunConfig.from_toml(accepted.config, "the coordinator's configuration").with_files_of(config)
+    return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), [KERNELS])
+
+
+@dataclass(frozen=True)
+class TaskPart(Gathering):
+    """A task's part in a run over one or several tasks."""
+
+    here: tuple[int, ...] = ()
+    """Ranks of the workers in this task."""
+
+    def ranks(self, workers: int) -> range:
+        """Return the ranks of the workers in this task."""
+        return range(self.here[0], self.here[-1] + 1) if self.here else range(0)
+
+    def __post_init__(self) -> None:
+        """Unlike hosts that a user names, tasks are counted by their cluster manager."""
+
+
+@dataclass(frozen=True)
+class TaskGathering(Coordinating, ABC):
+    """The coordinator's part in a run for which the coordinator starts a task on each host."""
+
+    arguments: tuple[str, ...] = ()
+    output: Output = SHOWN
+
+    def hosts(
+        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
+    ) -> RemoteHosts:
+        """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
+        nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
+        expected = ExpectedHosts(nodes, self.placement(config.workers), config.workers, settings_of(config))
+        hosts = RemoteHosts(self.meeting, expected, config.to_toml(), config.heartbeat or HEARTBEAT)
+        stack.enter_context(hosts)  # if a task cannot be started
+        hosts.require_agents(self.start([self._spec(config, hosts.port, node) for node in nodes], stack))
+        return stack.enter_context(hosts)  # tasks are told of the end before they are ended
+
+    def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:
+        paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]
+        output = OutputOptions(self.output.ranks, self.output.prefix, self.output.folder)
+        return TaskSpec(
+            self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node,
+            tuple(self.placement(config.workers)[node]), config.to_toml(),
+            tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, output,
+        )  # fmt: skip
+
+    @abstractmethod
+    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
+        """Start a task for each host, and return a function that says why a task has failed, or None if no task has
+        failed.
+
+        Tasks that still run when `stack` closes are ended.
+        """
