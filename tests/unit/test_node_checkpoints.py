@@ -11,9 +11,10 @@ from flockstep.arrays.schema import Schema
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
-from flockstep.runtime.checkpoints import ENDED, NodeCheckpoints
+from flockstep.runtime.checkpoints import ENDED, NodeCheckpoint, NodeCheckpoints
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.node_metrics import NodeMetrics
+from flockstep.runtime.node_state import Saved
 from flockstep.runtime.runner import OneProcess, Runner
 from flockstep.runtime.state import from_arrays, to_arrays
 from flockstep.strategies.base import Strategy
@@ -39,6 +40,16 @@ def test_a_server_remembers_whose_gradients_it_has_refused() -> None:
     checkpoints(after).restore(kept, lambda values: None, lambda: after.node.at_boundary())  # type: ignore[misc]
     after.refused(1, "not finite")
     assert after.strikes == {1: 3}
+
+
+def test_a_state_written_before_the_folder_was_renamed_is_read() -> None:
+    arrays = to_arrays(checkpoints(server()).state())
+    structure = arrays["structure"].tobytes()
+    former = structure.replace(b"flockstep.runtime.", b"flockstep.drivers.")  # names of equal length
+    assert former != structure
+    kept = from_arrays({**arrays, "structure": np.frombuffer(former, np.uint8)})
+    assert isinstance(kept, NodeCheckpoint)
+    assert isinstance(kept.saved, Saved)
 
 
 def test_a_node_whose_program_ends_after_it_was_asked_to_count_answers_all_the_same() -> None:

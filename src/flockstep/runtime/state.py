@@ -35,6 +35,8 @@ _UNREADABLE = (
 STRUCTURE = "structure"
 """Name of the array that holds the encoding of everything except the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
+FORMER = {"flockstep.drivers.": "flockstep.runtime."}
+"""Prefix of a module's name in checkpoints that were written before the folder was renamed → prefix of its name now."""
 
 
 def to_bytes(value: Any, name: str = "state") -> bytes:
@@ -224,6 +226,9 @@ class _Reader:
         return np.array(found)
 
     def _data(self, number: int, module: str, name: str, parts: list[Any]) -> Any:
+        for former, current in FORMER.items():
+            if module.startswith(former):
+                module = current + module.removeprefix(former)
         kind: Any = sys.modules[module]
         for part in name.split("."):
             kind = getattr(kind, part)
