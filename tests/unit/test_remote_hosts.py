@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from flockstep.launchers.joining_host import _JoiningHost
 from flockstep.launchers.meeting import Meeting, address_towards, meeting_at, read_secret
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
+from flockstep.launchers.tasks import TaskGathering
 from flockstep.links.wire import PROTOCOL
 from flockstep.messages import LAUNCHER, server
 from flockstep.records.config import RunConfig
@@ -448,3 +450,17 @@ def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives(hosts: 
     peer = host._peers[channel._identity.address]
     wait_until(lambda: hosts.pump() or peer.body is not None or not peer.open, PATIENCE, "the announcement")  # type: ignore[func-returns-value]
     assert resident() - before < 64 << 20
+
+
+class Tasks(TaskGathering):
+    """A cluster manager that starts nothing."""
+
+    def start(self, specs: object, stack: object) -> Callable[[], str | None]:
+        return lambda: None
+
+
+def test_a_host_that_is_a_task_may_be_away_as_long_as_the_user_says() -> None:
+    config = RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, link_timeout=7.0)
+    with ExitStack() as stack:
+        hosts = Tasks(Meeting("127.0.0.1", 0, SECRET), 2).hosts(config, {}, stack)
+        assert hosts._links.bus._link_timeout == 7.0

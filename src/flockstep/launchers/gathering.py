@@ -40,6 +40,11 @@ def link_timeout_of(config: RunConfig) -> float:
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
+def times_of(config: RunConfig) -> tuple[float, float]:
+    """Return the heartbeat timeout and the link timeout of a run's hosts, in seconds."""
+    return config.heartbeat or HEARTBEAT, link_timeout_of(config)
+
+
 OWN = ("versions", "facts", "imports", "job", "shared")
 """Fields of a configuration that may differ in text between hosts. For files that such a field names, the contents are
 compared.
@@ -115,7 +120,7 @@ class Gathering:
         placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
         compared = files_in(settings) if resumes else settings
         expected = ExpectedHosts(others, placement, config.workers, compared, own=own, resumes=resumes)
-        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        times = times_of(config)
         return stack.enter_context(RemoteHosts(self.meeting, expected, config.to_toml(), *times))
 
     def serve(
@@ -137,7 +142,7 @@ class Gathering:
             socket.gethostname(),
             settings,
         )
-        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        times = times_of(config)
         HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
 
 

@@ -620,7 +620,6 @@ class Supervisor:
     def _be_ready(self, address: Address) -> None:
         """Begin the run when all nodes are ready."""
         self.peers[address].ready = True
-        links = self.peers.links
         if not all(one.ready or one.gone for one in self.peers.values()):
             return
         resumed = self._resumed()
@@ -634,7 +633,7 @@ class Supervisor:
             # All are connected, so even a killed supervisor leaves no sockets behind.
             shutil.rmtree(self._directory, ignore_errors=True)
         self._hosts.begin()
-        for link in links.values():
+        for link in self.peers.links.values():
             self._begin(link, went)
         step = 0 if resumed is None else min(resumed.manifest.steps.values())
         text = f"the run continues with {self._workers} workers from step {step}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
+from flockstep.launchers.gathering import Coordinating, Gathering, settings_of, times_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
 from flockstep.launchers.meeting import Meeting
@@ -133,7 +133,7 @@ class TaskGathering(Coordinating, ABC):
         """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
         nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
         expected = ExpectedHosts(nodes, self.placement(config.workers), config.workers, settings_of(config))
-        hosts = RemoteHosts(self.meeting, expected, config.to_toml(), config.heartbeat or HEARTBEAT)
+        hosts = RemoteHosts(self.meeting, expected, config.to_toml(), *times_of(config))
         stack.enter_context(hosts)  # if a task cannot be started
         hosts.require_agents(self.start([self._spec(config, hosts.port, node) for node in nodes], stack))
         return stack.enter_context(hosts)  # tasks are told of the end before they are ended
