@@ -19,7 +19,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.link import ProcessLink
 from flockstep.links.bus import LAUNCHER
-from flockstep.links.control import Control, Line, LocalFrames, framed, unframed
+from flockstep.links.control import Control, Line, LocalFrames, _ProcessState, framed, unframed
 from flockstep.links.wire import PROTOCOL, SenderIdentity
 from flockstep.messages import Message
 from flockstep.runtime.member import Hello
@@ -198,3 +198,20 @@ def test_a_supervisor_that_is_gone_is_told_of(control: Control, link: tuple[Line
     control.close()
     with pytest.raises(PeerLost, match="does not listen"):
         Line(identity(0), control.address, 60)
+
+
+def test_a_supervisor_that_goes_on_hears_nothing_more_from_a_process_that_has_given_it_up(
+    link: tuple[Line, LocalFrames], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, connection = link
+    with monkeypatch.context() as stopped:
+        stopped.setattr(_ProcessState, "lost", lambda state: True)
+        with pytest.raises(PeerLost):
+            line.send("events")
+    with pytest.raises(PeerLost):
+        line.send("failed")
+    frames = connection.receive(0)
+    assert frames is not None
+    assert unframed(frames, 0, identity(LAUNCHER)).tag == "events"
+    assert connection.receive(0) is None
+    assert connection.ended

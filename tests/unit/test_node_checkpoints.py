@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from flockstep.arrays.schema import Schema
+from flockstep.launchers.host_files import HostFiles
+from flockstep.launchers.host_messages import Fetch
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
+from flockstep.records.checkpoints import shard_file
 from flockstep.runtime.checkpoints import ENDED, NodeCheckpoint, NodeCheckpoints
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.node_metrics import NodeMetrics
@@ -61,6 +65,31 @@ def test_a_node_whose_program_ends_after_it_was_asked_to_count_answers_all_the_s
     ours.hear({"do": "count", "wave": 7})
     ours.close()
     assert [(note["did"], note["wave"], note["state"]) for note in told] == [("count", 7, ENDED)]
+
+
+def test_fetching_one_node_s_state_leaves_the_folder_in_which_another_node_of_the_host_is_about_to_write(
+    tmp_path: Path,
+) -> None:
+    """The agent removes a fetched file and its folder."""
+    told: list[dict[str, object]] = []
+    nodes = []
+    for address in (-1, -2):
+        connection = SimpleNamespace(runner=server(), leads=True, unsettled=False, directory=tmp_path, address=address)
+        connection.tell, connection.now = lambda tag, note: told.append(note), time.monotonic
+        node = NodeCheckpoints(connection)  # type: ignore[arg-type]
+        node.script = SimpleNamespace(at_boundary=lambda: None)  # type: ignore[assignment]  # which completes the copy
+        node.hear({"do": "stop", "after": 0})
+        node.hear({"do": "copy", "folder": "000001", "wait": 0})
+        nodes.append(node)
+    nodes[0].complete({})
+    nodes[0].report(wait=True)
+    (file,) = tmp_path.rglob(shard_file(-1))
+    agent = HostFiles(tmp_path)
+    agent.handle(Fetch(1, str(file.relative_to(tmp_path))), memoryview(b""))
+    assert [part.why for part, _ in agent.parts()] == [""]
+    nodes[1].complete({})
+    nodes[1].report(wait=True)
+    assert [note["did"] for note in told] == ["copy", "copy", "write", "write"]
 
 
 def test_a_pattern_of_messages_names_no_array_unless_told() -> None:

@@ -84,7 +84,7 @@ class HostFiles:
         if self._open is not None:
             self._open.close()
             self._open = None
-        with contextlib.suppress(OSError):  # other nodes have files in this folder
+        with contextlib.suppress(OSError):  # the node has begun the next checkpoint there
             path.unlink()
             path.parent.rmdir()
 

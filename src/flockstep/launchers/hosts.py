@@ -531,7 +531,7 @@ class RemoteHosts(OtherHosts):
         except OSError as error:
             done(error.strerror or str(error))
             return
-        host.send(Fetch(number, f"{folder.name}/{shard.file}"))
+        host.send(Fetch(number, f"of-{shard.file}/{folder.name}/{shard.file}"))
 
     def begin(self) -> None:
         for host in self._hosts.values():

@@ -306,6 +306,7 @@ class Line:
             _poll(self._connection.fileno(), select.POLLOUT, PAUSE)
             self._connection.flush()
         if self._connection.disconnected():
+            self._connection.close()  # a supervisor that wakes up now learns the reason from the exit code
             raise PeerLost("this process has no connection to the supervisor of the run")
 
     def receive(self) -> Message | None:

@@ -320,10 +320,12 @@ class NodeCheckpoints:
         """
         if Path(folder).is_absolute():
             return Path(folder)
-        found, address = self._connection.directory / folder, self._connection.address
-        for old in found.parent.glob(f"*/{shard_file(address)}"):
+        file = shard_file(self._connection.address)
+        # A folder of this node alone, because the agent removes it with the fetched file, while others still write.
+        found = self._connection.directory / f"of-{file}" / folder
+        for old in found.parent.glob(f"*/{file}"):
             old.unlink(missing_ok=True)
-        found.mkdir(exist_ok=True)
+        found.mkdir(parents=True, exist_ok=True)
         return found
 
     def _copy(self, folder: Path, at_once: bool) -> None:
