@@ -206,9 +206,9 @@ def test_a_supervisor_that_goes_on_hears_nothing_more_from_a_process_that_has_gi
     line, connection = link
     with monkeypatch.context() as stopped:
         stopped.setattr(_ProcessState, "lost", lambda state: True)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="no connection"):
             line.send("events")
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost, match="no connection"):
         line.send("failed")
     frames = connection.receive(0)
     assert frames is not None
