@@ -69,11 +69,11 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def execute(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code from a file in `folder`, warnings being errors."""
+def execute(code: str, folder: Path, notebook: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python code in `folder`, from a file or, as a notebook does, from none, warnings being errors."""
     file = folder / "snippets.py"
     file.write_text(code, "utf-8")
-    command = [sys.executable, "-W", "error", str(file)]
+    command = [sys.executable, "-W", "error", *(["-c", code] if notebook else [str(file)])]
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
@@ -134,7 +134,7 @@ def test_snippets_run(path: Path, tmp_path: Path) -> None:
     for extra in ("jax", "flax"):
         if re.search(rf"^(import|from) {extra}\b", code, re.MULTILINE) and importlib.util.find_spec(extra) is None:
             pytest.skip(f"needs {extra}")
-    done = execute(code, tmp_path)
+    done = execute(code, tmp_path, notebook=path.stem == "notebooks")
     assert done.returncode == 0, done.stderr
 
 
