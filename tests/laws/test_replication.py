@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -146,11 +147,11 @@ def test_the_processes_of_a_server_may_hear_of_a_death_one_after_another(order: 
     class OneByOne(Watched):
         at = 0.0
 
-        def run(self) -> None:
+        def run(self, restarts: Sequence[float] = ()) -> None:
             self._queue.schedule(self.at, lambda: self.die(-2))
             for place, address in enumerate(order):
                 self._queue.schedule(self.at + 0.3 + place, lambda address=address: self.runners[address].lose(-2))
-            super().run()
+            super().run(restarts)
 
     for at in moments(run("ps(bsp, replicas=2)")):
         OneByOne.at = at
@@ -247,9 +248,9 @@ def test_a_server_that_wakes_up_is_fenced() -> None:
         stops, told, wakes = 4.0, 5.0, 6.0
         ended = ""
 
-        def run(self) -> None:
+        def run(self, restarts: Sequence[float] = ()) -> None:
             self._queue.schedule(self.told, self.tell)
-            super().run()
+            super().run(restarts)
 
         def tell(self) -> None:
             for address, runner in self.runners.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -60,9 +60,9 @@ def test_a_simulation_is_freed_when_it_has_ended(tmp_path: Path, monkeypatch: py
     begun: list[weakref.ref[object]] = []
 
     class Noted(Simulation):
-        def run(self) -> None:
+        def run(self, restarts: Sequence[float] = ()) -> None:
             begun.extend(map(weakref.ref, [self, *(runner.node for runner in self.runners.values())]))
-            super().run()
+            super().run(restarts)
 
     monkeypatch.setattr("flockstep.launchers.simulate.Simulation", Noted)
     gc.disable()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -81,8 +80,8 @@ NEVER = "never"
 class Faulted(Watched):
     """A simulation that stores the error that ended it, and every worker's parameters at each of its gradients."""
 
-    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
-        super().__init__(engine, plan, compute, network, *rest)
+    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, faults: Sequence[Fault]):
+        super().__init__(engine, plan, compute, network, faults)
         self.failure: RunError | None = None
         self.read: list[list[bytes]] = [[] for _ in range(plan.cluster.workers)]
 
@@ -92,10 +91,10 @@ class Faulted(Watched):
         if isinstance(event, StepEvent):
             self.read[event.rank].append(self.runners[event.rank].node.params.tobytes())
 
-    def run(self) -> None:
+    def run(self, restarts: Sequence[float] = ()) -> None:
         """Run the simulation to its end or to the first error, which is stored."""
         try:
-            super().run()
+            super().run(restarts)
         except RunError as error:
             self.failure = error
 

@@ -81,14 +81,10 @@ class Simulation:
         network: Network,
         emit: Emit,
         progress: Callable[[int, float], None] | None = None,
-        resume: Mapping[Address, Saved] | None = None,
         faults: Sequence[Fault] = (),
-        restarts: Sequence[float] = (),
         within: Surroundings | None = None,
     ):
-        """`resume`: result of `save`; at the times `restarts` all nodes restart from bytes; `within`: surroundings that
-        other simulations share.
-        """
+        """`within`: surroundings that other simulations share."""
         self.plan = plan
         self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
@@ -110,44 +106,47 @@ class Simulation:
         self._computing: dict[int, Computing] = {}
         self._dead: set[Address] = set()
         self._steps = 0
-        if restarts and not plan.strategy.traits.restarts:
-            raise CompositionError(
-                f"{plan.strategy} cannot restart in the middle of a run, because no single node holds its whole "
-                "state; let the run continue to its end"
-            )
-        self._restarts = restarts
         self._steppers: dict[int, LocalOptimizer] = {}
         self.runners: dict[Address, Runner] = {}
         self._make_nodes()
-        for address, saved in (resume or {}).items():
-            self._restore(self.runners[address].node, copy.deepcopy(saved))
 
     @property
     def now(self) -> float:
         """Current virtual time in seconds."""
         return self._queue.now
 
-    def run(self) -> None:
-        """Run every program to its end.
+    def continue_from(self, saved: Mapping[Address, Saved]) -> None:
+        """Let the run continue from the result of `save`; call this before `run`."""
+        for address, one in saved.items():
+            self._restore(self.runners[address].node, copy.deepcopy(one))
+
+    def run(self, restarts: Sequence[float] = ()) -> None:
+        """Run every program to its end; at the times `restarts` all nodes restart from bytes.
 
         Raises:
+            CompositionError: the strategy's nodes cannot restart.
             Diverged: a loss is not finite.
             RunError: the programs wait for each other forever.
         """
         with np.errstate(over="ignore", invalid="ignore"), seldom():  # an overflow shows as a loss that is not finite
-            self.begin()
+            self.begin(restarts)
             self._fault_injector.schedule(self._queue, self._fabric, self.die, self.notice)
             self._end()
         self.tracker.close()
 
-    def begin(self) -> None:
+    def begin(self, restarts: Sequence[float] = ()) -> None:
         """Begin every program, servers first."""
-        for runner in self.runners.values():
-            if self._restarts:
+        if restarts and not self.plan.strategy.traits.restarts:
+            raise CompositionError(
+                f"{self.plan.strategy} cannot restart in the middle of a run, because no single node holds its whole "
+                "state; let the run continue to its end"
+            )
+        if restarts:
+            for runner in self.runners.values():
                 runner.remember(History(), partial(self._state, runner))
         for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
             self._begin(self.runners[address])
-        for t in self._restarts:
+        for t in restarts:
             self._queue.schedule(t, self._begin_anew)
 
     def _end(self) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -325,8 +325,8 @@ class Sent(NamedTuple):
 class Watched(Simulation):
     """A simulation that logs all events and all sent messages of a run in one list."""
 
-    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
-        super().__init__(engine, plan, compute, network, self.note, None, *rest)
+    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, faults: Sequence[Fault]):
+        super().__init__(engine, plan, compute, network, self.note, faults=faults)
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
@@ -494,10 +494,11 @@ def run_strategy(given: VirtualRun) -> SimulatedRun:
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, given.seed, policy, every, timetable)
     models = ComputeModel.parse(given.compute), Network.parse(given.network)
     faults = [Fault.parse(fault) for fault in given.faults]
-    virtual = given.simulation(source.engine, plan, *models, given.resume, faults, given.restarts)
+    virtual = given.simulation(source.engine, plan, *models, faults)
+    virtual.continue_from(given.resume or {})
     for rank, params in enumerate([] if given.replicas is None else given.replicas):
         virtual.runners[rank].node.params[:] = params
-    virtual.run()
+    virtual.run(given.restarts)
     return SimulatedRun(virtual)
 
 
