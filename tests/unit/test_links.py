@@ -22,7 +22,7 @@ from flockstep.links.bus import LAUNCHER
 from flockstep.links.control import Control, Line, LocalFrames, _ProcessState, framed, unframed
 from flockstep.links.wire import PROTOCOL, SenderIdentity
 from flockstep.messages import Message
-from flockstep.runtime.member import Hello
+from flockstep.runtime.member import LISTENED, Hello, Member, NodeSpec
 from support.processes import PATIENCE, wait_until
 
 MODEL = 8 << 20
@@ -215,3 +215,17 @@ def test_a_supervisor_that_goes_on_hears_nothing_more_from_a_process_that_has_gi
     assert unframed(frames, 0, identity(LAUNCHER)).tag == "events"
     assert connection.receive(0) is None
     assert connection.ended
+
+
+def test_a_supervisor_is_heard_although_other_nodes_never_pause(control: Control, tmp_path: Path) -> None:
+    schema = Schema.of({"w": (4,)}, "float32")
+    member = Member(NodeSpec("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
+    member.introduce("bsp", {})
+    words, frames = next(control.heard())
+    ProcessLink(frames, msgspec.msgpack.decode(words, type=Hello)).tell("end")
+    member.bus.poll = lambda *arguments: Message(1, "push")  # type: ignore[method-assign]
+    heard = [member.receive(0) for _ in range(LISTENED + 1)]
+    assert [message.tag for message in heard if message is not None] == ["push"] * LISTENED + ["end"]
+    frames.close()
+    member.line.close()
+    member.bus.close(0.0)

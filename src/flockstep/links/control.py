@@ -110,7 +110,8 @@ class LocalFrames(Frames):
         self._socket = sock
         self._peer = _ProcessState(sock, heartbeat)
         self._out: deque[memoryview] = deque()
-        self._ended = False
+        self.ended = False
+        """Whether the connection is closed."""
         self._frames: list[memoryview] = []
         """The parts of the message that is arriving: prefix, header, payload."""
         self._part, self._filled = memoryview(bytearray(_PREFIX.size)), 0
@@ -120,14 +121,9 @@ class LocalFrames(Frames):
         return self._socket.fileno()
 
     @property
-    def ended(self) -> bool:
-        """Whether the connection is closed."""
-        return self._ended
-
-    @property
     def blocked(self) -> bool:
         """Whether queued bytes wait until the socket accepts them."""
-        return bool(self._out) and not self._ended
+        return bool(self._out) and not self.ended
 
     def send(self, frames: Sequence[Buffer]) -> None:
         payload = memoryview(frames[1]).cast("B") if len(frames) > 1 and len(frames[1]) else memoryview(b"")
@@ -154,7 +150,7 @@ class LocalFrames(Frames):
                 sent -= min(sent, part.nbytes)
 
     def receive(self, most: int, header: int = MAX_HEADER) -> Sequence[memoryview] | None:
-        while not self._ended:
+        while not self.ended:
             if self._filled < self._part.nbytes:
                 try:
                     count = self._socket.recv_into(self._part[self._filled :])
@@ -163,12 +159,12 @@ class LocalFrames(Frames):
                 except OSError:
                     count = 0
                 self._filled += count
-                self._ended = not count
+                self.ended = not count
                 continue
             self._frames.append(self._part)
             length, nbytes = _PREFIX.unpack(self._frames[0])
             if not (0 < length <= header and _NO_PAYLOAD <= nbytes <= most):
-                self._ended = True
+                self.ended = True
                 raise ProtocolError(
                     f"a message announced a header of {length} bytes and an array of {nbytes} bytes, but at most "
                     f"{header} and {most} are allowed"
@@ -187,11 +183,11 @@ class LocalFrames(Frames):
         self._part, self._filled = np.empty(size, np.uint8).data, 0  # takes memory only as the bytes arrive
 
     def disconnected(self) -> bool:
-        return self._ended or self._peer.lost()
+        return self.ended or self._peer.lost()
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
-            self._ended = True
+            self.ended = True
             with contextlib.suppress(OSError):  # a process that this one has forked may keep the socket open
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
@@ -274,12 +270,13 @@ class Line:
         """
         self._me = me
         self._connection = LocalFrames(_connected(control), heartbeat)
+        self._descriptors = (self._connection.fileno(),)
         self._sent_count = 0
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """File descriptor that is readable when `receive` may have a message; none if the connection is closed."""
-        return () if self._connection.ended else (self._connection.fileno(),)
+        return () if self._connection.ended else self._descriptors
 
     def introduce(self, data: bytes) -> None:
         """Send the first message, which says who this process is.

@@ -74,6 +74,8 @@ NO_MEMORY = re.compile("can't allocate memory|not enough memory|Cannot allocate 
 """Phrases in errors of torch or of the system that show that memory could not be allocated."""
 PATIENCE = 1.0
 """Maximum number of seconds of one wait for a message; signals are handled between two waits."""
+LISTENED = 16
+"""Largest number of messages of other nodes that a node receives before it reads what the supervisor has said."""
 SILENT = 84
 """Exit code of a process that ends because its supervisor does not answer. The supervisor learns the reason from this
 code alone.
@@ -300,7 +302,7 @@ class Member:
         self.hosts: Hosts
         """The workers of each host."""
         self._introduced = False
-        self._untaken = 0
+        self._untaken = self._unheard = 0
         self._replicated = False
         """Whether the servers of the run have backups."""
         self._early: deque[Message] = deque()
@@ -501,8 +503,14 @@ class Member:
         others = () if also is None else (also,)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            message = self._heard() or self.bus.poll(left, (*self.line.descriptors, *others), wanted)
-            message = message or (self._heard() if also is not None else None)
+            # The bus wakes for the supervisor's line too. So a system call that reads the line is needed only where the
+            # bus had no message, and now and then where messages of other nodes come without a pause.
+            message = self._heard() if self._unheard >= LISTENED else None
+            message = message or self.bus.poll(left, self.line.descriptors + others, wanted)
+            if message is None:
+                message = self._heard()
+            else:
+                self._unheard += 1
             if message is not None or also is not None or left == 0:
                 if message is None and self._introduced and (seconds or 0.0) >= PATIENCE:
                     self.tell("alive")
@@ -510,6 +518,7 @@ class Member:
 
     def _heard(self) -> Message | None:
         """The supervisor's next message, except acknowledgements of snapshot parts."""
+        self._unheard = 0
         while (message := self.line.receive()) is not None and message.tag == "taken":
             self._untaken -= 1
         return message
