@@ -42,7 +42,7 @@ from flockstep import __version__, registry
 from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 from flockstep.launchers.host_messages import HostLinks, Join, unpacked
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.addresses import tcp_address
 from flockstep.links.handshake import Handshake
@@ -481,7 +481,7 @@ def coordinator(heartbeat: float = 5.0) -> Iterator[tuple[str, int]]:
     """A coordinator that waits for a host, in a thread; its address."""
     meeting = Meeting("127.0.0.1", 0, SECRET.encode())
     expected = ExpectedHosts(range(1, 2), {1: range(2, 4)}, 4, {})
-    with RemoteHosts(meeting, expected, "", heartbeat, say=lambda text: None) as hosts:
+    with OtherHosts(meeting, expected, "", heartbeat, say=lambda text: None) as hosts:
         over = threading.Event()
 
         def pump() -> None:

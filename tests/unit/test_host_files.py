@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.errors import ProtocolError
 from flockstep.launchers.host_files import PART, HostFiles
-from flockstep.launchers.host_messages import Fetch, PartOf, Store
+from flockstep.launchers.host_messages import PartOf
 from flockstep.launchers.hosts import Arriving
 from flockstep.records.checkpoints import ArrivingShard, Shard, shard_file
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, PART - 1, PART, PART + 1, 3 * PART]
 
 
 def fetched(files: HostFiles, path: str) -> list[tuple[PartOf, bytes]]:
-    files.handle(Fetch(7, path), [])
+    files.fetch(path)
     return list(files.parts())
 
 
@@ -26,7 +26,7 @@ def fetched(files: HostFiles, path: str) -> list[tuple[PartOf, bytes]]:
 def test_a_file_comes_back_whole_and_is_removed(size: int, tmp_path: Path) -> None:
     files, data = HostFiles(tmp_path), os.urandom(size)
     for start in range(0, size + 1, PART):
-        files.store(Store("from-run/a", start + PART > size), memoryview(data)[start : start + PART])
+        files.store(PartOf("from-run/a", start + PART > size), memoryview(data)[start : start + PART])
     assert (tmp_path / "from-run/a").read_bytes() == data
     parts = fetched(files, "from-run/a")
     assert b"".join(part for _, part in parts) == data
@@ -37,13 +37,13 @@ def test_a_file_comes_back_whole_and_is_removed(size: int, tmp_path: Path) -> No
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     (told,) = fetched(HostFiles(tmp_path), "000001/worker-1.safetensors")
-    assert told == (PartOf(7, True, "No such file or directory"), b"")
+    assert told == (PartOf("000001/worker-1.safetensors", True, "No such file or directory"), b"")
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", ""])
 def test_paths_outside_of_the_folder_are_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="is not in the folder of this agent"):
-        HostFiles(tmp_path).store(Store(path, True), memoryview(b""))
+        HostFiles(tmp_path).store(PartOf(path, True), memoryview(b""))
 
 
 def arriving(folder: Path, data: bytes) -> tuple[Arriving, list[str]]:
@@ -55,9 +55,9 @@ def arriving(folder: Path, data: bytes) -> tuple[Arriving, list[str]]:
 def test_a_state_that_has_arrived_is_complete(tmp_path: Path) -> None:
     data = os.urandom(1000)
     one, told = arriving(tmp_path, data)
-    assert not one.take(PartOf(0, False), memoryview(data)[:600])
+    assert not one.take(PartOf("a", False), memoryview(data)[:600])
     assert list(tmp_path.glob("*.safetensors")) == []
-    assert one.take(PartOf(0, True), memoryview(data)[600:])
+    assert one.take(PartOf("a", True), memoryview(data)[600:])
     assert told == [""]
     assert (tmp_path / shard_file(1)).read_bytes() == data
 
@@ -67,13 +67,13 @@ def test_a_state_that_arrives_changed_is_refused(change: str, tmp_path: Path) ->
     data = os.urandom(1000)
     got = {"byte": data[:-1] + bytes([data[-1] ^ 1]), "short": data[:-1], "twice": data + data}[change]
     one, told = arriving(tmp_path, data)
-    assert one.take(PartOf(0, True), memoryview(got))
+    assert one.take(PartOf("a", True), memoryview(got))
     assert told == ["worker-1.safetensors did not arrive as worker 1 wrote it"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_why_a_host_cannot_send_a_state_is_told(tmp_path: Path) -> None:
     one, told = arriving(tmp_path, b"x")
-    assert one.take(PartOf(0, True, "No such file or directory"), memoryview(b""))
+    assert one.take(PartOf("a", True, "No such file or directory"), memoryview(b""))
     assert told == ["No such file or directory"]
     assert list(tmp_path.iterdir()) == []

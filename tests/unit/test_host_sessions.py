@@ -14,8 +14,8 @@ import pytest
 from flockstep import __version__
 from flockstep.errors import FlockstepError
 from flockstep.launchers.host_agent import HostAgent
-from flockstep.launchers.host_messages import Accepted, Join, Waiting
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.host_messages import Accepted, Join, Told
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.wire import PROTOCOL
 from flockstep_lab.link_faults import FaultProxy
@@ -62,11 +62,11 @@ class Agent:
 @contextlib.contextmanager
 def connected(
     fault: str, most: int, heartbeat: float = 2.0, link_timeout: float = 60.0
-) -> Iterator[tuple[RemoteHosts, list[str], Agent, FaultProxy]]:
+) -> Iterator[tuple[OtherHosts, list[str], Agent, FaultProxy]]:
     """A coordinator and an agent, which has joined, with a faulty link between them."""
     said: list[str] = []
     meeting, expected = Meeting("127.0.0.1", 0, SECRET, PATIENCE), ExpectedHosts(range(1, 2), {1: range(2, 4)}, 4, {})
-    hosts = RemoteHosts(meeting, expected, "", heartbeat, link_timeout, said.append)
+    hosts = OtherHosts(meeting, expected, "", heartbeat, link_timeout, said.append)
     proxy = FaultProxy(("127.0.0.1", hosts.port), (fault,), 1, 300_000, most)
     agent = Agent(proxy.address, heartbeat, link_timeout)
     try:
@@ -90,7 +90,7 @@ def test_messages_of_a_host_arrive_once_and_in_order(fault: str) -> None:
     with connected(fault, 1 if fault == "half_open" else 3) as (hosts, said, agent, proxy):
         host = hosts._hosts[1]
         for number in range(COUNT):
-            host.send(Waiting(f"{number}" * 2_000))
+            host.send(Told("waiting for " + f"{number}" * 2_000))
         arrived: list[bytes] = []
 
         def done() -> bool:

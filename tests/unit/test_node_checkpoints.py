@@ -10,7 +10,6 @@ import numpy as np
 
 from flockstep.arrays.schema import Schema
 from flockstep.launchers.host_files import HostFiles
-from flockstep.launchers.host_messages import Fetch
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
@@ -85,7 +84,7 @@ def test_fetching_one_node_s_state_leaves_the_folder_in_which_another_node_of_th
     nodes[0].report(wait=True)
     (file,) = tmp_path.rglob(shard_file(-1))
     agent = HostFiles(tmp_path)
-    agent.handle(Fetch(1, str(file.relative_to(tmp_path))), memoryview(b""))
+    agent.fetch(str(file.relative_to(tmp_path)))
     assert [part.why for part, _ in agent.parts()] == [""]
     nodes[1].complete({})
     nodes[1].report(wait=True)

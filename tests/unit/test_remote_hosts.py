@@ -33,7 +33,7 @@ from flockstep.launchers.host_messages import (
     Stopped,
     unpacked,
 )
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.joining_host import _JoiningHost
 from flockstep.launchers.meeting import Meeting, address_towards, meeting_at, read_secret
 from flockstep.launchers.newcomers import Newcomers
@@ -54,11 +54,11 @@ JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {"seed": "0"})
 
 
 @pytest.fixture
-def hosts() -> Iterator[RemoteHosts]:
+def hosts() -> Iterator[OtherHosts]:
     meeting = Meeting("127.0.0.1", free_port(), SECRET, timeout=PATIENCE)
     said: list[str] = []
     expected = ExpectedHosts(range(1, 2), {1: range(2, 4)}, 4, {"seed": "0"})
-    found = RemoteHosts(meeting, expected, "", 5.0, say=said.append)
+    found = OtherHosts(meeting, expected, "", 5.0, say=said.append)
     found.said, found.meeting, found.agents = said, meeting, []  # type: ignore[attr-defined]
     try:
         yield found
@@ -68,7 +68,7 @@ def hosts() -> Iterator[RemoteHosts]:
         found.close("", 0)
 
 
-def knock(hosts: RemoteHosts, secret: bytes = SECRET) -> HostLinks:
+def knock(hosts: OtherHosts, secret: bytes = SECRET) -> HostLinks:
     """The links of an agent that has proved the secret."""
     links = HostLinks(secret, 5.0, 60.0)
     links.bus.connect({LAUNCHER: f"tcp://127.0.0.1:{hosts.port}"})
@@ -76,11 +76,11 @@ def knock(hosts: RemoteHosts, secret: bytes = SECRET) -> HostLinks:
     def done() -> bool:
         hosts.pump()
         links.receive()
-        return links.bus.reachable(LAUNCHER) or bool(links.lost())
+        return links.bus.reachable(LAUNCHER) or bool(links.bus.broken(0.0))
 
     wait_until(done, PATIENCE, "the handshake")
     hosts.agents.append(links)  # type: ignore[attr-defined]
-    if links.lost():
+    if links.bus.broken(0.0):
         raise PeerLost(links.bus.obstacle(LAUNCHER))
     return links
 
@@ -91,19 +91,19 @@ def heard(links: HostLinks) -> AnyHostMessage | None:
     return None if arrived is None else unpacked(arrived[1])[0]
 
 
-def answer(hosts: RemoteHosts, links: HostLinks, join: HostMessage) -> object:
+def answer(hosts: OtherHosts, links: HostLinks, join: HostMessage) -> object:
     """What the coordinator answers to an agent."""
     links.send(LAUNCHER, join)
     return answered(hosts, links)
 
 
-def answered(hosts: RemoteHosts, links: HostLinks) -> object:
+def answered(hosts: OtherHosts, links: HostLinks) -> object:
     found: list[AnyHostMessage | None] = []
     wait_until(lambda: hosts.pump() or found.append(heard(links)) or found[-1], PATIENCE, "an answer")  # type: ignore[func-returns-value]
     return found[-1]
 
 
-def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
+def test_a_host_is_let_in_once(hosts: OtherHosts) -> None:
     first, second = knock(hosts), knock(hosts)
     assert isinstance(answer(hosts, first, JOIN), Accepted)
     assert hosts.has(2)
@@ -128,7 +128,7 @@ def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
         ({"settings": {"seed": "0", "module": "m.py"}}, "module is m.py on that host and missing at the coordinator"),
     ],
 )
-def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, object], reason: str) -> None:
+def test_a_host_that_differs_is_refused(hosts: OtherHosts, change: dict[str, object], reason: str) -> None:
     channel = knock(hosts)
     refused = answer(hosts, channel, msgspec.structs.replace(JOIN, **change))
     assert isinstance(refused, Refused)
@@ -137,7 +137,7 @@ def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, ob
     assert not hosts.has(2)
 
 
-def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: RemoteHosts) -> None:
+def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: OtherHosts) -> None:
     for _ in range(2):
         rejected = hosts.rejected
         with pytest.raises(PeerLost, match="secret"):
@@ -149,7 +149,7 @@ def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: RemoteHo
 
 
 @pytest.mark.parametrize(("left", "lost"), [(True, ""), (False, "it was killed")])
-def test_a_host_that_was_lost_is_told_how_to_come_back(hosts: RemoteHosts, left: bool, lost: str) -> None:
+def test_a_host_that_was_lost_is_told_how_to_come_back(hosts: OtherHosts, left: bool, lost: str) -> None:
     first, second = knock(hosts), knock(hosts)
     assert isinstance(answer(hosts, first, JOIN), Accepted)
     hosts._hosts[1].left, hosts._hosts[1].lost = left, lost
@@ -160,7 +160,7 @@ def test_a_host_that_was_lost_is_told_how_to_come_back(hosts: RemoteHosts, left:
 
 
 def test_an_agent_of_another_version_is_refused_in_a_sentence(
-    hosts: RemoteHosts, monkeypatch: pytest.MonkeyPatch
+    hosts: OtherHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first message has a field more."""
     channel = knock(hosts)
@@ -174,7 +174,7 @@ def test_an_agent_of_another_version_is_refused_in_a_sentence(
     assert "install the same version on every host" in refused.reason
 
 
-def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None:
+def test_who_stops_while_the_run_ends_is_heard_later(hosts: OtherHosts) -> None:
     """`pump` raises nothing, so that what has arrived with it is handled; `require_running` raises it."""
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
@@ -188,7 +188,7 @@ def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None
     hosts.require_running()  # while the run takes its last checkpoint
 
 
-def test_servers_run_beside_a_worker_or_on_the_hosts_in_turn(hosts: RemoteHosts) -> None:
+def test_servers_run_beside_a_worker_or_on_the_hosts_in_turn(hosts: OtherHosts) -> None:
     """Workers 2 and 3 are on the other host; the coordinator's host counts in the turns if it has workers."""
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
@@ -201,7 +201,7 @@ def test_servers_run_beside_a_worker_or_on_the_hosts_in_turn(hosts: RemoteHosts)
     assert [hosts.place_server(server(index), index, ()) for index in (5, 6)] == [True, False]
 
 
-def test_processes_that_nobody_ends_are_lost_with_their_host(hosts: RemoteHosts) -> None:
+def test_processes_that_nobody_ends_are_lost_with_their_host(hosts: OtherHosts) -> None:
     """A host whose beats go on, and that does nothing else; also where the run is closed without waiting."""
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
@@ -218,7 +218,9 @@ class SentMessages:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.messages: list[Any] = []
-        self.bus = SimpleNamespace(fileno=lambda: 0, backlog=lambda peer: 0, set_limits=nothing)
+        self.bus = SimpleNamespace(
+            fileno=lambda: 0, backlog=lambda peer: 0, set_limits=nothing, broken=lambda seconds: set()
+        )
         self.resumptions: list[object] = []
 
     def send(self, peer: int, message: HostMessage, payload: object = b"") -> None:
@@ -227,9 +229,6 @@ class SentMessages:
 
     def receive(self) -> None:
         pass
-
-    def lost(self) -> set[int]:
-        return set()
 
 
 class EndedProcess:
@@ -269,7 +268,7 @@ def agent_with(ended: EndedProcess, links: SentMessages) -> Any:
     return agent
 
 
-def test_a_host_says_that_its_process_was_killed_for_lack_of_memory(hosts: RemoteHosts) -> None:
+def test_a_host_says_that_its_process_was_killed_for_lack_of_memory(hosts: OtherHosts) -> None:
     sent = SentMessages()
     agent = agent_with(EndedProcess(0), sent)
     agent._memory = OutOfMemoryDetector(iter((0, 1)).__next__)
@@ -288,7 +287,7 @@ def test_a_host_says_that_its_process_was_killed_for_lack_of_memory(hosts: Remot
 def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flockstep.launchers.wait_monitor.PERIOD", 0.0)
     meeting, placement = Meeting("127.0.0.1", 0, SECRET, 0.5), {1: range(2, 4), 2: range(4, 5)}
-    with RemoteHosts(meeting, ExpectedHosts(range(1, 3), placement, 5, {}), "", 5.0, say=nothing) as hosts:
+    with OtherHosts(meeting, ExpectedHosts(range(1, 3), placement, 5, {}), "", 5.0, say=nothing) as hosts:
         hosts.agents = []  # type: ignore[attr-defined]
         channel = knock(hosts)
         assert isinstance(
@@ -323,7 +322,7 @@ def test_a_host_says_that_the_coordinator_does_not_answer(monkeypatch: pytest.Mo
     assert f"{where} (connected, but no answer has come yet)" in said
 
 
-def test_hosts_are_told_how_the_run_has_ended(hosts: RemoteHosts) -> None:
+def test_hosts_are_told_how_the_run_has_ended(hosts: OtherHosts) -> None:
     channel = knock(hosts)
     assert isinstance(answer(hosts, channel, JOIN), Accepted)
     with pytest.raises(RunError, match="evaluation"), hosts:
@@ -337,7 +336,7 @@ def test_the_last_messages_of_a_process_come_before_its_end() -> None:
     for _ in range(10):
         agent._turn(0.0)
     assert channel.names[:100] == ["FramesOf"] * 100
-    assert channel.names[100:102] == ["Broken", "Exited"]
+    assert channel.names[100:102] == ["Closed", "Exited"]
     assert channel.names.count("Exited") == 1
 
 
@@ -410,7 +409,7 @@ def test_a_host_that_joins_must_have_the_files_of_the_run(tmp_path: Path) -> Non
             _JoiningHost(named, imports).invite(0, accepted)
 
 
-def test_the_coordinator_hears_that_a_host_that_joins_has_other_files(hosts: RemoteHosts) -> None:
+def test_the_coordinator_hears_that_a_host_that_joins_has_other_files(hosts: OtherHosts) -> None:
     hosts.why_not_join = lambda workers: ""
     hosts._config = RunConfig(kind="train", job="softmax", strategy="gossip", workers=2).to_toml()
     channel, sent = knock(hosts), SentMessages()
@@ -442,7 +441,7 @@ def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) 
         address_towards("nodeX")
 
 
-def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives(hosts: RemoteHosts) -> None:
+def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives(hosts: OtherHosts) -> None:
     """64 GiB, the most that is allowed: they are waited for, or refused where they are more than the memory."""
     channel, before = knock(hosts), resident()
     connection, host = channel.bus._peers[LAUNCHER], hosts._links.bus

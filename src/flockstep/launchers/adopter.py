@@ -23,7 +23,7 @@ from flockstep.launchers.children import ENDED, Child
 from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
-from flockstep.launchers.hosts import ExpectedHosts, OtherHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.script import supervise
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
@@ -142,7 +142,7 @@ class Adopter:
         config, own = self.config, sorted(processes)
         here = on_host(Transport.parse(BETWEEN_HOSTS), meeting.address())
         expected = ExpectedHosts(range(1, nodes), None, config.workers, settings_of(config), own=own)
-        with RemoteHosts(meeting, expected, config.to_toml(), HEARTBEAT) as hosts:
+        with OtherHosts(meeting, expected, config.to_toml(), HEARTBEAT) as hosts:
             self._coordinate(processes, dataclasses.replace(config, transport=str(here)), hosts)
 
     def _meeting(self) -> Meeting:

@@ -19,7 +19,7 @@ from flockstep.launchers.children import Child
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.base import Transport
 from flockstep.links.connection import LINK_TIMEOUT
@@ -105,9 +105,7 @@ class Gathering:
         transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
         return dataclasses.replace(config, transport=str(transport))
 
-    def hosts(
-        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
-    ) -> RemoteHosts:
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> OtherHosts:
         """Listen for the other hosts, as the coordinator, until `stack` ends.
 
         `settings` holds the options as the user gave them; if the run `resumes`, only its files are compared.
@@ -121,7 +119,7 @@ class Gathering:
         compared = files_in(settings) if resumes else settings
         expected = ExpectedHosts(others, placement, config.workers, compared, own=own, resumes=resumes)
         times = times_of(config)
-        return stack.enter_context(RemoteHosts(self.meeting, expected, config.to_toml(), *times))
+        return stack.enter_context(OtherHosts(self.meeting, expected, config.to_toml(), *times))
 
     def serve(
         self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]

@@ -25,8 +25,7 @@ from flockstep.launchers.host_messages import (
     MAX_MESSAGE,
     Accepted,
     AnyHostMessage,
-    Broken,
-    Close,
+    Closed,
     Discard,
     Exited,
     Fetch,
@@ -37,13 +36,12 @@ from flockstep.launchers.host_messages import (
     Join,
     Kill,
     Over,
+    PartOf,
     Prepared,
     Refused,
     Start,
     Stopped,
-    Store,
     Told,
-    Waiting,
     frames_of,
     unpacked,
 )
@@ -168,7 +166,7 @@ class HostAgent:
         try:
             self._newcomers = Newcomers() if self._invite is None else self._invite(accepted)
         except FlockstepError as error:
-            self._send(Prepared(str(error)))
+            self._send(Stopped(str(error), failed=True))
             raise
 
     def _leave(self, reason: str) -> None:
@@ -198,7 +196,7 @@ class HostAgent:
                 links = HostLinks(self._meeting.secret, self._heartbeat, self._link_timeout)
                 links.bus.connect({COORDINATOR: address}, self._meeting.own)
                 end = min(until, time.monotonic() + CONNECTING) if len(addresses) > 1 else until
-                while not links.lost() and (now := time.monotonic()) < end:
+                while not links.bus.broken(0.0) and (now := time.monotonic()) < end:
                     if links.bus.reachable(COORDINATOR):
                         return links
                     why = links.bus.obstacle(COORDINATOR) or why
@@ -244,7 +242,7 @@ class HostAgent:
         Raises:
             RunError: the coordinator is gone.
         """
-        lost = self._links.lost()  # before the messages are received: what the coordinator said before its end counts
+        lost = self._links.bus.broken(0.0)  # before the messages are received: what it said before its end counts
         while self._links.resumptions:
             _, away, why = self._links.resumptions.popleft()
             self._say(f"connected to the coordinator at {self._meeting.where} again after {away:.1f} s ({why})")
@@ -290,7 +288,7 @@ class HostAgent:
             if self._links.bus.backlog(COORDINATOR) > AHEAD:
                 break
         for link in broken:
-            self._send(Broken(link))
+            self._send(Closed(link))
             self._frames.pop(link).close()
         for number, code in ended.items():
             if code is not None and number not in self._reported:
@@ -308,7 +306,7 @@ class HostAgent:
         try:
             self._prepared = self._newcomers.ready()
         except RunError as error:
-            self._send(Prepared(str(error)))
+            self._send(Stopped(str(error), failed=True))
             raise
         if self._prepared:
             self._send(Prepared())
@@ -327,20 +325,22 @@ class HostAgent:
 
     def _handle(self, message: AnyHostMessage, payload: memoryview) -> None:
         match message:
-            case Waiting():
-                self._say(f"waiting for {message.text}")
             case Start():
                 self._try(lambda: self._start(message), f"start {node_name(message.spec.address)}")
             case Told():
                 self._say(message.text)
             case Refused():
                 raise ConfigurationError(message.reason)
-            case Store() | Discard() | Fetch():
-                self._try(lambda: self._files.handle(message, payload), f"store {message.path}")
+            case PartOf():
+                self._try(lambda: self._files.store(message, payload), f"store {message.path}")
+            case Discard():
+                self._try(lambda: self._files.discard(message.path), f"remove {message.path}")
+            case Fetch():
+                self._files.fetch(message.path)
             case FramesOf():
                 if (frames := self._frames.get(message.link)) is not None:
                     frames.send([message.header, payload] if message.array else [message.header])
-            case Close():
+            case Closed():
                 if (frames := self._frames.pop(message.link, None)) is not None:
                     frames.close()
             case Kill():

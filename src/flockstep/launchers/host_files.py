@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from flockstep.errors import ProtocolError
-from flockstep.launchers.host_messages import Discard, Fetch, PartOf, Store
+from flockstep.launchers.host_messages import PartOf
 
 PART = 1 << 18
 """Largest number of bytes of a file that one message carries."""
@@ -28,7 +28,7 @@ class HostFiles:
     def __init__(self, folder: Path):
         self._folder = folder
         self._arriving: dict[str, IO[bytes]] = {}
-        self._leaving: deque[Fetch] = deque()
+        self._leaving: deque[str] = deque()
         self._open: IO[bytes] | None = None
         """The file of the first transfer that waits, once its first part was sent."""
 
@@ -37,48 +37,43 @@ class HostFiles:
         """Whether parts of a file are still to be sent."""
         return bool(self._leaving)
 
-    def handle(self, message: Store | Discard | Fetch, payload: memoryview) -> None:
-        """Carry out a request of the coordinator.
-
-        Raises: OSError: a file cannot be written to the disk.
-            ProtocolError: the file is not in the folder of the agent.
-        """
-        match message:
-            case Store():
-                self.store(message, payload)
-            case Discard():
-                shutil.rmtree(self._place(message.path), ignore_errors=True)
-            case Fetch():
-                self._leaving.append(message)
-
-    def store(self, message: Store, part: memoryview) -> None:
+    def store(self, message: PartOf, part: memoryview) -> None:
         """Append the next part of a file that the coordinator sends.
 
         Raises:
             OSError: the file cannot be written to the disk.
+            ProtocolError: the file is not in the folder of the agent.
         """
         if message.path not in self._arriving:
             path = self._place(message.path)
             path.parent.mkdir(exist_ok=True)
             self._arriving[message.path] = path.open("wb")
-        file = self._arriving[message.path]
-        file.write(part)
+        self._arriving[message.path].write(part)
         if message.last:
             self._arriving.pop(message.path).close()
+
+    def discard(self, path: str) -> None:
+        """Remove a folder of files that the nodes have read."""
+        shutil.rmtree(self._place(path), ignore_errors=True)
+
+    def fetch(self, path: str) -> None:
+        """Let `parts` send a file, and remove it."""
+        self._leaving.append(path)
 
     def parts(self) -> Iterator[tuple[PartOf, bytes]]:
         """Return the next parts of the files that the coordinator fetches; each file is removed after its last part."""
         while self._leaving:
-            number, path = self._leaving[0].number, self._place(self._leaving[0].path)
+            path = self._place(self._leaving[0])
             try:
                 self._open = self._open or path.open("rb")
                 data, why = self._open.read(PART), ""
             except OSError as error:
                 data, why = b"", error.strerror or str(error)
-            if last := len(data) < PART:
+            message = PartOf(self._leaving[0], len(data) < PART, why)
+            if message.last:
                 self._leaving.popleft()
                 self._close(path)
-            yield PartOf(number, last, why), data
+            yield message, data
 
     def _close(self, path: Path) -> None:
         if self._open is not None:

@@ -4,14 +4,12 @@ The coordinator and the agents are nodes of a stream bus of their own, encrypted
 as the coordinator listens, and says:
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
-coordinator → agent   Accepted, or Refused with the reason; Waiting while other hosts have not joined
+coordinator → agent   Accepted, or Refused with the reason
 coordinator → agent   Start for each process
 agent → coordinator   Heard: what a process says first on its connection to the agent
-both                  FramesOf a connection to a process
-agent → coordinator   Broken connections; Exited processes; Stopped by its user
-coordinator → agent   Close a connection; Kill a process; Over at the end of the run
-coordinator → agent   Store a part of a file with a node's state; Discard such files; Fetch a file
-agent → coordinator   PartOf a file that was fetched
+both                  FramesOf a connection to a process; Closed connections; PartOf a file with a node's state
+agent → coordinator   Exited processes; Stopped by its user
+coordinator → agent   Kill a process; Over at the end of the run; Discard files with states; Fetch a file
 agent → coordinator   Prepared: the workers with which the host joins a run in progress have built the job
 coordinator → agent   Told: a sentence for the host's user
 """
@@ -87,21 +85,11 @@ class Accepted(HostMessage, frozen=True):
 
 
 class Prepared(HostMessage, frozen=True):
-    """Message of a host agent whose host joins a run in progress: its workers have built the job, or one of them has
-    failed for the reason `why`.
-    """
-
-    why: str = ""
+    """Message of a host agent whose host joins a run in progress: its workers have built the job."""
 
 
 class Told(HostMessage, frozen=True):
     """Message to a host agent: a sentence for the host's user."""
-
-    text: str
-
-
-class Waiting(HostMessage, frozen=True):
-    """Message to a host agent: `text` says which hosts or ranks have not joined yet."""
 
     text: str
 
@@ -147,14 +135,8 @@ class FramesOf(HostMessage, frozen=True):
     array: bool
 
 
-class Close(HostMessage, frozen=True):
-    """Message to a host agent: close a connection to a process of its host."""
-
-    link: int
-
-
-class Broken(HostMessage, frozen=True):
-    """Message of a host agent: the connection to a process of its host broke."""
+class Closed(HostMessage, frozen=True):
+    """Message in both directions: a connection to a process of the host has ended, or is to be closed."""
 
     link: int
 
@@ -177,19 +159,11 @@ class Kill(HostMessage, frozen=True):
 
 class Stopped(HostMessage, frozen=True):
     """Message of a host agent: the host's user or system asks the run to stop; with `failed`, the host cannot do its
-    part.
+    part. A host that is about to join does not join then.
     """
 
     reason: str
     failed: bool = False
-
-
-class Store(HostMessage, frozen=True):
-    """Message to a host agent: the payload is the next part of a file in the agent's folder."""
-
-    path: str
-    """Path of the file in the agent's folder."""
-    last: bool
 
 
 class Discard(HostMessage, frozen=True):
@@ -201,19 +175,16 @@ class Discard(HostMessage, frozen=True):
 class Fetch(HostMessage, frozen=True):
     """Message to a host agent: send a file of the agent's folder in parts, and remove the file."""
 
-    number: int
-    """Number of the transfer that the reply names."""
     path: str
 
 
 class PartOf(HostMessage, frozen=True):
-    """Message of a host agent: the payload is the next part of a file that the coordinator fetches; `why` says why the
-    file cannot be read.
-    """
+    """Message in both directions: the payload is the next part of a file in the agent's folder."""
 
-    number: int
+    path: str
     last: bool
     why: str = ""
+    """Reason why a file that the coordinator fetches cannot be read."""
 
 
 class Over(HostMessage, frozen=True):
@@ -224,8 +195,8 @@ class Over(HostMessage, frozen=True):
 
 
 AnyHostMessage = (
-    Join | Refused | Accepted | Waiting | Start | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
-    | Over | Prepared | Told | Store | Discard | Fetch | PartOf
+    Join | Refused | Accepted | Prepared | Told | Start | Heard | FramesOf | Closed | Exited | Kill | Stopped
+    | Discard | Fetch | PartOf | Over
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -301,10 +272,6 @@ class HostLinks(LinkLog):
         """Keep what is to be said about a link that was opened again."""
         self.resumptions.append((peer, seconds, why))
 
-    def lost(self) -> set[Address]:
-        """Return the peers whose link has ended for good; what they have sent before may still have to be received."""
-        return self.bus.broken(0.0)
-
     def send(self, peer: Address, message: HostMessage, payload: Buffer = b"") -> None:
         """Queue a message without waiting.
 
@@ -325,7 +292,7 @@ class HostLinks(LinkLog):
         while True:
             try:
                 message = self.bus.poll(max(0.0, until - time.monotonic()))
-            except ProtocolError:  # `lost` names the peer, and `obstacle` the reason
+            except ProtocolError:  # `bus.broken` names the peer, and `bus.obstacle` the reason
                 continue
             if message is None:
                 return None

@@ -23,8 +23,7 @@ from flockstep.launchers.host_files import AHEAD, PART
 from flockstep.launchers.host_messages import (
     Accepted,
     AnyHostMessage,
-    Broken,
-    Close,
+    Closed,
     Discard,
     Exited,
     Fetch,
@@ -41,9 +40,7 @@ from flockstep.launchers.host_messages import (
     ServerSpec,
     Start,
     Stopped,
-    Store,
     Told,
-    Waiting,
     frames_of,
     unpacked,
 )
@@ -114,7 +111,7 @@ class RemoteFrames(Frames):
 
     def close(self) -> None:
         if self._host.frames.pop(self._link, None) is not None:
-            self._host.send(Close(self._link))
+            self._host.send(Closed(self._link))
 
 
 @dataclass
@@ -158,8 +155,8 @@ class Host:
     """Whether the workers that are about to join have built the job."""
     left: bool = False
     """Whether the run continues without the host."""
-    arriving: dict[int, Arriving] = field(default_factory=dict)
-    """Number of the transfer → file that the coordinator is fetching."""
+    arriving: dict[str, Arriving] = field(default_factory=dict)
+    """Path in the agent's folder → file that the coordinator is fetching."""
     given: set[str] = field(default_factory=set)
     """Folders of the files that were sent to the host."""
     lost: str = ""
@@ -192,122 +189,6 @@ class Host:
         self.arriving.clear()
 
 
-class OtherHosts:
-    """Interface to the other hosts of a run. This base class is for runs on one host, which have none."""
-
-    here = True
-    """Whether all processes of the run are on this host."""
-    rejected = 0
-    """Number of connections that the coordinator has rejected."""
-    waiting = False
-    """Whether messages have arrived that the coordinator has not read."""
-    joining = 0
-    """Number of workers on other hosts that are about to join the run."""
-    prepared = 0
-    """Number of workers on other hosts that are about to join and have built the job."""
-
-    def __init__(self) -> None:
-        self.why_not_join: Callable[[int], str] = lambda workers: NONE_JOINS
-        """Function that says why that many workers of another host cannot join now; empty if they can."""
-        self.let_leave: Callable[[Collection[int]], bool] = lambda ranks: False
-        """Function that lets workers leave the run because their host is stopped, unless the whole run has to end."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Tell the hosts that the run is over, and how it ended."""
-        code = error.exit_code if isinstance(error, FlockstepError) else 1
-        self.close("" if error is None else str(error) or type(error).__name__, 0 if error is None else code)
-
-    def meet(self) -> None:
-        """Wait until the agents of all other hosts have joined.
-
-        Raises:
-            ConfigurationError: some hosts did not join in time.
-        """
-
-    def require_running(self) -> None:
-        """Raise an error if another host has requested the end of the run.
-
-        Raises:
-            KeyboardInterrupt: the user of another host stops the run, as Ctrl-C on this host does; raised once.
-            RunError: another host cannot do its part.
-        """
-
-    def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
-        """Choose the host of a server: if the strategy places the server beside a worker, the host of this worker;
-        otherwise, each of the hosts with workers in turn.
-
-        Return whether the server runs on another host.
-        """
-        return False
-
-    def has(self, address: Address) -> bool:
-        """Return whether the process of a node is on another host."""
-        return False
-
-    def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
-        """Start a worker or a server through the agent of its host; return None if the worker's process already exists.
-
-        `config` is the run's configuration as TOML, if the configuration has changed since the run began.
-        """
-        raise LookupError(f"no other host runs {spec.address}")
-
-    def again(self, spec: NodeSpec) -> NodeSpec:
-        """Return the node specification with which a worker's process continues when the workers of the run change."""
-        return spec
-
-    def rearrange(self, former: Mapping[int, int], workers: int, config: str) -> None:
-        """Prepare the hosts for a run with other workers, some of which join from waiting hosts.
-
-        Args:
-            former: new rank → former rank of each worker that continues.
-            workers: new number of workers.
-            config: the run's configuration as TOML.
-        """
-
-    def confirm(self, text: str) -> None:
-        """Tell the hosts that have joined that their workers now take part."""
-
-    def refuse_joiners(self, text: str) -> None:
-        """Refuse the hosts that wait to join the run."""
-
-    def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
-        """Fetch the file with a node's state from the node's host to the folder of a checkpoint.
-
-        `done` is called once the file is complete, or with the reason if it cannot be fetched.
-        """
-        raise LookupError(f"no other host runs {address}")
-
-    def begin(self) -> None:
-        """Tell the hosts that all nodes are ready, so that they may remove the files from which the nodes have read
-        their states.
-        """
-
-    def descriptors(self) -> dict[int, bool]:
-        """Return file descriptor → whether to wait until it accepts output, for all connections to other hosts."""
-        return {}
-
-    def heard(self) -> Iterator[tuple[bytes, Frames]]:
-        """Return what processes of other hosts have said first since the last call, with the connection of each."""
-        yield from ()
-
-    def pump(self) -> None:
-        """Handle the messages that have arrived from hosts, and send the queued messages."""
-
-    def abandon(self) -> None:
-        """Count a host as lost if its processes have not ended although they were told to end."""
-
-    def close(self, reason: str, code: int) -> None:
-        """Tell the hosts that the run is over, and why it failed, so that they end their remaining processes.
-
-        Closing again has no effect.
-        """
-
-
 @dataclass(frozen=True)
 class ExpectedHosts:
     """The hosts that a coordinator waits for, and what must be equal on all of them."""
@@ -326,24 +207,29 @@ class ExpectedHosts:
     """Whether the run is resumed; then the `settings` name files only, and the checkpoint holds the rest."""
 
 
-class RemoteHosts(OtherHosts):
-    """The other hosts of a run; each host has an agent."""
+NOBODY = ExpectedHosts(range(1, 1), {}, 0, {})
+"""The other hosts of a run on one host."""
 
-    here = False
+
+class OtherHosts:
+    """The other hosts of a run, each with an agent; a run on one host has none, and needs no links."""
+
+    _links: HostLinks
+    """The links to the agents, unless all processes of the run are here."""
 
     def __init__(
         self,
-        meeting: Meeting,
-        expected: ExpectedHosts,
-        config: str,
-        heartbeat: float,
+        meeting: Meeting | None = None,
+        expected: ExpectedHosts = NOBODY,
+        config: str = "",
+        heartbeat: float = 0.0,
         link_timeout: float = LINK_TIMEOUT,
         say: Callable[[str], None] = on_stderr,
     ):
         """Listen for the agents of the other hosts.
 
         Args:
-            meeting: address and secret of the run.
+            meeting: address and secret of the run; None for a run on one host.
             expected: the hosts that have to come.
             config: the run's configuration as TOML.
             heartbeat: seconds of silence after which the connection to a host is opened again.
@@ -353,8 +239,13 @@ class RemoteHosts(OtherHosts):
         Raises:
             ConfigurationError: it is not possible to listen at the meeting's address.
         """
-        super().__init__()
-        self._meeting, self._expected, self._config, self._say = meeting, expected, config, say
+        self.here = meeting is None
+        """Whether all processes of the run are on this host."""
+        self.why_not_join: Callable[[int], str] = lambda workers: NONE_JOINS
+        """Function that says why that many workers of another host cannot join now; empty if they can."""
+        self.let_leave: Callable[[Collection[int]], bool] = lambda ranks: False
+        """Function that lets workers leave the run because their host is stopped, unless the whole run has to end."""
+        self._expected, self._config, self._say = expected, config, say
         self._own, self._workers = expected.own, expected.workers
         self._next_node = itertools.count(expected.nodes.stop)
         """Numbers of the hosts that join later."""
@@ -364,15 +255,28 @@ class RemoteHosts(OtherHosts):
         """The connection that was refused last, with the reason."""
         self._refused: set[Address] = set()
         """Agents that may not join."""
-        self._links = HostLinks(meeting.secret, heartbeat, link_timeout, meeting.listen(heartbeat))
         self._hosts: dict[int, Host] = {}
         self._agents: dict[Address, Host] = {}
         self._where: dict[Address, Host] = {}
+        """Node whose process is on another host → the host."""
         self._heard: list[tuple[bytes, Frames]] = []
         self._stopped: Stopped | None = None
         self._numbers = itertools.count()
         self._failed: Callable[[], str | None] = lambda: None
         self._closed = False
+        if meeting is not None:
+            self._meeting = meeting
+            self._links = HostLinks(meeting.secret, heartbeat, link_timeout, meeting.listen(heartbeat))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the hosts that the run is over, and how it ended."""
+        code = error.exit_code if isinstance(error, FlockstepError) else 1
+        self.close("" if error is None else str(error) or type(error).__name__, 0 if error is None else code)
 
     @property
     def port(self) -> int:
@@ -380,15 +284,41 @@ class RemoteHosts(OtherHosts):
         return int(self._links.bus.address.rpartition(":")[2])
 
     @property
-    def rejected(self) -> int:  # type: ignore[override]
+    def rejected(self) -> int:
         """Number of connections and hosts that the coordinator has rejected."""
-        return self._links.bus.traffic.rejected + len(self._refused)
+        return 0 if self.here else self._links.bus.traffic.rejected + len(self._refused)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether messages have arrived that the coordinator has not read."""
+        return bool(self._heard) or any(host.unread for host in self._hosts.values())
+
+    @property
+    def joining(self) -> int:
+        """Number of workers on other hosts that are about to join the run."""
+        return sum(host.join.joining for host in self._waiting_hosts())
+
+    @property
+    def prepared(self) -> int:
+        """Number of workers on other hosts that are about to join and have built the job."""
+        ready = [host for host in self._waiting_hosts() if host.prepared and self._links.bus.connected(host.peer)]
+        return sum(host.join.joining for host in ready)
+
+    def _waiting_hosts(self) -> list[Host]:
+        return [host for host in self._hosts.values() if host.waits and not host.lost]
 
     def require_agents(self, failed: Callable[[], str | None]) -> None:
         """End the run if an agent fails before all hosts have joined: `failed` returns the reason, or None."""
         self._failed = failed
 
     def meet(self) -> None:
+        """Wait until the agents of all other hosts have joined.
+
+        Raises:
+            ConfigurationError: some hosts did not join in time.
+        """
+        if self.here:
+            return
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while missing := self._missing():
             time.sleep(POLL)
@@ -407,7 +337,7 @@ class RemoteHosts(OtherHosts):
                 )
             if reminder.remind(f"{missing} at {self._meeting.where}"):
                 for host in self._hosts.values():
-                    host.send(Waiting(missing))
+                    host.send(Told(f"waiting for {missing}"))
         ranks = sorted([*self._where, *self._own])
         if self._expected.placement is None and ranks != list(range(self._workers)):
             raise ConfigurationError(
@@ -426,6 +356,12 @@ class RemoteHosts(OtherHosts):
         return _listed("node", absent, nodes.stop) + f" ({waited})" * bool(waited)
 
     def require_running(self) -> None:
+        """Raise an error if another host has requested the end of the run.
+
+        Raises:
+            KeyboardInterrupt: the user of another host stops the run, as Ctrl-C on this host does; raised once.
+            RunError: another host cannot do its part.
+        """
         if self._stopped is None:
             return
         if self._stopped.failed:
@@ -434,6 +370,9 @@ class RemoteHosts(OtherHosts):
         raise KeyboardInterrupt(reason)
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
+        """Choose the host of a server: if the strategy places the server beside a worker, the host of this worker;
+        otherwise, each of the hosts with workers in turn. Return whether the server runs on another host.
+        """
         if beside:
             host = self._where.get(beside[index % len(beside)])
         else:
@@ -446,9 +385,14 @@ class RemoteHosts(OtherHosts):
         return host is not None
 
     def has(self, address: Address) -> bool:
+        """Return whether the process of a node is on another host."""
         return address in self._where
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
+        """Start a worker or a server through the agent of its host; return None if the worker's process already exists.
+
+        `config` is the run's configuration as TOML, if the configuration has changed since the run began.
+        """
         host, number = self._where[spec.address], next(self._numbers)
         whole = server is not None and server.group is None
         node = server_address(server.index) if whole and server is not None else spec.address
@@ -459,11 +403,61 @@ class RemoteHosts(OtherHosts):
         return child
 
     def again(self, spec: NodeSpec) -> NodeSpec:
+        """Return the node specification with which a worker's process continues when the workers of the run change."""
         if (host := self._where.get(spec.address)) is None:
             return spec
         return replace(self._with_state(host, spec, spec.address), control="", directory="")
 
+    def _with_state(self, host: Host, spec: NodeSpec, node: Address) -> NodeSpec:
+        """Send the state from which a node continues to its host; return the node specification with the place of the
+        state there.
+        """
+        if not spec.checkpoint:
+            return spec
+        folder, there = Path(spec.checkpoint), f"from-{spec.run}"
+        for name in (*((MANIFEST,) if there not in host.given else ()), shard_file(node)):
+            with (folder / name).open("rb") as opened:
+                last = False
+                while not last and not host.lost:
+                    part = opened.read(PART)
+                    last = len(part) < PART
+                    host.send(PartOf(f"{there}/{name}", last), part)
+                    while self._links.bus.backlog(host.peer) > AHEAD and not host.lost:
+                        time.sleep(SENDING)
+                        self.pump()
+        host.given.add(there)
+        return replace(spec, checkpoint=there)
+
+    def begin(self) -> None:
+        """Tell the hosts that all nodes are ready, so that they may remove the files from which the nodes have read
+        their states.
+        """
+        for host in self._hosts.values():
+            for folder in host.given:
+                host.send(Discard(folder))
+            host.given.clear()
+
+    def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
+        """Fetch the file with a node's state from the node's host to the folder of a checkpoint.
+
+        `done` is called once the file is complete, or with the reason if it cannot be fetched.
+        """
+        host, path = self._where[address], f"of-{shard.file}/{folder.name}/{shard.file}"
+        try:
+            host.arriving[path] = Arriving(ArrivingShard(folder, shard), done)
+        except OSError as error:
+            done(error.strerror or str(error))
+            return
+        host.send(Fetch(path))
+
     def rearrange(self, former: Mapping[int, int], workers: int, config: str) -> None:
+        """Prepare the hosts for a run with other workers, some of which join from waiting hosts.
+
+        Args:
+            former: new rank → former rank of each worker that continues.
+            workers: new number of workers.
+            config: the run's configuration as TOML.
+        """
         where = {new: self._where[old] for new, old in former.items() if old in self._where}
         own = [new for new, old in former.items() if old in self._own]
         free = [rank for rank in range(workers) if rank not in former]
@@ -480,79 +474,32 @@ class RemoteHosts(OtherHosts):
         self._where, self._own, self._workers, self._config = where, (*own, *free), workers, config
 
     def confirm(self, text: str) -> None:
+        """Tell the hosts that have joined that their workers now take part."""
         for host in self._newest:
             host.send(Told(text))
         self._newest.clear()
 
     def refuse_joiners(self, text: str) -> None:
+        """Refuse the hosts that wait to join the run."""
         for host in (*self._waiting_hosts(), *self._newest):
             host.send(Refused(text))
             host.left, host.waits = True, False
         self._newest.clear()
 
-    def _waiting_hosts(self) -> list[Host]:
-        return [host for host in self._hosts.values() if host.waits and not host.lost]
-
-    @property
-    def joining(self) -> int:  # type: ignore[override]
-        """Number of workers on other hosts that are about to join the run."""
-        return sum(host.join.joining for host in self._waiting_hosts())
-
-    @property
-    def prepared(self) -> int:  # type: ignore[override]
-        """Number of workers on other hosts that are about to join and have built the job."""
-        ready = [host for host in self._waiting_hosts() if host.prepared and self._links.bus.connected(host.peer)]
-        return sum(host.join.joining for host in ready)
-
-    def _with_state(self, host: Host, spec: NodeSpec, node: Address) -> NodeSpec:
-        """Send the state from which a node continues to its host; return the node specification with the place of the
-        state there.
-        """
-        if not spec.checkpoint:
-            return spec
-        folder, there = Path(spec.checkpoint), f"from-{spec.run}"
-        for name in (*((MANIFEST,) if there not in host.given else ()), shard_file(node)):
-            with (folder / name).open("rb") as opened:
-                last = False
-                while not last and not host.lost:
-                    part = opened.read(PART)
-                    last = len(part) < PART
-                    host.send(Store(f"{there}/{name}", last), part)
-                    while self._links.bus.backlog(host.peer) > AHEAD and not host.lost:
-                        time.sleep(SENDING)
-                        self.pump()
-        host.given.add(there)
-        return replace(spec, checkpoint=there)
-
-    def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
-        host, number = self._where[address], next(self._numbers)
-        try:
-            host.arriving[number] = Arriving(ArrivingShard(folder, shard), done)
-        except OSError as error:
-            done(error.strerror or str(error))
-            return
-        host.send(Fetch(number, f"of-{shard.file}/{folder.name}/{shard.file}"))
-
-    def begin(self) -> None:
-        for host in self._hosts.values():
-            for folder in host.given:
-                host.send(Discard(folder))
-            host.given.clear()
-
     def descriptors(self) -> dict[int, bool]:
-        return {self._links.bus.fileno(): False}
+        """Return file descriptor → whether to wait until it accepts output, for all connections to other hosts."""
+        return {} if self.here else {self._links.bus.fileno(): False}
 
     def heard(self) -> Iterator[tuple[bytes, Frames]]:
+        """Return what processes of other hosts have said first since the last call, with the connection of each."""
         found, self._heard = self._heard, []
         yield from found
 
-    @property
-    def waiting(self) -> bool:  # type: ignore[override]
-        """Whether messages have arrived that the coordinator has not read."""
-        return bool(self._heard) or any(host.unread for host in self._hosts.values())
-
     def pump(self) -> None:
-        lost = self._links.lost()  # before the messages are received: what an agent said before its end counts
+        """Handle the messages that have arrived from hosts, and send the queued messages."""
+        if self.here:
+            return
+        lost = self._links.bus.broken(0.0)  # before the messages are received: what an agent said before its end counts
         while all(host.unread < UNREAD for host in self._hosts.values()):
             if (arrived := self._links.receive()) is None:
                 break
@@ -572,9 +519,24 @@ class RemoteHosts(OtherHosts):
                 self._say(f"{self._agents[peer].title} reconnected after {away:.1f} s ({why})")
 
     def abandon(self) -> None:
+        """Count a host as lost if its processes have not ended although they were told to end."""
         for host in self._hosts.values():
             if not host.lost and any(child.code is None for child in host.children.values()):
                 self._lose(host, "its processes did not end in time")
+
+    def close(self, reason: str, code: int) -> None:
+        """Tell the hosts that the run is over, and why it failed, so that they end their remaining processes.
+
+        Closing again has no effect.
+        """
+        if self.here or self._closed:
+            return
+        self._closed = True
+        for host in self._hosts.values():
+            host.send(Over(reason, code))
+        self._links.bus.close(LINGER)
+        for host in self._hosts.values():
+            host.forget(host.lost or "the run is over")
 
     def _send(self, peer: Address, message: HostMessage, payload: Buffer) -> None:
         """Queue a message for an agent; while too much is queued, handle what arrives."""
@@ -666,15 +628,6 @@ class RemoteHosts(OtherHosts):
         wrong = differing(ours, theirs)
         return wrong and f"{said} differs from the coordinator: {wrong}; start every host with the same command"
 
-    def _lose(self, host: Host, reason: str) -> None:
-        """A host is gone, and with it all its processes."""
-        self._forget(host, reason)
-        self._say(f"{host.title} is lost: {reason}")
-
-    def _forget(self, host: Host, reason: str) -> None:
-        host.forget(reason)
-        self._links.bus.disconnect(host.peer)
-
     def _handle(self, host: Host, message: AnyHostMessage, payload: memoryview) -> None:
         match message:
             case Heard():
@@ -685,48 +638,41 @@ class RemoteHosts(OtherHosts):
             case FramesOf():
                 if (frames := host.frames.get(message.link)) is not None:
                     frames.arrived.append((message.header, payload) if message.array else (message.header,))
-            case Broken():
+            case Closed():
                 if (frames := host.frames.get(message.link)) is not None:
                     frames.broke = True
             case PartOf():
-                arriving = host.arriving.get(message.number)
+                arriving = host.arriving.get(message.path)
                 if arriving is not None and arriving.take(message, payload):
-                    del host.arriving[message.number]
+                    del host.arriving[message.path]
             case Exited():
                 if (child := host.children.get(message.number)) is not None:
                     child.code, child.reason = message.code, message.reason
             case Prepared():
                 host.prepared = True
-                if message.why:
-                    self._turn_back(host, message.why)
             case Stopped():
                 self._stop(host, message)
             case _:
                 raise ProtocolError(f"an agent sent {type(message).__name__}")
 
     def _stop(self, host: Host, message: Stopped) -> None:
-        """The user of a host, or its system, stops it: its workers leave the run, or the run ends."""
+        """The user of a host, or its system, stops it: it does not join, its workers leave, or the run ends."""
         ranks = [rank for rank, one in self._where.items() if one is host and rank >= 0]
         if host.waits:
-            self._turn_back(host, message.reason)
+            host.left, host.waits = True, False
+            host.send(Over(message.reason, 1))
+            self._say(f"{host.title} does not join: {message.reason}")
         elif not host.left and (message.failed or not self.let_leave(ranks)):
             self._stopped = self._stopped or message
 
-    def _turn_back(self, host: Host, why: str) -> None:
-        """A host does not join the run."""
-        host.left, host.waits = True, False
-        host.send(Over(why, 1))
-        self._say(f"{host.title} does not join: {why}")
+    def _lose(self, host: Host, reason: str) -> None:
+        """A host is gone, and with it all its processes."""
+        self._forget(host, reason)
+        self._say(f"{host.title} is lost: {reason}")
 
-    def close(self, reason: str, code: int) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for host in self._hosts.values():
-            host.send(Over(reason, code))
-        self._links.bus.close(LINGER)
-        for host in self._hosts.values():
-            host.forget(host.lost or "the run is over")
+    def _forget(self, host: Host, reason: str) -> None:
+        host.forget(reason)
+        self._links.bus.disconnect(host.peer)
 
 
 def _listed(what: str, numbers: Sequence[int], of: int) -> str:

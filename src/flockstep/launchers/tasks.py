@@ -15,7 +15,7 @@ from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import Coordinating, Gathering, settings_of, times_of
 from flockstep.launchers.host_messages import Accepted
-from flockstep.launchers.hosts import ExpectedHosts, RemoteHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
 from flockstep.launchers.script import ScriptStarter, program_of
@@ -127,13 +127,11 @@ class TaskGathering(Coordinating, ABC):
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
 
-    def hosts(
-        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
-    ) -> RemoteHosts:
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> OtherHosts:
         """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
         nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
         expected = ExpectedHosts(nodes, self.placement(config.workers), config.workers, settings_of(config))
-        hosts = RemoteHosts(self.meeting, expected, config.to_toml(), *times_of(config))
+        hosts = OtherHosts(self.meeting, expected, config.to_toml(), *times_of(config))
         stack.enter_context(hosts)  # if a task cannot be started
         hosts.require_agents(self.start([self._spec(config, hosts.port, node) for node in nodes], stack))
         return stack.enter_context(hosts)  # tasks are told of the end before they are ended
