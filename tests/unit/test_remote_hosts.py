@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,15 +451,9 @@ def test_what_a_trusted_host_announces_takes_no_memory_before_it_arrives(hosts: 
     assert resident() - before < 64 << 20
 
 
-class Tasks(TaskGathering):
-    """A cluster manager that starts nothing."""
-
-    def start(self, specs: object, stack: object) -> Callable[[], str | None]:
-        return lambda: None
-
-
 def test_a_host_that_is_a_task_may_be_away_as_long_as_the_user_says() -> None:
     config = RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, link_timeout=7.0)
     with ExitStack() as stack:
-        hosts = Tasks(Meeting("127.0.0.1", 0, SECRET), 2).hosts(config, {}, stack)
+        gathering = TaskGathering(Meeting("127.0.0.1", 0, SECRET), 2, starter=lambda specs, stack: lambda: None)
+        hosts = gathering.hosts(config, {}, stack)
         assert hosts._links.bus._link_timeout == 7.0

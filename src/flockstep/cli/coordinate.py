@@ -27,7 +27,7 @@ def coordinate(
     timeout: o.MeetTimeout = 600.0,
 ) -> None:
     """Coordinate a run whose workers other hosts start with --separate-coordinator; the record is kept on this host."""
-    from flockstep.launchers.gathering import Coordinating
+    from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.kubernetes import require_trains
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
@@ -38,7 +38,7 @@ def coordinate(
     host = host_address or EVERY[not socket.has_dualstack_ipv6()]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     meeting = meeting_at(where, read_secret(secret_file), timeout)
-    context.obj["gathering"] = Coordinating(meeting, nodes)
+    context.obj["gathering"] = Gathering(meeting, nodes)
     with inner:
         inner.command.invoke(inner)
 

@@ -187,7 +187,7 @@ def _hosts(
     if where.hosts is not None:
         from flockstep.launchers.ssh import ssh_hosts
 
-        hosts = stack.enter_context(ssh_hosts(where.hosts, where.ssh, python, *reached, words, shown))
+        hosts = ssh_hosts(where.hosts, where.ssh, python, *reached, words, shown)
         total = sum(hosts.shares)
         if dict(given_options(context, ("workers",))) and config.workers != total:
             raise ConfigurationError(
@@ -198,8 +198,7 @@ def _hosts(
     if where.on == "slurm":
         from flockstep.launchers.slurm import slurm_allocation
 
-        allocation = slurm_allocation(config.workers, where.nodes, python, *reached, words, shown)
-        return stack.enter_context(allocation)
+        return slurm_allocation(config.workers, where.nodes, python, *reached, words, shown)
     if where.on == "ray":
         from flockstep.launchers.ray import ray_cluster
 

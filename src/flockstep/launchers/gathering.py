@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from flockstep import __version__
@@ -57,13 +58,19 @@ class Gathering:
 
     meeting: Meeting
     nodes: int
-    node: int
+    node: int | None = None
+    """Number of this host; None for a coordinator without workers, whose workers are all on other hosts."""
     separate: bool = False
     """Whether the coordinator is a separate process without workers."""
     grows: bool = False
     """Whether workers of other hosts may join later."""
+    shares: tuple[int, ...] = ()
+    """Number of workers on each host; empty if the workers are divided evenly."""
 
     def __post_init__(self) -> None:
+        if self.node is None:
+            require(self.nodes >= 1, "--nodes", ">= 1", self.nodes, "it counts the hosts with workers")
+            return
         least = 1 if self.separate or self.grows else 2
         require(self.nodes >= least, "--nodes", f">= {least}", self.nodes, "leave it out for one host")
         if not 0 <= self.node < self.nodes:
@@ -75,35 +82,41 @@ class Gathering:
     @property
     def coordinates(self) -> bool:
         """Whether this host runs the coordinator."""
-        return self.node == 0 and not self.separate
+        return self.node is None or (self.node == 0 and not self.separate)
 
     def placement(self, workers: int) -> dict[int, range]:
-        """Return node → ranks: consecutive ranks on one host, with numbers of workers that differ by at most one.
+        """Return node → ranks: consecutive ranks on one host. Without `shares`, numbers of workers differ by at most
+        one.
 
         Raises:
             ConfigurationError: there are fewer workers than hosts.
         """
-        if workers < self.nodes:
+        if not self.shares and workers < self.nodes:
             raise ConfigurationError(
                 f"a run over {self.nodes} hosts needs at least {self.nodes} workers, got {workers}; raise -n, the "
                 "number of workers of all hosts"
             )
         ends = [workers * node // self.nodes for node in range(self.nodes + 1)]
+        if self.shares:
+            ends = [0, *accumulate(self.shares)]
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 
     def ranks(self, workers: int) -> range:
         """Return the ranks of this host's workers."""
-        return self.placement(workers)[self.node]
+        return range(0) if self.node is None else self.placement(workers)[self.node]
 
     def over(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the transport that nodes on this host use.
+        """Return the configuration with the number of workers and the transport that nodes on this host use; a
+        coordinator without workers leaves each agent to insert its own host's address.
 
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.
         """
-        address = self.meeting.address()
-        transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
-        return dataclasses.replace(config, transport=str(transport))
+        transport, address = config.transport or BETWEEN_HOSTS, self.meeting.address()
+        here = on_host(Transport.parse(transport), "127.0.0.1" if self.node is None else self.meeting.own or address)
+        if self.node is not None:
+            transport = str(here)
+        return dataclasses.replace(config, transport=transport, workers=sum(self.shares) or config.workers)
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> OtherHosts:
         """Listen for the other hosts, as the coordinator, until `stack` ends.
@@ -130,6 +143,7 @@ class Gathering:
             ConfigurationError: the coordinator refused, or cannot be reached.
             RunError: the run failed.
         """
+        assert self.node is not None, "a coordinator without workers serves nobody"
         join = Join(
             PROTOCOL,
             __version__,
@@ -142,37 +156,6 @@ class Gathering:
         )
         times = times_of(config)
         HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
-
-
-@dataclass(frozen=True)
-class Coordinating(Gathering):
-    """The settings of a coordinator without workers; all workers of the run are on other hosts."""
-
-    node: int = 0
-
-    @property
-    def coordinates(self) -> bool:
-        """True, because this process is the coordinator."""
-        return True
-
-    def __post_init__(self) -> None:
-        require(self.nodes >= 1, "--nodes", ">= 1", self.nodes, "it counts the hosts with workers")
-
-    def ranks(self, workers: int) -> range:
-        """Return an empty range, because this host has no workers."""
-        return range(0)
-
-    def over(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with a transport between hosts, into which each agent inserts its own host's
-        address.
-
-        Raises:
-            ConfigurationError: the configuration names a transport that reaches no other host.
-        """
-        transport = config.transport or BETWEEN_HOSTS
-        self.meeting.address()
-        on_host(Transport.parse(transport), "127.0.0.1")
-        return dataclasses.replace(config, transport=transport)
 
 
 def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:

@@ -9,65 +9,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flockstep.errors import ConfigurationError, MissingDependency
 from flockstep.launchers.meeting import TIMEOUT, Meeting
 from flockstep.launchers.output import SHOWN, Output
 from flockstep.launchers.tasks import TaskGathering, TaskSpec, run_task
-from flockstep.records.config import RunConfig
 
 GRACE = 3.0
 """Seconds that the agents in the actors have to end by themselves after the run."""
-
-
-@dataclass(frozen=True)
-class RayGathering(TaskGathering):
-    """The nodes of a Ray cluster on which a run has workers."""
-
-    cpus: float = 1.0
-    """Cores that each worker reserves."""
-    gpus: float = 0.0
-    """GPUs that each worker reserves."""
-
-    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Reserve the nodes, and start an actor on each.
-
-        Raises:
-            ConfigurationError: the cluster has not enough free cores or GPUs for the workers.
-        """
-        ray = _imported()
-        config = RunConfig.from_toml(specs[0].config)
-        shares = [len(ranks) for ranks in self.placement(config.workers).values()]
-        group = self._reserve(ray, shares, stack)
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        actors, ends = [], []
-        for bundle, (spec, share) in enumerate(zip(specs, shares, strict=True)):
-            place = strategy(placement_group=group, placement_group_bundle_index=bundle)
-            amounts = {"num_cpus": self.cpus * share, "num_gpus": self.gpus * share}
-            actor = ray.remote(RayAgent).options(**amounts, max_restarts=0, scheduling_strategy=place).remote()
-            actors.append(actor)
-            ends.append(actor.run.remote(spec))
-        stack.callback(_end, ray, actors, ends)
-        return lambda: _failed(ray, ends)
-
-    def _reserve(self, ray: Any, shares: Sequence[int], stack: ExitStack) -> Any:
-        """The placement group: on each node a bundle with the resources of the node's workers."""
-        bundles = []
-        for share in shares:
-            amounts = {"CPU": self.cpus * share, "GPU": self.gpus * share}
-            bundles.append({name: amount for name, amount in amounts.items() if amount})
-        group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-        stack.callback(ray.util.remove_placement_group, group)
-        if not group.wait(self.meeting.timeout):
-            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-            raise ConfigurationError(
-                f"the Ray cluster could not reserve {len(bundles)} nodes with {bundles} within "
-                f"{self.meeting.timeout:g} s; it has {_nodes_of(ray)} nodes, with {free} free; use fewer workers, or "
-                "fewer cores for each worker"
-            )
-        return group
 
 
 class RayAgent:
@@ -87,7 +38,7 @@ def ray_cluster(
     timeout: float = TIMEOUT,
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
-) -> Iterator[RayGathering]:
+) -> Iterator[TaskGathering]:
     """Context manager that yields nodes of a Ray cluster: the cluster to which this process belongs, or the cluster
     that runs on this machine.
 
@@ -111,7 +62,36 @@ def ray_cluster(
     with _connected(ray):
         nodes = min(workers, _nodes_of(ray)) if nodes is None else nodes
         meeting = Meeting(ray.util.get_node_ip_address(), 0, secrets.token_bytes(32), timeout)
-        yield RayGathering(meeting, nodes, arguments=tuple(arguments), output=output, cpus=cpus, gpus=gpus)
+        starter = partial(_start, ray, cpus, gpus)
+        yield TaskGathering(meeting, nodes, starter=starter, arguments=arguments, output=output)
+
+
+def _start(ray: Any, cpus: float, gpus: float, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
+    """Reserve the nodes, and start an actor on each.
+
+    Raises:
+        ConfigurationError: the cluster has not enough free cores or GPUs for the workers.
+    """
+    needs = [{"CPU": cpus * share, "GPU": gpus * share} for share in specs[0].shares]
+    bundles = [{name: amount for name, amount in need.items() if amount} for need in needs]
+    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+    stack.callback(ray.util.remove_placement_group, group)
+    if not group.wait(specs[0].timeout):
+        free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise ConfigurationError(
+            f"the Ray cluster could not reserve {len(bundles)} nodes with {bundles} within {specs[0].timeout:g} s; it "
+            f"has {_nodes_of(ray)} nodes, with {free} free; use fewer workers, or fewer cores for each worker"
+        )
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    actors, ends = [], []
+    for spec, need in zip(specs, needs, strict=True):
+        place = strategy(placement_group=group, placement_group_bundle_index=spec.node)
+        amounts = {"num_cpus": need["CPU"], "num_gpus": need["GPU"]}
+        actor = ray.remote(RayAgent).options(**amounts, max_restarts=0, scheduling_strategy=place).remote()
+        actors.append(actor)
+        ends.append(actor.run.remote(spec))
+    stack.callback(_end, ray, actors, ends)
+    return lambda: _failed(ray, ends)
 
 
 def _imported() -> Any:

@@ -15,17 +15,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from flockstep.errors import ConfigurationError, Interrupted, RunError, in_short
-from flockstep.launchers import task_entry
-from flockstep.launchers.commands import CommandGathering
+from flockstep.launchers.commands import AGENT, by_command
 from flockstep.launchers.meeting import TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
 from flockstep.launchers.signals import undisturbed
+from flockstep.launchers.tasks import TaskGathering
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records.scratch import private_folder
 from flockstep.runtime.place import SECRET, host_names
@@ -75,24 +75,11 @@ GRACE = 30.0
 """Seconds that a canceled run has to complete its record before Slurm ends the job."""
 
 
-@dataclass(frozen=True)
-class SlurmGathering(CommandGathering):
-    """The hosts of an allocation; the agent of each host is a job step of one task."""
-
-    def command(self, name: str) -> list[str]:
-        """Return the srun command that starts the agent of a host; the step may use everything that the job has on the
-        host.
-        """
-        step = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={name}", "--overlap"]
-        return ["srun", "--quiet", *step, "--cpu-bind=none", "--mpi=none", self.python, "-m", task_entry.__name__]
-
-
 def in_allocation(environment: Mapping[str, str]) -> bool:
     """Return whether a process with this environment belongs to an allocation."""
     return JOB in environment and HOSTS in environment
 
 
-@contextlib.contextmanager
 def slurm_allocation(
     workers: int,
     nodes: int | None,
@@ -101,8 +88,8 @@ def slurm_allocation(
     own: str = "",
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
-) -> Iterator[SlurmGathering]:
-    """Context manager that yields the hosts of the allocation to which this process belongs.
+) -> TaskGathering:
+    """Return the hosts of the allocation to which this process belongs; the agent of each host is a job step.
 
     Args:
         workers: number of workers.
@@ -124,8 +111,12 @@ def slurm_allocation(
             f"--nodes must be at least 1 and at most {len(names)}, the hosts of job {os.environ[JOB]}, got {nodes}"
         )
     names = names[: min(workers, len(names)) if nodes is None else nodes]
+    # A step is one task, which may use everything that the job has on the host.
+    step = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap")
+    agent = ("--cpu-bind=none", "--mpi=none", python, *AGENT)
+    starter = by_command(names, lambda name: [*step, f"--nodelist={name}", *agent], output.show)
     meeting = Meeting(own or address_towards(names[-1]), 0, secrets.token_bytes(32), timeout)
-    yield SlurmGathering(meeting, len(names), arguments=tuple(arguments), output=output, names=names, python=python)
+    return TaskGathering(meeting, len(names), starter=starter, arguments=arguments, output=output)
 
 
 def submitted(
@@ -206,24 +197,6 @@ def _script(command: Sequence[str], folder: Path) -> str:
 
 
 @dataclass
-class _Tail:
-    """A file that another host writes to."""
-
-    file: Path
-    stream: int
-    shown: int = 0
-    """Number of bytes that were shown."""
-
-    def show(self) -> None:
-        """Show what is new. A network file system shows the present size to those who open a file anew."""
-        with contextlib.suppress(FileNotFoundError), self.file.open("rb") as source:
-            source.seek(self.shown)
-            while data := source.read(1 << 16):
-                to_terminal(self.stream, data)
-                self.shown += len(data)
-
-
-@dataclass
 class _Job:
     """A job that was submitted."""
 
@@ -234,12 +207,15 @@ class _Job:
     state: dict[str, str] = field(default_factory=lambda: {"JobState": "PENDING"})
     """What Slurm tells of the job: name → value."""
     said: str = ""
+    shown: Counter[int] = field(default_factory=Counter)
+    """Stream → number of bytes that were shown."""
     unseen: bool = False
     """Whether the files hold output that could not be shown."""
     begun: float = field(default_factory=time.monotonic)
 
     def run(self, script: str, wanted: Sequence[str]) -> int:
-        """Submit the job, and show its output until its end; return its exit code.
+        """Submit the job, and show its output until its end; end the job if the user stops this command. Return its
+        exit code.
 
         Raises:
             ConfigurationError: Slurm refuses the job, or the job does not find the folder.
@@ -247,39 +223,30 @@ class _Job:
             Interrupted: the user has ended the job.
         """
         try:
-            self._submit_and_follow(script, wanted)
+            try:
+                with undisturbed():  # a job that nobody knows of could not be canceled
+                    self._submit(script, wanted)
+                self._follow()
+            except KeyboardInterrupt as stop:
+                if not self.number:  # Slurm has refused it
+                    raise
+                self._cancel()
+                raise Interrupted(f"{str(stop) or 'interrupted'}; job {self.number} has ended") from None
         except Interrupted:
             raise
-        except Exception as error:
-            if not self.number:  # Slurm has refused it
+        except Exception as error:  # of a job whose output cannot be shown here, which is kept
+            if not self.number:
                 raise
-            self._give_up(error)
+            self.unseen, fate = True, "was canceled"
+            try:
+                self._cancel()
+            except Exception as other:  # noqa: BLE001 - of the same cause, for example no more processes
+                fate = f"may still run ({in_short(other)}; scancel {self.number} ends it)"
+            raise RunError(
+                f"job {self.number} {fate}, because this command could not follow it: {in_short(error)}; its output is "
+                f"in {self.folder}"
+            ) from error
         return self._exit_code()
-
-    def _submit_and_follow(self, script: str, wanted: Sequence[str]) -> None:
-        """Submit the job, and show its output until its end; end the job if the user stops this command."""
-        tails = [_Tail(self.folder / "out", OUT), _Tail(self.folder / "err", ERR)]
-        try:
-            with undisturbed():  # a job that nobody knows of could not be canceled
-                self._submit(script, wanted)
-            self._follow(tails)
-        except KeyboardInterrupt as stop:
-            if not self.number:  # Slurm has refused it
-                raise
-            self._cancel(tails)
-            raise Interrupted(f"{str(stop) or 'interrupted'}; job {self.number} has ended") from None
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        """End a job whose output cannot be shown here, and keep the output."""
-        self.unseen, fate = True, "was canceled"
-        try:
-            self._cancel(())
-        except Exception as other:  # noqa: BLE001 - of the same cause, for example no more processes
-            fate = f"may still run ({in_short(other)}; scancel {self.number} ends it)"
-        raise RunError(
-            f"job {self.number} {fate}, because this command could not follow it: {in_short(error)}; its output is in "
-            f"{self.folder}"
-        ) from error
 
     def _submit(self, script: str, wanted: Sequence[str]) -> None:
         """Submit the job.
@@ -298,20 +265,29 @@ class _Job:
         self.number = number
         on_stderr(f"submitted job {number}")
 
-    def _follow(self, tails: Sequence[_Tail], until: float = float("inf")) -> None:
+    def _follow(self, until: float = float("inf")) -> None:
         """Show output until the job has ended, or until that time."""
         while True:
             self._ask()
             asked = time.monotonic()
             while True:
-                for tail in tails:
-                    tail.show()
+                if not self.unseen:
+                    self._show()
                 now = time.monotonic()
                 if self.state["JobState"] not in GOING or now > until:
                     return
                 if now > asked + min(max(OFTEN, (now - self.begun) / 20), SELDOM):
                     break
                 time.sleep(POLL)
+
+    def _show(self) -> None:
+        """Show new output. A network file system tells the present size of a file only to those who open it anew."""
+        for stream, name in ((OUT, "out"), (ERR, "err")):
+            with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as source:
+                source.seek(self.shown[stream])
+                while data := source.read(1 << 16):
+                    to_terminal(stream, data)
+                    self.shown[stream] += len(data)
 
     def _ask(self) -> None:
         """Ask Slurm for the state of the job; if it does not answer, the job keeps its state."""
@@ -335,7 +311,7 @@ class _Job:
             self.said = text
             on_stderr(text)
 
-    def _cancel(self, tails: Sequence[_Tail]) -> None:
+    def _cancel(self) -> None:
         """Let the command complete its record, and see to it that nothing is left of the job."""
         try:
             self._ask()
@@ -344,13 +320,13 @@ class _Job:
                 self.state["JobState"] == "RUNNING"
                 and not _slurm("scancel", "--batch", "--signal=INT", self.number).returncode
             ):
-                self._follow(tails, time.monotonic() + GRACE)
+                self._follow(time.monotonic() + GRACE)
         except KeyboardInterrupt:  # a second request to end
             pass
         finally:
             if self.state["JobState"] in GOING:
                 _slurm("scancel", self.number)
-                self._follow(tails)
+                self._follow()
 
     def _exit_code(self) -> int:
         state, host = self.state["JobState"], self.state.get("BatchHost", "its host")

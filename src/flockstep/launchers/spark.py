@@ -78,52 +78,10 @@ class PartitionFacts:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class SparkGathering(TaskGathering):
-    """The tasks of a barrier stage in Spark; each task is a host with one worker."""
-
-    rows: Any = None
-    """The RDD of training samples, with one partition for each worker."""
-    columns: Columns = Columns(())
-    partitions: tuple[PartitionFacts, ...] = ()
-
-    @property
-    def own(self) -> OwnData:
-        """Number of samples of each worker, and the digests of the partitions."""
-        sizes = tuple(one.rows for one in self.partitions)
-        digests = " ".join(one.digest for one in self.partitions)
-        return OwnData("", sizes, {"rows": " ".join(map(str, sizes)), "rows_digest": digests})
-
-    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Submit the stage, in a thread that waits for it.
-
-        Raises:
-            ConfigurationError: the cluster cannot run one task for each partition at the same time.
-        """
-        context = self.rows.context
-        _require_slots(context, len(specs))
-        digests = [one.digest for one in self.partitions]
-        work = partial(_work, specs[0], self.columns, self.own, digests)
-        errors: list[str] = []
-        group = f"flockstep-{secrets.token_hex(4)}"
-
-        def submit() -> None:
-            context.setJobGroup(group, "flockstep workers", interruptOnCancel=True)
-            try:
-                self.rows.barrier().mapPartitions(work).collect()
-            except Exception as error:  # noqa: BLE001 - of Spark, py4j, or what the task raised
-                errors.append(f"the Spark stage failed: {_in_short(error)}")
-
-        thread = threading.Thread(target=submit, name="flockstep-spark", daemon=True)
-        thread.start()
-        stack.callback(_end, context, group, thread)
-        return lambda: errors[0] if errors else None
-
-
 @contextlib.contextmanager
 def spark_stage(
     rows: Any, x: str | Sequence[str], y: str, test: Any, job: str, seed: int, timeout: float = TIMEOUT
-) -> Iterator[tuple[SparkGathering, OwnData]]:
+) -> Iterator[tuple[TaskGathering, OwnData]]:
     """Context manager that yields a barrier stage over the partitions of `rows`, not yet started, and the test set.
 
     Args:
@@ -149,14 +107,44 @@ def spark_stage(
         _require_alike(partitions)
         host = rdd.context.getConf().get("spark.driver.host")
         meeting = Meeting(host, 0, secrets.token_bytes(32), timeout)
-        gathering = SparkGathering(meeting, len(partitions), rows=rdd, columns=columns, partitions=partitions)
+        sizes = tuple(one.rows for one in partitions)
+        digests = " ".join(one.digest for one in partitions)
+        own = OwnData("", sizes, {"rows": " ".join(map(str, sizes)), "rows_digest": digests})
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flockstep-test-")))
         if test is None:
             data = load_job(job, seed).data()
             write_samples(folder, np.asarray(data.test_x), np.asarray(data.test_y))
         else:
             write_samples(folder, *columns.arrays(_as_rdd(test, x, y)[0].collect()))
-        yield gathering, dataclasses.replace(gathering.own, folder=str(folder))
+        gathering = TaskGathering(meeting, len(partitions), starter=partial(_start, rdd, columns, own))
+        yield gathering, dataclasses.replace(own, folder=str(folder))
+
+
+def _start(
+    rows: Any, columns: Columns, own: OwnData, specs: Sequence[TaskSpec], stack: ExitStack
+) -> Callable[[], str | None]:
+    """Submit the stage, in a thread that waits for it.
+
+    Raises:
+        ConfigurationError: the cluster cannot run one task for each partition at the same time.
+    """
+    context = rows.context
+    _require_slots(context, len(specs))
+    work = partial(_work, specs[0], columns, own)
+    errors: list[str] = []
+    group = f"flockstep-{secrets.token_hex(4)}"
+
+    def submit() -> None:
+        context.setJobGroup(group, "flockstep workers", interruptOnCancel=True)
+        try:
+            rows.barrier().mapPartitions(work).collect()
+        except Exception as error:  # noqa: BLE001 - of Spark, py4j, or what the task raised
+            errors.append(f"the Spark stage failed: {_in_short(error)}")
+
+    thread = threading.Thread(target=submit, name="flockstep-spark", daemon=True)
+    thread.start()
+    stack.callback(_end, context, group, thread)
+    return lambda: errors[0] if errors else None
 
 
 def _require_spark() -> None:
@@ -195,7 +183,7 @@ def _counted(columns: Columns, rows: Iterable[Any]) -> list[PartitionFacts]:
     return [PartitionFacts(len(x), digest_of(x, y), (x.shape[1:], y.shape[1:]))]
 
 
-def _work(spec: TaskSpec, columns: Columns, own: OwnData, digests: Sequence[str], rows: Iterable[Any]) -> list[None]:
+def _work(spec: TaskSpec, columns: Columns, own: OwnData, rows: Iterable[Any]) -> list[None]:
     """Train on a partition; runs in a task of the barrier stage.
 
     Raises:
@@ -206,7 +194,7 @@ def _work(spec: TaskSpec, columns: Columns, own: OwnData, digests: Sequence[str]
     context = BarrierTaskContext.get()
     rank = context.partitionId()
     x, y = columns.arrays(rows)
-    if digest_of(x, y) != digests[rank]:
+    if digest_of(x, y) != own.facts["rows_digest"].split()[rank]:
         raise RunError(
             f"partition {rank} returned different rows than when its rows were counted; sort the rows within each "
             "partition, or cache them"

@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
-from flockstep.launchers import task_entry
-from flockstep.launchers.commands import CommandGathering
+from flockstep.launchers.commands import AGENT, by_command
 from flockstep.launchers.meeting import TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import SHOWN, Output
-from flockstep.records.config import RunConfig
+from flockstep.launchers.tasks import TaskGathering
 
 SSH_FAILED = 255
 """Exit code of ssh if it could not connect."""
 
 
-@dataclass(frozen=True)
-class SshGathering(CommandGathering):
-    """The hosts that ssh reaches, each with a number of workers."""
-
-    shares: tuple[int, ...] = ()
-    """Number of workers on each host."""
-    ssh: tuple[str, ...] = ("ssh",)
-
-    def placement(self, workers: int) -> dict[int, range]:
-        """Return node → ranks; node i has as many consecutive ranks as `shares` gives it."""
-        ends = [sum(self.shares[:node]) for node in range(self.nodes + 1)]
-        return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
-
-    def over(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the transport and the number of workers of these hosts."""
-        return dataclasses.replace(super().over(config), workers=sum(self.shares))
-
-    def command(self, name: str) -> list[str]:
-        """Return the ssh command that starts the agent of a host."""
-        # The agent finds files and modules where this process does.
-        remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.quote(self.python)} -m {task_entry.__name__}"
-        return [*self.ssh, "-T", "-o", "BatchMode=yes", name, remote]
-
-    def hint(self, name: str, code: int) -> str:
-        """Return advice to the user if ssh could not connect; empty for other exit codes."""
-        return f"; try: ssh {name} true" if code == SSH_FAILED else ""
-
-
-@contextlib.contextmanager
 def ssh_hosts(
     hosts: str,
     ssh: str = "ssh",
@@ -60,8 +27,8 @@ def ssh_hosts(
     own: str = "",
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
-) -> Iterator[SshGathering]:
-    """Context manager that yields hosts which ssh reaches without a password.
+) -> TaskGathering:
+    """Return hosts which ssh reaches without a password.
 
     Args:
         hosts: names and numbers of workers, as in "a:4,b:4"; a name alone has one worker.
@@ -77,19 +44,17 @@ def ssh_hosts(
         ConfigurationError: `hosts` does not have this form, or ssh is not installed, or a host's name does not resolve.
     """
     names, shares = _parsed(hosts)
-    command = tuple(shlex.split(ssh))
-    address = own or _own_address(command, names[0])
-    meeting = Meeting(address, 0, secrets.token_bytes(32), timeout)
-    yield SshGathering(
-        meeting,
-        len(names),
-        arguments=tuple(arguments),
-        output=output,
-        names=names,
-        shares=shares,
-        ssh=command,
-        python=python,
+    words = shlex.split(ssh)
+    # The agent finds files and modules where this process does.
+    agent = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join((python, *AGENT))}"
+    starter = by_command(
+        names,
+        lambda name: [*words, "-T", "-o", "BatchMode=yes", name, agent],
+        output.show,
+        hint=lambda name, code: f"; try: ssh {name} true" if code == SSH_FAILED else "",
     )
+    meeting = Meeting(own or _own_address(words, names[0]), 0, secrets.token_bytes(32), timeout)
+    return TaskGathering(meeting, len(names), shares=shares, starter=starter, arguments=arguments, output=output)
 
 
 def _parsed(hosts: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

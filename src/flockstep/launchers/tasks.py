@@ -5,15 +5,14 @@ host.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from flockstep.launchers.children import KERNELS, Child, end_fork_server, fork
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.gathering import Coordinating, Gathering, settings_of, times_of
+from flockstep.launchers.gathering import Gathering, settings_of, times_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
@@ -57,8 +56,8 @@ class TaskSpec:
     timeout: float
     nodes: int
     node: int
-    ranks: tuple[int, ...]
-    """Ranks of the host's workers."""
+    shares: tuple[int, ...]
+    """Number of workers on each host."""
     config: str
     """The run's configuration as TOML."""
     files: tuple[TaskFile, ...]
@@ -84,7 +83,7 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         imports = tuple(here[file] for file in config.imports)
         config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
         meeting = Meeting(spec.host, spec.port, spec.secret, min(spec.timeout, THERE))
-        gathering = TaskPart(meeting, spec.nodes, spec.node, here=spec.ranks)
+        gathering = Gathering(meeting, spec.nodes, spec.node, separate=True, shares=spec.shares)
         if config.kind == "train":
             gathering.serve(
                 config,
@@ -105,50 +104,43 @@ def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: Own
     return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), [KERNELS])
 
 
-@dataclass(frozen=True)
-class TaskPart(Gathering):
-    """A task's part in a run over one or several tasks."""
-
-    here: tuple[int, ...] = ()
-    """Ranks of the workers in this task."""
-
-    def ranks(self, workers: int) -> range:
-        """Return the ranks of the workers in this task."""
-        return range(self.here[0], self.here[-1] + 1) if self.here else range(0)
-
-    def __post_init__(self) -> None:
-        """Unlike hosts that a user names, tasks are counted by their cluster manager."""
+Starter = Callable[[Sequence[TaskSpec], ExitStack], Callable[[], str | None]]
+"""Type of functions that start a task for each host, and return a function that says why a task has failed, or None if
+no task has failed. Tasks that still run when the stack closes are ended.
+"""
 
 
 @dataclass(frozen=True)
-class TaskGathering(Coordinating, ABC):
+class TaskGathering(Gathering):
     """The coordinator's part in a run for which the coordinator starts a task on each host."""
 
-    arguments: tuple[str, ...] = ()
+    _: KW_ONLY
+    starter: Starter
+    arguments: Sequence[str] = ()
+    """Arguments of a launched script."""
     output: Output = SHOWN
+    """Which of the scripts' output is shown, and how."""
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> OtherHosts:
         """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
         nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
-        expected = ExpectedHosts(nodes, self.placement(config.workers), config.workers, settings_of(config))
+        placement = self.placement(config.workers)
+        expected = ExpectedHosts(nodes, placement, config.workers, settings_of(config))
         hosts = OtherHosts(self.meeting, expected, config.to_toml(), *times_of(config))
         stack.enter_context(hosts)  # if a task cannot be started
-        hosts.require_agents(self.start([self._spec(config, hosts.port, node) for node in nodes], stack))
-        return stack.enter_context(hosts)  # tasks are told of the end before they are ended
-
-    def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:
         paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]
-        output = OutputOptions(self.output.ranks, self.output.prefix, self.output.folder)
-        return TaskSpec(
-            self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node,
-            tuple(self.placement(config.workers)[node]), config.to_toml(),
-            tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, output,
-        )  # fmt: skip
-
-    @abstractmethod
-    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Start a task for each host, and return a function that says why a task has failed, or None if no task has
-        failed.
-
-        Tasks that still run when `stack` closes are ended.
-        """
+        first = TaskSpec(
+            self.meeting.host,
+            hosts.port,
+            self.meeting.secret,
+            self.meeting.timeout,
+            nodes=self.nodes,
+            node=0,
+            shares=tuple(map(len, placement.values())),
+            config=config.to_toml(),
+            files=tuple(TaskFile(path, Path(path).read_bytes()) for path in paths),
+            arguments=tuple(self.arguments),
+            output=OutputOptions(self.output.ranks, self.output.prefix, self.output.folder),
+        )
+        hosts.require_agents(self.starter([dataclasses.replace(first, node=node) for node in nodes], stack))
+        return stack.enter_context(hosts)  # tasks are told of the end before they are ended
