@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-from flockstep.links.base import Transport
 from flockstep.links.bus import Bus
 from flockstep.links.handshake import Handshake
+from flockstep.links.kinds import Transport
 from flockstep.links.streams import StreamBus
 from flockstep.links.wire import GREETING, SenderIdentity, encode
 from flockstep.messages import Message

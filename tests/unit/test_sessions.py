@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
 from flockstep.links.connection import Session
-from flockstep.links.streams import StreamBus
+from flockstep.links.streams import _LEAVES, StreamBus
 from flockstep.messages import Message
 from flockstep_lab.link_faults import FaultProxy
 from support.buses import Make, arrived, buses, introduced, join, still_works
@@ -326,17 +326,17 @@ def test_a_message_stays_whole_if_its_receiver_leaves_while_it_is_written(
     while not first.waiting(1):
         count += 1
         first.send(1, Message(0, "push", array, number=count))
+    connection = second._peers[0]
+    assert connection.session is not None
     with second._lock:
-        leaving = second._take_leave(second._peers[0])
+        second._acknowledge(connection, _LEAVES)
+        last = connection.session.sent + connection.waiting
     first.send(1, Message(0, "push", -array, number=count + 1))
     assert first._peers[1].left, "the word arrived while the message was written"
     for number in range(1, count + 2):
         got = arrived(second, first)
         assert got.number == number
         assert (got.payload == (array if number <= count else -array)).all()
-    assert leaving is not None
-    connection, last = leaving
-    assert connection.session is not None
     while connection.session.acknowledged < last:
         assert first.poll(0.01) is None
         assert second.poll(0.01) is None

@@ -21,9 +21,8 @@ import pytest
 import flockstep.links.streams as streams
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.links import shared_memory
-from flockstep.links.base import Transport
 from flockstep.links.bus import Backlog
-from flockstep.links.kinds import Tcp
+from flockstep.links.kinds import Tcp, Transport
 from flockstep.links.shared_heap import PeerMemory
 from flockstep.links.streams import BESIDE, StreamBus
 from flockstep.links.wire import SenderIdentity, encode

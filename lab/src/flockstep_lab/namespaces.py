@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.simulation import units
 
 _NEW_NETWORK = 0x40000000

@@ -27,7 +27,7 @@ from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.script import supervise
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

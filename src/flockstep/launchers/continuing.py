@@ -7,8 +7,7 @@ from pathlib import Path
 
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.wait_monitor import on_stderr
-from flockstep.links.base import Transport
-from flockstep.links.kinds import Tcp
+from flockstep.links.kinds import Tcp, Transport
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import RunFolder

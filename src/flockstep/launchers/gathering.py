@@ -22,8 +22,8 @@ from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
 from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
-from flockstep.links.base import Transport
 from flockstep.links.connection import LINK_TIMEOUT
+from flockstep.links.kinds import Transport
 from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec

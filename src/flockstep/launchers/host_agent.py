@@ -50,10 +50,9 @@ from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
-from flockstep.links.base import Transport
 from flockstep.links.connection import LINK_TIMEOUT
 from flockstep.links.control import Buffer, Control, LocalFrames
-from flockstep.links.kinds import Tcp
+from flockstep.links.kinds import Tcp, Transport
 from flockstep.messages import LAUNCHER as COORDINATOR
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig

@@ -249,8 +249,8 @@ class HostLinks(LinkLog):
             heartbeat=heartbeat,
             link_timeout=link_timeout,
             local_sessions=True,
+            log=self,
         )
-        self.bus.report_to(self)
         self._sent = Counter[Address]()
         self._named: set[str] = set()
         self.refusals: deque[tuple[str, str]] = deque()

@@ -17,7 +17,7 @@ from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import differing, files_in
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.newcomers import Newcomer, Newcomers
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec

@@ -43,7 +43,7 @@ from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script
 from flockstep.launchers.segment import NodesChanged, back_to, continue_record, pause_notes
 from flockstep.launchers.supervisor import RunOfScript, Starters, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint, newest

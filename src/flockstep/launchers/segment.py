@@ -22,7 +22,7 @@ from flockstep.launchers.peers import Change, RunPeer
 from flockstep.launchers.resizing import ResizedRun
 from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.launchers.wait_monitor import on_stderr
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.messages import Address
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import KEEP, RunConfig

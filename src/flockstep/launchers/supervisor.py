@@ -46,8 +46,8 @@ from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.peers import Change, Outcome, RunPeer, RunPeers, successor
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
-from flockstep.links.base import Transport
 from flockstep.links.control import Control, Frames
+from flockstep.links.kinds import Transport
 from flockstep.links.shared_memory import SharedMemory
 from flockstep.links.wire import PROTOCOL
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name

@@ -132,10 +132,12 @@ class LinkLog:
         )
 
 
+LOG = LinkLog()
+
+
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
-    _log = LinkLog()
     _listener: socket.socket | None = None
     _own = ""
     """Address of this host from which connections are opened; empty for any."""
@@ -167,6 +169,7 @@ class StreamBus(Bus):
         heartbeat: float = 5.0,
         link_timeout: float = LINK_TIMEOUT,
         local_sessions: bool = False,
+        log: LinkLog = LOG,
     ):
         """Listen at `address`, ipc://PATH or tcp://HOST:PORTS, where * is any free port.
 
@@ -181,6 +184,7 @@ class StreamBus(Bus):
             link_timeout: seconds for which the TCP connection to another host may be away before the peer is
                 unreachable.
             local_sessions: whether connections within a host are opened again too.
+            log: what is told of refused and resumed connections.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address, or it is a TCP address and `me` has no
@@ -197,7 +201,7 @@ class StreamBus(Bus):
                 f"{node_name(me.address)} cannot listen on {address} without a secret, because any user could "
                 "connect; give every node of the run the same secret, or use --transport ipc on one host"
             )
-        self.traffic = Traffic()
+        self.traffic, self._log = Traffic(), log
         self._heartbeat, self._proof_time = heartbeat, time_for_proof(heartbeat)
         self._link_timeout, self._local_sessions = link_timeout, local_sessions
         self._me = me
@@ -257,15 +261,11 @@ class StreamBus(Bus):
         seconds, also if the link timeout is longer: then its process has ended.
         """
         with self._lock:
-            self._expected, self._returns_within = _Everyone(), returns_within
+            self._expected, self._returns_within = range(self._me.address + 1, 1 << 62), returns_within
         self._start()
 
     def _start(self) -> None:
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
-
-    def report_to(self, log: LinkLog) -> None:
-        """Report refused and resumed connections to `log`, in place of Python's log."""
-        self._log = log
 
     def set_limits(self, heartbeat: float, link_timeout: float) -> None:
         """Change the heartbeat timeout and the link timeout, in seconds."""
@@ -393,23 +393,30 @@ class StreamBus(Bus):
                 self._look(now)
         finally:
             if self._wanted is not None:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Move arrays that arrive in the wanted place, but are not returned to the program now, to other memory."""
-        placed, placing, self._wanted, self._placed, self._placing = self._placed, self._placing, None, None, None
-        if placed is not None and self._inbox[0] is not placed:
-            placed.array = self._copies.frozen(placed.payload)
-        if placing is not None and placing.body is not None:
-            body = self._copies.room(placing.body.nbytes).data
-            body[: placing.filled] = placing.body[: placing.filled]
-            placing.body = body
+                # What arrives in the wanted place, but is not returned to the program now, moves to other memory.
+                placed, placing, self._wanted, self._placed, self._placing = (
+                    self._placed,
+                    self._placing,
+                    None,
+                    None,
+                    None,
+                )
+                if placed is not None and self._inbox[0] is not placed:
+                    placed.array = self._copies.frozen(placed.payload)
+                if placing is not None and placing.body is not None:
+                    body = self._copies.room(placing.body.nbytes).data
+                    body[: placing.filled] = placing.body[: placing.filled]
+                    placing.body = body
 
     def close(self, linger: float) -> None:
         """Close all connections after delivering queued messages for up to `linger` seconds."""
         until = time.monotonic() + linger
         with self._lock:
-            last = dict(filter(None, map(self._take_leave, self._peers.values())))
+            last = dict[PeerLink, int]()
+            for one in self._peers.values():
+                if one.session is not None and one.connected():
+                    self._acknowledge(one, _LEAVES)
+                    last[one] = one.session.sent + one.waiting
             self._closed = True
             while time.monotonic() < until and any(
                 one.has_output() or (one.session is not None and one.session.acknowledged < last.get(one, 0))
@@ -430,14 +437,6 @@ class StreamBus(Bus):
             self._heap, self._copies = None, BufferPool()  # shared memory lasts as long as an array in it
             self._me.peer_memory.clear()
             self._inbox.clear()
-
-    def _take_leave(self, connection: PeerLink) -> tuple[PeerLink, int] | None:
-        """Tell a peer that this node leaves; return the number of the last byte, unless there is no connection."""
-        session = connection.session
-        if session is None or not connection.connected():
-            return None
-        self._acknowledge(connection, _LEAVES)
-        return connection, session.sent + connection.waiting
 
     def attend(self) -> bool:
         """Receive and send as much as the sockets allow while the program computes; return whether to call this
@@ -481,12 +480,21 @@ class StreamBus(Bus):
         self._next_look = min(due, now + self._heartbeat / CHECKS if self._tcp else math.inf)
 
     def _check(self, connection: PeerLink, now: float, late: bool) -> None:
-        """Interrupt a silent connection, and close a connection whose other end has not proved in time that it belongs
-        to this run. `late`: whether this process did not look in time.
+        """Interrupt a connection on which nothing arrives, acknowledge if this end had nothing to send, and close a
+        connection whose other end has not proved in time that it belongs to this run. `late`: whether this process did
+        not look in time.
         """
         session = connection.session
         if session is not None:
-            self._check_silence(connection, session, now, late)
+            heard, received, sent = connection.checked
+            if late or session.received != received or self._unread > UNREAD:
+                heard = now
+            elif now > heard + self._heartbeat:
+                self._interrupt(connection, f"nothing arrived for {now - heard:.1f} s")
+                return
+            if session.sent + connection.waiting == sent:
+                self._acknowledge(connection)
+            connection.checked = heard, session.received, session.sent + connection.waiting
         elif connection.wanted in self._peers and self._peers[connection.wanted] is not connection:
             if now > connection.since + self._heartbeat:  # the next attempt to go on with the session may be answered
                 self._drop(connection)
@@ -497,18 +505,6 @@ class StreamBus(Bus):
                     connection,
                     f"the other end did not prove within {self._proof_time:g} s that it knows the secret",
                 )
-
-    def _check_silence(self, connection: PeerLink, session: Session, now: float, late: bool) -> None:
-        """Interrupt a connection on which nothing arrives; acknowledge if this end had nothing to send."""
-        heard, received, sent = connection.checked
-        if late or session.received != received or self._unread > UNREAD:
-            heard = now
-        elif now > heard + self._heartbeat:
-            self._interrupt(connection, f"nothing arrived for {now - heard:.1f} s")
-            return
-        if session.sent + connection.waiting == sent:
-            self._acknowledge(connection)
-        connection.checked = heard, session.received, session.sent + connection.waiting
 
     def _acknowledge(self, connection: PeerLink, leaves: int = 0) -> None:
         """Tell the peer how many bytes have arrived, and whether this node leaves."""
@@ -904,12 +900,12 @@ class StreamBus(Bus):
             follows, length = length & _PAYLOAD, length & ~_PAYLOAD
             start = begin + _PREFIX.size
             session = connection.session
-            if (
-                session is not None
-                and arrived > session.acknowledged
-                and not self._acknowledged(connection, session, arrived)
-            ):
-                return
+            if session is not None and arrived > session.acknowledged:
+                try:
+                    session.acknowledge(arrived)
+                except ProtocolError as error:
+                    self._refuse(connection, error)
+                    return
             if not (length or follows) and (session is not None or nbytes == _GAVE_UP):
                 begin = start
                 self._note_departure(connection, nbytes)
@@ -952,15 +948,6 @@ class StreamBus(Bus):
             if connection.wanted in self._peers:
                 self._give_up(connection.wanted, f"{self._peers[connection.wanted].why}, and the other end gave it up")
             self._drop(connection)
-
-    def _acknowledged(self, connection: PeerLink, session: Session, count: int) -> bool:
-        """Drop what the peer has received; return False, and close the connection, if the number is impossible."""
-        try:
-            session.acknowledge(count)
-        except ProtocolError as error:
-            self._refuse(connection, error)
-            return False
-        return True
 
     def _room(self, connection: PeerLink, header: bytes, nbytes: int) -> memoryview:
         """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""
@@ -1022,13 +1009,6 @@ class StreamBus(Bus):
         self._inbox.append(error)
         connection.why = str(error)
         self._drop(connection)
-
-
-class _Everyone:
-    """The expected peers of a bus that accepts every peer."""
-
-    def __contains__(self, peer: object) -> bool:
-        return True
 
 
 def _attend(bus: weakref.ref[StreamBus]) -> None:

@@ -44,9 +44,9 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.links import control
-from flockstep.links.base import Transport
 from flockstep.links.bus import LAUNCHER, Traffic
 from flockstep.links.connection import LINK_TIMEOUT
+from flockstep.links.kinds import Transport
 from flockstep.links.shared_group import needed, room_for, warm_up
 from flockstep.links.shared_memory import SharedMemory, host_here
 from flockstep.links.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity

@@ -17,7 +17,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
 from flockstep.frameworks.stages import SplitModel
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import check_microbatches
 from flockstep.partitions.split_facts import SplitFacts

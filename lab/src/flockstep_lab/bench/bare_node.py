@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.errors import FlockstepError
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.links.wire import SenderIdentity
 from flockstep.messages import Wanted
 from flockstep.nodes import Cluster, Peer

@@ -12,8 +12,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import Measured
 from flockstep.expression import to_text
-from flockstep.links.base import Transport
-from flockstep.links.kinds import Ipc, Tcp
+from flockstep.links.kinds import Ipc, Tcp, Transport
 from flockstep.links.shared_group import SharedGroup, warm_up
 from flockstep.links.shared_memory import SharedMemory
 from flockstep.report.progress import ProgressCallback, silent

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.links.base import Transport
+from flockstep.links.kinds import Transport
 from flockstep.links.shared_group import SharedGroup
 from flockstep.links.shared_memory import SharedMemory
 from flockstep.report.progress import ProgressCallback, silent
