@@ -196,7 +196,7 @@ def barrier() -> None:
             steps of the other ranks.
         PeerLost: another rank died, or has left.
     """
-    from flockstep.runtime.membership import barrier
+    from flockstep.runtime.session import barrier
 
     if workers() > 1:
         barrier()

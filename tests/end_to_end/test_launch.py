@@ -82,7 +82,7 @@ def test_gossip_ends_where_its_collector_is_killed_while_it_tells_the_others(tmp
     body = """
 start("gossip(0.5)")
 steps(20)
-worker, send, close = optimizer._worker, optimizer._worker.send, optimizer._connection.close
+worker, send, close = optimizer._worker, optimizer._worker.send, optimizer._session.connection.close
 def dying(to, tag, *rest, **named):
     send(to, tag, *rest, **named)
     if tag == "senders":
@@ -94,7 +94,7 @@ def ending():
 if rank == 0:
     worker.send = dying
 elif rank == 1:
-    optimizer._connection.close = ending
+    optimizer._session.connection.close = ending
 optimizer.finish()
 """
     ended = outcome(body, tmp_path, 4)

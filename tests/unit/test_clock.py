@@ -13,7 +13,7 @@ from flockstep.launchers import entry
 from flockstep.links.bus import Traffic
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
-from flockstep.runtime import process
+from flockstep.runtime import process, session
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.setup import prepare
 
@@ -48,7 +48,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def noted(name: str, original: Any) -> Any:
         return lambda *given, **named: done.append(name) or original(*given, **named)
 
-    monkeypatch.setattr(process, "Member", FakeMember)
+    monkeypatch.setattr(session, "Member", FakeMember)
     monkeypatch.setattr(process, "release", noted("collect garbage", process.release))
     monkeypatch.setattr(entry, "settle_down", noted("keep what is there", lambda: None))
     monkeypatch.setattr(entry, "warm_up", noted("compute a gradient", process.warm_up))

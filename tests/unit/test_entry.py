@@ -20,6 +20,7 @@ from flockstep.launchers import children, entry, simulate
 from flockstep.planning import trials
 from flockstep.records.config import RunConfig
 from flockstep.runtime import process as process_module
+from flockstep.runtime import session as session_module
 from flockstep.runtime.member import NodeSpec
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.quadratic import Quadratic
@@ -82,6 +83,8 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
     done: list[str] = []
 
     class Joining:
+        closed = False
+
         def __init__(self, *given: object, notes: object = None):
             pass
 
@@ -95,7 +98,7 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
         def close(self, *given: object) -> None:
             pass
 
-    monkeypatch.setattr(process_module, "Member", Joining)
+    monkeypatch.setattr(session_module, "Member", Joining)
     monkeypatch.setattr(TorchOptimizer, "load", lambda self: done.append("load"), raising=False)
     node_spec = NodeSpec("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
     process_module.run_server(node_spec, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.errors import ProtocolError
-from flockstep.links.connection import Session
+from flockstep.links.connection import LinkSession
 from flockstep.links.streams import _LEAVES, StreamBus
 from flockstep.messages import Message
 from flockstep_lab.link_faults import FaultProxy
@@ -33,7 +33,7 @@ class End:
     """One end of a session over connections that carry bytes as far as a test lets them."""
 
     def __init__(self) -> None:
-        self.session = Session("key")
+        self.session = LinkSession("key")
         self.out: deque[memoryview] = deque()
         self.got = b""
 
@@ -109,7 +109,7 @@ def test_memory_that_changes_after_it_was_sent_is_replaced_by_a_copy(parts: list
 
 
 def test_numbers_that_are_impossible_are_refused() -> None:
-    session = Session("key")
+    session = LinkSession("key")
     session.keep(memoryview(bytes(10)))
     with pytest.raises(ProtocolError, match="acknowledges 11 bytes, but only 10 bytes were sent"):
         session.acknowledge(11)

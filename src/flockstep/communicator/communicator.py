@@ -27,7 +27,7 @@ from flockstep.links.bus import Bus
 from flockstep.links.shared_group import needed
 from flockstep.links.shared_memory import SharedMemory
 from flockstep.messages import Array, Message, node_name
-from flockstep.runtime.membership import Membership
+from flockstep.runtime.node_metrics import NodeMetrics
 
 MAX_BYTES = 1 << 30
 """Default size in bytes of the largest array that a communicator accepts."""
@@ -94,7 +94,7 @@ class Communicator(Collectives):
         sockets: Sockets,
         max_bytes: int,
         patience: float = 0.0,
-        membership: Membership | None = None,
+        finish: Callable[[NodeMetrics], None] | None = None,
     ):
         """Create the communicator; called by `join`.
 
@@ -103,15 +103,14 @@ class Communicator(Collectives):
             sockets: what the communicator sends and receives with.
             max_bytes: size in bytes of the largest array.
             patience: seconds for which a connection may be broken before its rank counts as dead.
-            membership: the process's membership in a run, or None if the script was not launched.
+            finish: writes the totals to the record when the communicator has ended; None if the script was not
+                launched.
         """
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
-        self._sockets, self._membership = sockets, membership
+        self._sockets, self._finish = sockets, finish
         self._servers: dict[str, RequestServer] = {}
         self._arrays: dict[int, SharedArray] = {}
         self._closing = False
-        if membership is not None:
-            membership.close_communicator = self.close
         atexit.register(self._at_exit)
 
     def send(self, to: int, name: str, array: Any, codec: str | Codec | None = None) -> None:
@@ -321,15 +320,15 @@ class Communicator(Collectives):
         if late:
             lost = [f"; {nbytes} bytes were not delivered to worker {rank}" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
-        if self._membership is not None:
-            self._membership.finish(self._engine.runner.metrics)
+        if self._finish is not None:
+            self._finish(self._engine.runner.metrics)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close; after an error only when the process ends, so that the error is reported before the end."""
-        if kind is None or self._membership is None:
+        if kind is None or self._finish is None:
             self.close()
 
     def _handle(self, message: Message, handler: Handler, name: str) -> None:

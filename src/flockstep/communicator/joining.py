@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -20,10 +19,10 @@ from flockstep.errors import ConfigurationError, FlockstepError, require
 from flockstep.records.events import ClockEvent
 from flockstep.runtime.adoption import TIMEOUT
 from flockstep.runtime.event_sender import EventSender
-from flockstep.runtime.member import Member, NodeSpec, die_with, failure_of
-from flockstep.runtime.membership import Membership, add_membership, membership_here, memberships_here
+from flockstep.runtime.member import Member
 from flockstep.runtime.node_metrics import NodeMetrics
 from flockstep.runtime.node_spec import claim_spec, enter_run, require_own_process
+from flockstep.runtime.session import Session, newest_session, session_of_script, sessions_here
 from flockstep.strategies.base import Strategy, Traits
 
 BESIDE = "beside"
@@ -79,82 +78,51 @@ def extra_sockets(member: Member, max_bytes: int) -> Member:
     return beside
 
 
-class ScriptMembership(Membership):
-    """A script's part in a run without a strategy: admission, supervision, records, and its end."""
-
-    def __init__(self, node_spec: NodeSpec):
-        """Join the run.
-
-        Raises:
-            ConfigurationError: the supervisor refused, for example because another worker follows a strategy.
-        """
-        die_with(node_spec.supervisor, node_spec.directory)
-        super().__init__(Member(node_spec, NOTHING), lambda name, value: None)
-        self._failed = self._over = False
-        self._hook, sys.excepthook = sys.excepthook, self._on_crash
-        try:
-            self.member.join("", {}, np.zeros(1, np.float32))
-            self.member.begin()
-        except FlockstepError as error:
-            self.fail(error)
-            raise
-
-    def finish(self, metrics: NodeMetrics) -> None:
-        """Write the totals to the record, and wait until all workers have finished."""
-        if self._failed:
-            return
-        emit = metrics.emit = EventSender(self.member).write
-        emit(ClockEvent(self.member.seconds(), self.member.node_spec.address, *self.member.clock))
-        metrics.close(self.member.seconds(), np.empty(0, np.float32))
-        self.member.tell("done", None, {"step": 0})
-        try:
-            self.member.wait_for_end()
-            self._over = True
-        finally:
-            self._failed = True
-            self.member.leave()
-
-    def fail(self, error: Exception) -> None:
-        """Tell the supervisor why this script cannot continue."""
-        if not self._failed:
-            self._failed = True
-            with contextlib.suppress(FlockstepError):
-                self.member.fail(failure_of(error, self.member.node_spec, None))
-            self.member.close(0.3)
-
-    def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report a crash; the supervisor prints flockstep's own errors as one sentence, others are printed here."""
-        if isinstance(error, Exception):
-            self.fail(error)
-        if self._over or not isinstance(error, FlockstepError):  # no other process would print it
-            self._hook(kind, error, trace)
+def _finish(session: Session, metrics: NodeMetrics) -> None:
+    """Write the traffic of a communicator that has ended to the record; if the script has no strategy, its part in the
+    run has ended, too, and it waits until all workers have finished.
+    """
+    if session.loop is not None:
+        if session.connection is not None:
+            session.connection.runner.scalar("communicator_sent_bytes", metrics.traffic.sent_bytes)
+            session.connection.runner.scalar("communicator_messages", metrics.traffic.messages_sent)
+    elif not session.closed:
+        member = session.member
+        emit = metrics.emit = EventSender(member).write
+        emit(ClockEvent(member.seconds(), member.node_spec.address, *member.clock))
+        metrics.close(member.seconds(), np.empty(0, np.float32))
+        with session.telling():
+            member.tell("done", None, {"step": 0})
+            member.wait_for_end()
+        session.end()
 
 
 def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     require(1 <= max_bytes < 1 << 62, "max_bytes", ">= 1", max_bytes, f"leave it out for the default of {MAX_BYTES}")
-    node_spec, membership = enter_run(timeout), membership_here()
+    node_spec, session = enter_run(timeout), newest_session()
     if node_spec is None:
         require_own_process("join")
         return Communicator(Rank(0, 1, 0), Alone(), max_bytes)
-    if membership is None:
+    if session is None:
         from flockstep.frameworks.job import import_components
 
         import_components(node_spec.imports)
         claim_spec()
-        membership = ScriptMembership(node_spec)
-        add_membership(membership)
-    elif membership.member.closed:
+        session = session_of_script(node_spec)
+        with session.telling():
+            session.meet(None, None, NOTHING, np.zeros(1, np.float32))
+            session.member.begin()
+    elif session.closed:
         raise ConfigurationError(
             "this process has left the run already; call flockstep.join after flockstep.distribute and before finish()"
         )
-    elif any(one.close_communicator is not None for one in memberships_here()):
+    elif any(one.before_leaving for one in sessions_here()):
         raise ConfigurationError("this process has joined the run already; call flockstep.join once in a script")
-    try:
-        beside = extra_sockets(membership.member, max_bytes)
-    except FlockstepError as error:
-        membership.fail(error)
-        raise
+    with session.telling() if session.loop is None else nullcontext():
+        beside = extra_sockets(session.member, max_bytes)
     node = Rank(node_spec.address, node_spec.workers, node_spec.seed)
-    node.hosts = membership.member.hosts
-    return Communicator(node, beside, max_bytes, 2 * node_spec.heartbeat, membership)
+    node.hosts = session.member.hosts
+    communicator = Communicator(node, beside, max_bytes, 2 * node_spec.heartbeat, partial(_finish, session))
+    session.before_leaving.append(communicator.close)
+    return communicator

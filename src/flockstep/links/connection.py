@@ -36,7 +36,7 @@ _NETWORK = 64
 """Bits of an IPv6 address that name a network, all of whose addresses one host may use."""
 
 
-class Session:
+class LinkSession:
     """One end of a session, without a connection."""
 
     def __init__(self, key: str):
@@ -148,7 +148,7 @@ class PeerLink:
         self.wanted = wanted
         """The peer that this node has connected to; None if the other end connected."""
         self.greeting: Message | None = None
-        self.session: Session | None = None
+        self.session: LinkSession | None = None
         """The session with the peer, which goes on when the connection breaks; None within a host."""
         self.down = math.inf
         """Time at which the connection broke; infinite while there is a connection."""

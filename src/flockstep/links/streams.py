@@ -45,8 +45,8 @@ from flockstep.links.connection import (
     STAGING,
     UNPROVED,
     Dial,
+    LinkSession,
     PeerLink,
-    Session,
     excess,
 )
 from flockstep.links.copies import BufferPool
@@ -673,12 +673,12 @@ class StreamBus(Bus):
                 return
         self._peers[peer] = connection
         if key and self._tcp:
-            connection.session = Session(key)
+            connection.session = LinkSession(key)
         if self._heap is not None and connection.greeting.note.memory:
             self._lent.add(peer)
             self._copies.heap = self._heap
 
-    def _resume(self, connection: PeerLink, session: Session, fresh: PeerLink, peer: Address) -> None:
+    def _resume(self, connection: PeerLink, session: LinkSession, fresh: PeerLink, peer: Address) -> None:
         """Go on with a session on a fresh connection, from the bytes that have arrived at either end."""
         assert fresh.greeting is not None
         try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.messages import Fields
-from flockstep.runtime.membership import membership_here
+from flockstep.runtime.session import newest_session
 
 MOST = 1 << 16
 """Maximum number of bytes of each array that enter the digest; further bytes are ignored."""
@@ -52,7 +52,7 @@ def tell_data(number: int, what: str, digest: str, certain: bool) -> None:
     The supervisor compares digests of the same run step, of the loader with the same `number` among those in use, and
     of the same kind `what`. If they differ, the run ends if the difference is `certain` to be a mistake.
     """
-    here = membership_here()
-    if here is not None and here.steps is not None and not here.member.closed:
+    here = newest_session()
+    if here is not None and here.worker is not None and not here.closed:
         note: Fields = {"of": f"{what} of loader {number}", "digest": digest, "certain": int(certain)}
-        here.member.tell("data", None, {**note, "step": here.steps()})
+        here.member.tell("data", None, {**note, "step": here.worker.run_step})

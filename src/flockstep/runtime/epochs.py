@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from flockstep.runtime.membership import steps_here
 from flockstep.runtime.node_spec import seed_of_script
+from flockstep.runtime.session import steps_here
 
 B = TypeVar("B")
 APART = 1_000_003

@@ -15,8 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,24 +24,16 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
-from flockstep.expression import to_data, to_text
+from flockstep.expression import to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
 from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.adoption import say_nothing_of
-from flockstep.runtime.checkpoints import NodeCheckpoint, load, manifest_of
+from flockstep.runtime.checkpoints import NodeCheckpoint, manifest_of
 from flockstep.runtime.event_sender import EventSender
-from flockstep.runtime.member import Member, NodeSpec, die_with, failure_of
-from flockstep.runtime.membership import (
-    Membership,
-    add_membership,
-    end_membership,
-    first_membership,
-    require_side_by_side,
-)
+from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.node_creation import make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
 from flockstep.runtime.node_spec import claim_spec
@@ -57,9 +48,9 @@ from flockstep.runtime.program_restart import (
     restart_programs,
 )
 from flockstep.runtime.real import NodeConnection
-from flockstep.runtime.replication import NOTES as REPLICAS
 from flockstep.runtime.runner import OneProcess, Runner
 from flockstep.runtime.script_checkpoints import Keeper, ScriptCheckpoints
+from flockstep.runtime.session import Session, require_side_by_side, session_of_script
 from flockstep.runtime.settings import compared_at, room_for, tell_servers, told
 from flockstep.runtime.signals import leave_script_to_supervisor
 from flockstep.strategies.base import Strategy
@@ -81,56 +72,6 @@ def require_for_scripts(strategy: Strategy, workers: int) -> None:
             f"{strategy} needs gradients that a training loop in a script cannot provide; write a job() and use "
             "flockstep train"
         )
-
-
-_loops: list[Loop] = []
-"""This process's loops of launched runs that have not ended well, in the order of the calls of `distribute`."""
-
-
-@functools.cache
-def _watch_crashes() -> None:
-    """Let an uncaught error of the script fail its runs.
-
-    The supervisor prints the runs' own errors as one sentence, Python prints all others.
-    """
-    before = sys.excepthook
-
-    def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not any(loop.crash(error) for loop in reversed(_loops)):
-            before(kind, error, trace)
-
-    sys.excepthook = on_crash
-
-
-def _close_line(member: Member, process: int) -> None:
-    """Close the link to the supervisor at the process's end; in a forked child, do nothing."""
-    if os.getpid() == process:
-        member.line.close()
-
-
-def _enter(node_spec: NodeSpec) -> NodeSpec:
-    """Begin a call to `distribute` in this process, before it has sockets for it; return the call's node specification.
-
-    Raises:
-        ConfigurationError: the first call has failed.
-        CompositionError: the strategy of another call has background tasks.
-        Interrupted: the run has failed.
-    """
-    if node_spec.call == 1:
-        die_with(node_spec.supervisor, node_spec.directory)
-        return node_spec
-    first = first_membership()
-    if first is None:
-        raise ConfigurationError(
-            "the first call of flockstep.distribute or flockstep.join failed, so later calls cannot join the "
-            "run; end the script"
-        )
-    require_side_by_side(1)
-    try:
-        return first.member.begin_call(node_spec)
-    except FlockstepError as error:
-        say_nothing_of(error)  # the supervisor prints why
-        raise
 
 
 class Loop:
@@ -185,18 +126,17 @@ class Loop:
         self._buffers = buffers
         self._stepper = stepper
         self._keeper = keeper
-        self._kept: NodeCheckpoint | None = None
-        """The state from which a resumed run goes on, until its program has begun."""
-        self._script: ScriptCheckpoints | None = None
-        self._member: Member | None = None
+        self.checkpoints: ScriptCheckpoints | None = None
+        """The script's part in the run's checkpoints; None if the framework of the script has none."""
+        self.epoch: Callable[[], AbstractContextManager[None]] | None = None
+        """Makes the context of an epoch over private data, whose steps end on all workers together."""
+        self._session: Session | None = None
+        """This process's part in the run; None if it trains alone."""
         self.finished = False
         """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
-        self._connection: NodeConnection | None = None
         self._directions: dict[str, bool] = {}
         """Name of each metric that the script has recorded → whether higher values are better."""
-        self.membership: Membership | None = None
-        """This process's part in the run; None if it trains alone."""
         self._servers: dict[Address, Server] = {}
         """Servers that run in this process."""
         node_spec = claim_spec()
@@ -216,27 +156,26 @@ class Loop:
         atexit.register(self._at_exit)
 
     def _begin(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is None or self._connection is None:
-            self._begin_program()
+        def begin() -> None:
+            self._runner.begin(self.strategy.worker(self._worker))
+
+        if self._session is None:
+            begin()
         else:
-            self._connection.checkpoints.restore(kept, lambda buffers: None, self._begin_program)
+            self._session.start(begin, stops=self.checkpoints is not None and self.strategy.traits.restarts)
         self._runner.advance()
         require_side_by_side()
-
-    def _begin_program(self) -> None:
-        self._runner.begin(self.strategy.worker(self._worker))
 
     def step(self) -> None:
         """Pass the gradients of one mini-batch, which are in the flat array, to the strategy."""
         if self.finished:
             self._require_running("call finish() after the last step()")
-        if self._script is not None:
-            self._script.before_step()
+        if self.checkpoints is not None:
+            self.checkpoints.before_step()
         if self.watch is not None:
             self.watch.check()
         try:
-            if self._member is not None:
+            if self._session is not None:
                 self._show_gradient()
                 self._taken += 1
                 number = self._before + self._taken
@@ -246,7 +185,7 @@ class Loop:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
             self._runner.advance(self.gradients, loss)
-            if self._member is not None:
+            if self._session is not None:
                 require_side_by_side()
         except FlockstepError as error:
             self._fail(error)
@@ -267,7 +206,7 @@ class Loop:
                 f"higher_is_better must be the same for all values of {name}, got {not higher_is_better} before and "
                 f"{higher_is_better} now; give metrics with different directions different names"
             )
-        if self._member is None or (count is None and self.rank > 0):
+        if self._session is None or (count is None and self.rank > 0):
             return
         if self._failure is not None:
             raise self._failure
@@ -278,7 +217,9 @@ class Loop:
             )
         number = None if count is None else float(count)
         self._reports.write(
-            MetricEvent(self._member.seconds(), self.rank, self.steps, name, float(value), higher_is_better, number)
+            MetricEvent(
+                self._session.member.seconds(), self.rank, self.steps, name, float(value), higher_is_better, number
+            )
         )
 
     @property
@@ -340,13 +281,13 @@ class Loop:
         after their use.
         """
         worker = self._worker
-        if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
+        if self._session is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
             return
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
         telling = part.any() and first_not_finite(part) < 0  # a zero gradient tells nothing about the batch
         shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else ""}
-        self._member.tell("gradient", None, shown)
+        self._session.member.tell("gradient", None, shown)
 
     def compare_settings(self, loaded: bool) -> None:
         """Let the supervisor compare the optimizer's settings with those of the other workers, before the first step;
@@ -360,9 +301,9 @@ class Loop:
         """Report the optimizer's settings for a step to the supervisor, which compares settings of equal steps, so
         that no worker waits for another one; `ends`: a difference that must not be ends the run.
         """
-        if self._member is not None and self.workers > 1 and self._same_step is not None:
+        if self._session is not None and self.workers > 1 and self._same_step is not None:
             note: Fields = {"step": step, "ends": int(ends), "start": int(start), "loaded": int(loaded)}
-            self._member.tell("settings", told(*self._stepper.settings), note)
+            self._session.member.tell("settings", told(*self._stepper.settings), note)
 
     def listen(self) -> None:
         """Handle the messages that have arrived, and continue the tasks that wait for these messages."""
@@ -406,7 +347,8 @@ class Loop:
         self._runner.aside(to_the_end())
         return returned[0]
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
         self.exchange("barrier", all_here)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -438,8 +380,8 @@ class Loop:
             f"parameters of worker {self.rank} are not finite after step {step}, the first is {name}; lower the "
             "learning rate"
         )
-        if self._connection is not None:
-            self._connection.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
+        if self._reports is not None:
+            self._reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def restart(self, optimizer: OptimizerState | None) -> None:
@@ -449,8 +391,8 @@ class Loop:
         """
         self._require_running("call sync() before finish()")
         self._require_rest("sync")
-        if self._script is not None:
-            self._script.before_restart()
+        if self.checkpoints is not None:
+            self.checkpoints.before_restart()
         worker = self._worker
         with self._telling():
             new = copied(self._params)
@@ -508,8 +450,9 @@ class Loop:
         if self.finished:
             return None
         self.finished = True
-        if self.membership is not None:
-            self.membership.leave()
+        if self._session is not None:
+            for close in list(self._session.before_leaving):
+                close()
         self._runner.close()
         with self._telling():
             if self._worker.step:  # training is over: a difference since the last comparison does not cost the result
@@ -526,8 +469,8 @@ class Loop:
             task = worker.background(SCRIPT + "servers", remembered(worker, self.held, last=True)) if remember else None
             await self.strategy.finish(worker)
             if task is not None:
-                if self._member is not None:  # other workers must not wait for this one meanwhile
-                    self._member.tell("left", None, {"step": worker.run_step})
+                if self._session is not None:  # other workers must not wait for this one meanwhile
+                    self._session.member.tell("left", None, {"step": worker.run_step})
                 last.append(await worker.finished(task))
 
         self._runner.aside(to_the_end())
@@ -536,32 +479,26 @@ class Loop:
     def _release(self) -> None:
         """Drop what holds memory and files of a run that has ended; the script keeps the model as long as it needs."""
         atexit.unregister(self._at_exit)
-        if self._connection is None or self._member is None or self.membership is None:
+        if self._session is None:
             return
-        self._connection = None
-        _loops.remove(self)
-        end_membership(self.membership)
-        if self._member.node_spec.call == 1:  # the link stays for later calls of `distribute`
-            self._member.leave()
-            atexit.register(_close_line, self._member, self._process)
-        else:
+        self._session.end()
+        if self._session.node_spec.call > 1:
             self._reports = None
-            self._member.close(0.0)
 
     def _take_result(self) -> None:
-        if self._connection is None:
+        if self._session is None:
             if self._servers and self.strategy.traits.results[0] == "server":
                 for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
                     self._params[part] = self._servers[server(index)].params
             return
-        assert self._member is not None
-        self._connection.close()
-        result = self._member.wait_for_end(self._connection.attend, self.handed)
+        connection = self._session.connection
+        assert connection is not None
+        result = self._session.leave(self.handed)
         if result is not None:
             self._params[:] = to_device_of(result, self._params)
         release(collect=False)  # what backward passes have freed; the gradients need this memory
-        self.gradients = self._connection.taken_home(self.gradients)
-        self._connection.leave(failed=False)
+        self.gradients = connection.taken_home(self.gradients)
+        connection.leave(failed=False)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run the worker and the servers in this process."""
@@ -578,51 +515,37 @@ class Loop:
 
     def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run a worker whose peers are in other processes."""
-        node_spec = _enter(node_spec)
         strategy, rank = self.strategy, self.rank
+        session = self._session = session_of_script(node_spec, self)
         settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
-        largest = max(self._buffers().nbytes, *settings)
-        self._member = Member(node_spec, schema, largest, {**notes_of(strategy), **REPLICAS}, strategy.sums)
-        _watch_crashes()
-        _loops.append(self)
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
-            cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
+            largest = max(self._buffers().nbytes, *settings)
+            cluster, params = session.meet(strategy, optimizer, schema, initial, largest=largest)
         self._params[:] = to_device_of(params, self._params)
         del params  # it lies in the memory of another node
         worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
-            kept = self._kept = self._load(node_spec, worker)
-            if kept is not None and kept.saved.mailbox is not None:
-                self._member.expect(kept.saved.mailbox.received())
-            self._member.begin()
+            kept = self._load(session, worker)
+            connection = session.begin(lambda member: NodeConnection(member, worker, strategy))
         self._worker = worker
-        self._connection = NodeConnection(self._member, worker, strategy)
-        self._reports = self._connection.reports
-        self._connection.snapshots.buffers = self._buffers
-        self._runner = self._connection.runner
-        self.gradients = self._connection.home(self.gradients)
-        self.membership = Membership(self._member, self._runner.scalar)
-        self.membership.works_between_steps = lambda: worker.works_between_steps
-        self.membership.barrier = self._barrier
-        self.membership.steps = lambda: worker.run_step
+        self._reports, self._runner = connection.reports, connection.runner
+        connection.snapshots.buffers = self._buffers
+        self.gradients = connection.home(self.gradients)
         if self._keeper is not None and node_spec.call == 1:
-            checkpoints = self._connection.checkpoints
-            self._script = self.membership.script = ScriptCheckpoints(checkpoints, self._keeper, kept)
+            self.checkpoints = ScriptCheckpoints(connection.checkpoints, self._keeper, kept)
             if node_spec.supervisor:  # torchrun and others, which start processes themselves, end them with SIGTERM
                 leaving = threading.Event()
-                self._connection.asked_to_leave = leaving.is_set
-                self._script.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
-            if strategy.traits.restarts:
-                checkpoints.watch()
-        add_membership(self.membership)
+                connection.asked_to_leave = leaving.is_set
+                self.checkpoints.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
 
-    def _load(self, node_spec: NodeSpec, worker: Worker) -> NodeCheckpoint | None:
+    def _load(self, session: Session, worker: Worker) -> NodeCheckpoint | None:
         """The state from which this worker goes on; None if the run begins at its start.
 
         Raises:
             ConfigurationError: the checkpoint is not of this model, optimizer or strategy.
         """
+        node_spec = session.node_spec
         manifest = manifest_of(node_spec)
         if manifest is None:
             return None
@@ -631,7 +554,7 @@ class Loop:
                 f"the strategy of the checkpoint {node_spec.checkpoint} is {manifest.strategy}, but the script has "
                 f"{self.strategy}; change the script back to the strategy of the checkpoint"
             )
-        kept = load(node_spec, node_spec.address, worker.params)
+        kept = session.load(worker)
         if self._keeper is None or kept is None or kept.script is None:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)
@@ -644,12 +567,6 @@ class Loop:
             self._same_step = None
         return kept
 
-    def crash(self, error: BaseException) -> bool:
-        """Report an uncaught error of the script to the supervisor; return whether the supervisor prints the error."""
-        if isinstance(error, Exception) and self._member is not None and not self._member.closed:
-            self._fail(error)
-        return error is self._failure and isinstance(error, FlockstepError)
-
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Context manager that reports an error of the run to the supervisor before the script sees it."""
@@ -660,17 +577,10 @@ class Loop:
             raise
 
     def _fail(self, error: Exception) -> None:
-        if self._failure is not None:
-            return
-        self._failure, self.finished = error, True
-        if self._member is not None and not self._member.closed:
-            step = None if self._connection is None else self._worker.run_step
-            if self._connection is not None:
-                self._connection.salvage()
-            self._member.fail(failure_of(error, self._member.node_spec, step))
-            if self._connection is not None:
-                self._connection.leave(failed=True)
-            self._member.close(0.3)
+        if self._failure is None:
+            self._failure, self.finished = error, True
+            if self._session is not None:
+                self._session.fail(error)
 
     def _at_exit(self) -> None:
         """Finish the run of a script that did not call `finish`, unless the script is failing."""
@@ -683,15 +593,13 @@ class Loop:
                 if self.workers > 1:
                     with self._telling():
                         self.require_used()
-                if self._member is not None:
-                    self._member.tell("unfinished", None, {"step": self._worker.run_step})
+                if self._session is not None:
+                    self._session.member.tell("unfinished", None, {"step": self._worker.run_step})
                 self.finish()
                 others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
                 changed = others or self._changed_by_finish(before)
             if changed:
                 self._tell_unfinished()
-        if self._member is not None:
-            self._member.line.close()
 
     def _changed_by_finish(self, before: FlatArray) -> bool:
         """Whether `finish` has changed the parameters `before`, or has made buffers equal that differed."""

@@ -14,8 +14,8 @@ import msgspec
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.runtime.adoption import TIMEOUT, adopt, say_nothing_of
 from flockstep.runtime.member import NodeSpec, failure_of, send_to_control
-from flockstep.runtime.membership import first_membership
 from flockstep.runtime.place import SECRET, place_from
+from flockstep.runtime.session import first_session
 from flockstep.strategies.base import Strategy, missing_strategy
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
@@ -173,11 +173,11 @@ def refuse(error: FlockstepError, before: NodeSpec | None) -> None:
 
     The supervisor prints the error, and Python does not.
     """
-    node_spec, first = spec_from_environment(), first_membership()
+    node_spec, first = spec_from_environment(), first_session()
     if node_spec is None or before is None or node_spec.claimed != before.claimed:
         return
     if node_spec.claimed == 0:
         send_to_control(node_spec, failure_of(error, node_spec, None))
-    elif first is not None:
+    elif first is not None and first.failure is None:
         first.member.fail(failure_of(error, node_spec, None))
     say_nothing_of(error)

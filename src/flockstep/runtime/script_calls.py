@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flockstep.errors import ConfigurationError
-from flockstep.runtime.membership import memberships_here
 from flockstep.runtime.node_spec import place_of_script, require_own_process, spec_from_environment
 from flockstep.runtime.script_checkpoints import ScriptCheckpoints
+from flockstep.runtime.session import sessions_here
 
 
 def script_checkpoints(name: str) -> ScriptCheckpoints | None:
@@ -20,19 +20,20 @@ def script_checkpoints(name: str) -> ScriptCheckpoints | None:
     require_own_process(name)
     if spec_from_environment() is None and place_of_script()[1] == 1:
         return None
-    live = memberships_here()
+    live = sessions_here()
     if not live:
         raise ConfigurationError(
             f"flockstep.{name} needs a run; call it after flockstep.distribute() and before finish()"
         )
-    if len(live) > 1 or live[0].member.node_spec.call > 1:
+    if len(live) > 1 or live[0].node_spec.call > 1:
         raise ConfigurationError(
             f"flockstep.{name} works in scripts that call flockstep.distribute once, got several calls; save "
             "state_dict()s in this script, as docs/how-to/loops.md shows"
         )
-    if live[0].script is None:
+    loop = live[0].loop
+    if loop is None or loop.checkpoints is None:
         raise ConfigurationError(
             f"flockstep.{name} works only in a PyTorch script after flockstep.distribute, got a script of another "
             "framework or without distribute; save the state in the script itself"
         )
-    return live[0].script
+    return loop.checkpoints

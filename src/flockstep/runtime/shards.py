@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from flockstep.errors import ConfigurationError
 from flockstep.runtime.epochs import EpochBatches, count_of, drawn, epochs_of
 from flockstep.runtime.every_nth import ShardedBatches
-from flockstep.runtime.membership import memberships_here
 from flockstep.runtime.node_spec import place_of_script, require_own_process
+from flockstep.runtime.session import sessions_here
 
 B = TypeVar("B")
 
@@ -90,9 +90,9 @@ class PrivateBatches(EpochBatches[B]):
             ConfigurationError: there is no batch.
         """
         with ExitStack() as stack:
-            for here in memberships_here():
-                if here.epoch is not None:
-                    stack.enter_context(here.epoch())
+            for session in sessions_here():
+                if session.loop is not None and session.loop.epoch is not None:
+                    stack.enter_context(session.loop.epoch())
             none = True
             for batch in drawn(self._batches, self._epochs.seed + epoch * self._workers + self._rank):
                 none = False

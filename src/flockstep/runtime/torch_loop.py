@@ -140,8 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameter.grad = None
         self._memory = memory_of(flat, optimizer, self.loop, self._spec)
         self._memory.begin()
-        if self.loop.membership is not None:
-            self.loop.membership.epoch = self._epoch
+        self.loop.epoch = self._epoch
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:

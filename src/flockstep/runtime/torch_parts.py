@@ -20,9 +20,9 @@ from torch import nn
 
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.links.process_groups import FOREVER, private_store
-from flockstep.runtime.membership import barrier, memberships_here
 from flockstep.runtime.node_spec import enter_run, joining_run, place_of_script, strategy_of_run
 from flockstep.runtime.place import place_from
+from flockstep.runtime.session import barrier, sessions_here, works_between_steps
 from flockstep.runtime.torch_buffers import Policy
 from flockstep.runtime.torch_loop import DistributedOptimizer
 from flockstep.strategies.base import Strategy
@@ -190,13 +190,12 @@ def meet(framework: str) -> None:
     """Wait for all ranks before an operation of torch's process group, because a process in such an operation serves no
     other worker; raise `CompositionError` if the strategy's workers serve each other between two steps.
     """
-    live = memberships_here()
-    if any(one.works_between_steps is not None and one.works_between_steps() for one in live):
+    if works_between_steps():
         raise CompositionError(
             f"{framework} lets ranks wait for each other between two steps, got a strategy whose workers serve each "
             "other at that time; use a strategy without background tasks, such as all_reduce, ps, local_sgd or gossip"
         )
-    if any(one.barrier is not None for one in live):
+    if any(session.loop is not None for session in sessions_here()):
         barrier()
 
 
