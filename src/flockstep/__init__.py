@@ -276,7 +276,7 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
             cannot be stored; two steps were taken without a call to `checkpoint` between them; or the script calls
             `distribute` several times, evaluates closures, uses `join()`, or does not use PyTorch.
     """
-    from flockstep.runtime.script_calls import script_checkpoints
+    from flockstep.runtime.loop import script_checkpoints
 
     if (script := script_checkpoints("checkpoint")) is not None:
         script.checkpoint(extra)
@@ -292,7 +292,7 @@ def resumed() -> dict[str, Any] | None:
     Raises:
         ConfigurationError: this process is not between `distribute` and `finish()`, or takes no part in checkpoints.
     """
-    from flockstep.runtime.script_calls import script_checkpoints
+    from flockstep.runtime.loop import script_checkpoints
 
     script = script_checkpoints("resumed")
     return None if script is None else script.resumed()

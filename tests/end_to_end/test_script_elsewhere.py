@@ -50,9 +50,9 @@ import sys, torch
 sys.path.insert(0, {support!r})
 from support.elsewhere import Elsewhere
 from support.torch_loops import start, step
-from flockstep.runtime import snapshot_sender
+from flockstep.runtime import reports
 from flockstep.frameworks import torch_flat
-snapshot_sender.NEWEST_FIRST = 1e9  # snapshots of the newest model are copies, too
+reports.NEWEST_FIRST = 1e9  # snapshots of the newest model are copies, too
 torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
 model, optimizer = start({strategy!r}, torch.nn.Sequential(torch.nn.Linear(4, 500), torch.nn.Linear(500, 2)), lr=0.001)
 for number in range(13):

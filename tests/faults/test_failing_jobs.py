@@ -12,7 +12,7 @@ import pytest
 from flockstep.launchers import supervisor
 from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
-from flockstep.runtime.event_sender import PERIOD
+from flockstep.runtime.reports import PERIOD
 from flockstep.runtime.setup import prepare
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until

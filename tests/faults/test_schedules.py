@@ -22,7 +22,7 @@ from flockstep.cli.app import run as run_command
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
-from flockstep.runtime.script_resizing import require_script_resizable
+from flockstep.runtime.resizing import require_script_resizable
 from flockstep.strategies.base import Strategy
 from support.jobs import go_on, paced_train
 from support.matrix import few

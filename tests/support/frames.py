@@ -33,7 +33,7 @@ from flockstep.messages import Message, Note
 from flockstep.records import flight
 from flockstep.records.events import Event
 from flockstep.runtime import member, program_restart, replication
-from flockstep.runtime.event_sender import events_in
+from flockstep.runtime.reports import events_in
 from support.buses import SECRET, framed, greeting, raw_connection
 from support.damage import Attempt, attempt
 from support.mutations import changed, damaged

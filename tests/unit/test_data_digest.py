@@ -10,7 +10,7 @@ import torch
 
 from flockstep.launchers.comparisons import Comparisons
 from flockstep.messages import Message
-from flockstep.runtime.data_digest import MOST, digest_of
+from flockstep.runtime.epochs import MOST, digest_of
 
 DIFFERENT: list[Any] = [
     torch.arange(4.0),

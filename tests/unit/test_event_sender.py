@@ -10,7 +10,7 @@ import pytest
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError
 from flockstep.records.events import DivergedEvent, Event, StepEvent
-from flockstep.runtime.event_sender import MOST, PERIOD, EventSender, events_in
+from flockstep.runtime.reports import MOST_EVENTS, PERIOD, EventSender, events_in
 
 
 class Supervisor:
@@ -46,11 +46,11 @@ def test_steps_wait_for_a_period_and_what_is_rare_takes_them_along() -> None:
 def test_a_batch_is_bounded() -> None:
     supervisor = Supervisor()
     reports = EventSender(supervisor, lambda: 0.0)
-    for number in range(3 * MOST):
+    for number in range(3 * MOST_EVENTS):
         reports.write(step(number))
-    assert [len(batch) for batch in supervisor.batches] == [MOST] * 3
+    assert [len(batch) for batch in supervisor.batches] == [MOST_EVENTS] * 3
     assert [event.step for batch in supervisor.batches for event in batch if isinstance(event, StepEvent)] == [
-        *range(3 * MOST)
+        *range(3 * MOST_EVENTS)
     ]
 
 

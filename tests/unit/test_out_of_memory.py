@@ -14,7 +14,7 @@ from flockstep.launchers import out_of_memory
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
 from flockstep.launchers.peers import RunPeers
 from flockstep.records.snapshots import LAST
-from flockstep.runtime.snapshot_sender import SnapshotSender
+from flockstep.runtime.reports import SnapshotSender
 
 
 class Ended:

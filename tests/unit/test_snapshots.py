@@ -21,7 +21,7 @@ from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
 from flockstep.records.snapshots import SNAPSHOTS, Snapshot, SnapshotWriter
 from flockstep.runtime.member import WINDOW, Hello, Member, NodeSpec
-from flockstep.runtime.snapshot_sender import SnapshotSender
+from flockstep.runtime.reports import SnapshotSender
 from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)

@@ -18,10 +18,10 @@ from flockstep.communicator.rank import Rank
 from flockstep.errors import ConfigurationError, FlockstepError, require
 from flockstep.records.events import ClockEvent
 from flockstep.runtime.adoption import TIMEOUT
-from flockstep.runtime.event_sender import EventSender
 from flockstep.runtime.member import Member
 from flockstep.runtime.node_metrics import NodeMetrics
 from flockstep.runtime.node_spec import claim_spec, enter_run, require_own_process
+from flockstep.runtime.reports import EventSender
 from flockstep.runtime.session import Session, newest_session, session_of_script, sessions_here
 from flockstep.strategies.base import Strategy, Traits
 

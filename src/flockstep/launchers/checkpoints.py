@@ -35,8 +35,7 @@ from flockstep.records.config import CheckpointInterval, RunConfig
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
 from flockstep.runtime.checkpoints import CHECKPOINT, ENDED, STOPPED
-from flockstep.runtime.resizing import require_resizable
-from flockstep.runtime.script_resizing import require_script_resizable
+from flockstep.runtime.resizing import require_resizable, require_script_resizable
 from flockstep.strategies.base import Strategy
 
 MOST_RELEASES = 200

@@ -17,7 +17,7 @@ from flockstep.launchers.peers import Change, Outcome, RunPeers
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig
-from flockstep.runtime.script_resizing import require_script_resizable
+from flockstep.runtime.resizing import require_script_resizable
 from flockstep.strategies.base import Strategy
 
 LEAVE_AGAIN = 10.0

@@ -18,8 +18,8 @@ from flockstep.records.events import Event, NodeEvent, StepEvent
 from flockstep.records.flight import FlightEvent, FlightRecorder, append
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
-from flockstep.runtime.event_sender import MOST
 from flockstep.runtime.replication import ProgramEvents
+from flockstep.runtime.reports import MOST_EVENTS
 from flockstep.runtime.tracker import FINAL
 
 
@@ -42,7 +42,7 @@ class NodeRecords:
     def begin(self, node: Address, files: contextlib.ExitStack) -> None:
         """Open the file of a node's events, which `files` closes."""
         file = RunFolder(self._record).node_events_file(node)
-        self._writers[node] = files.enter_context(EventWriter(file, MOST))
+        self._writers[node] = files.enter_context(EventWriter(file, MOST_EVENTS))
         self._outcome.nodes.add(node)
 
     def write(self, address: Address, events: list[Event]) -> None:

@@ -17,8 +17,14 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.checkpoints import NodeCheckpoint, arrays_of, load_node
 from flockstep.runtime.plan import Plan
-from flockstep.runtime.resizing import faults_after, require_resizable, resized_checkpoint
-from flockstep.runtime.script_resizing import require_script_resizable, resized_scripts, script_plan
+from flockstep.runtime.resizing import (
+    faults_after,
+    require_resizable,
+    require_script_resizable,
+    resized_checkpoint,
+    resized_scripts,
+    script_plan,
+)
 from flockstep.runtime.setup import BuiltJob, prepare
 from flockstep.strategies.base import Strategy
 

@@ -60,12 +60,12 @@ from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.failpoints import reach
 from flockstep.records.flight import decoded
 from flockstep.records.scratch import scratch
-from flockstep.runtime.event_sender import events_in
 from flockstep.runtime.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, run_of_call
 from flockstep.runtime.node_metrics import fingerprint
 from flockstep.runtime.part_group import groups_of
 from flockstep.runtime.plan import whole_cluster
 from flockstep.runtime.replication import ProgramEvents
+from flockstep.runtime.reports import events_in
 from flockstep.runtime.snapshot_tracker import NewestSnapshots
 
 GRACE = 3.0

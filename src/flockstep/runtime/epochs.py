@@ -9,18 +9,28 @@ other data changes no order.
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import sys
+import warnings
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from flockstep.arrays.namespace import is_tensor, to_host
+from flockstep.errors import ConfigurationError
+from flockstep.messages import Fields
 from flockstep.runtime.node_spec import seed_of_script
-from flockstep.runtime.session import steps_here
+from flockstep.runtime.session import newest_session, sessions_here, steps_here
 
 B = TypeVar("B")
+MOST = 1 << 16
+"""Maximum number of bytes of each array that enter the digest of a batch; further bytes are ignored."""
 APART = 1_000_003
 """Difference between the seeds of two loaders in use for equal data; no loader has as many epochs."""
 DATA = 1 << 31
@@ -163,3 +173,135 @@ def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
         if batch is end:
             return
         yield batch
+
+
+class ShardedBatches(EpochBatches[B]):
+    """Batches i, i + n, i + 2n, … of an iterable, for worker i of n; every worker gets the same number of batches."""
+
+    what = "batches"
+    """What the iterable yields."""
+    certain = False
+    """Whether all workers must read equal values; batches may contain random changes of each worker."""
+    _told = _warned = False
+
+    def of_epoch(self, epoch: int) -> Iterator[B]:
+        """Yield this worker's batches of one epoch.
+
+        Raises:
+            ConfigurationError: there are batches, but fewer than workers.
+        """
+        return self.in_order(self._epochs.seed + epoch)
+
+    def in_order(self, seed: int) -> Iterator[B]:
+        """Yield this worker's batches in the order that is drawn with the given seed."""
+        batches, turns = drawn(self._batches, seed), 0
+        while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
+            if not turns:
+                self._compare(turn)
+            yield turn[self._rank]
+            turns += 1
+        if turn and not turns:
+            raise ConfigurationError(
+                f"flockstep.shard gives each of {self._workers} workers the same number of {self.what}, but the epoch "
+                f"has only {len(turn)}; use at most {len(turn)} workers, or smaller batches"
+            )
+        if turn and not self._told and self._rank == 0:
+            self._told = True
+            warnings.warn(
+                f"flockstep.shard leaves out the last {len(turn)} {self.what} of an epoch because all {self._workers} "
+                f"workers must take the same number of steps; yield a multiple of {self._workers} {self.what}, or let "
+                "each worker read different data, with private=True",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _compare(self, turn: list[B]) -> None:
+        """Compare the first batches of an epoch with those of other workers, and of other loading processes."""
+        digests = list(map(digest_of, turn))
+        tell_data(self._epochs.number, self.what, " ".join(digests), self.certain)
+        loading = getattr(self._batches, "num_workers", 0)
+        if loading > 1 and self._rank == 0 and digests[0] == digests[1] and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the {loading} processes of the loader read the same batches, so every sample occurs {loading} times "
+                "in an epoch; let the __iter__ of the data set yield a different part in each process, with "
+                "torch.utils.data.get_worker_info()",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._batches) // self._workers  # type: ignore[arg-type]
+
+
+class PrivateBatches(EpochBatches[B]):
+    """All batches of an iterable that this worker alone has.
+
+    A worker whose batches run out takes part in the steps of the other workers until every worker has used all of its
+    batches, as under `optimizer.join()`: every batch is used exactly once in an epoch, and all workers begin the next
+    epoch together.
+    """
+
+    def of_epoch(self, epoch: int) -> Iterator[B]:
+        """Yield all batches of one epoch.
+
+        Raises:
+            ConfigurationError: there is no batch.
+        """
+        with ExitStack() as stack:
+            for session in sessions_here():
+                if session.loop is not None and session.loop.epoch is not None:
+                    stack.enter_context(session.loop.epoch())
+            none = True
+            for batch in drawn(self._batches, self._epochs.seed + epoch * self._workers + self._rank):
+                none = False
+                yield batch
+            if none:
+                raise ConfigurationError(
+                    f"worker {self._rank} has no batch in epoch {epoch}; start only as many workers as have data, "
+                    "and give shard a loader or a list, because a generator is empty after one epoch"
+                )
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def digest_of(batch: object) -> str:
+    """Return 16 hexadecimal digits that are equal for batches with equal numbers and texts."""
+    digest = hashlib.sha256()
+    _add(digest, batch)
+    return digest.hexdigest()[:16]
+
+
+def _add(digest: Any, value: object) -> None:
+    """Add numbers, texts, arrays and containers of them; of any other object only its type, which all workers share."""
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, (bytes, bytearray)):
+        digest.update(value)
+    elif isinstance(value, (str, bool, int, float, complex)):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            _add(digest, key)
+            _add(digest, one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _add(digest, one)
+    elif (is_tensor(value) and value.layout is sys.modules["torch"].strided) or (  # type: ignore[attr-defined]
+        isinstance(value, np.ndarray) and not value.dtype.hasobject
+    ):
+        array = np.ascontiguousarray(to_host(value))
+        digest.update(f"{array.shape} {array.dtype}".encode())
+        digest.update(array.reshape(-1).view(np.uint8)[:MOST].data)
+
+
+def tell_data(number: int, what: str, digest: str, certain: bool) -> None:
+    """Send the supervisor a digest of the data that this worker is about to read; do nothing if there is no run.
+
+    The supervisor compares digests of the same run step, of the loader with the same `number` among those in use, and
+    of the same kind `what`. If they differ, the run ends if the difference is `certain` to be a mistake.
+    """
+    here = newest_session()
+    if here is not None and here.worker is not None and not here.closed:
+        note: Fields = {"of": f"{what} of loader {number}", "digest": digest, "certain": int(certain)}
+        here.member.tell("data", None, {**note, "step": here.worker.run_step})

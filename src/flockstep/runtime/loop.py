@@ -32,11 +32,10 @@ from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
 from flockstep.runtime.checkpoints import NodeCheckpoint, manifest_of
-from flockstep.runtime.event_sender import EventSender
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.node_creation import make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
-from flockstep.runtime.node_spec import claim_spec
+from flockstep.runtime.node_spec import claim_spec, place_of_script, require_own_process, spec_from_environment
 from flockstep.runtime.program_restart import (
     ScriptRequests,
     all_here,
@@ -48,9 +47,10 @@ from flockstep.runtime.program_restart import (
     restart_programs,
 )
 from flockstep.runtime.real import NodeConnection
+from flockstep.runtime.reports import EventSender
 from flockstep.runtime.runner import OneProcess, Runner
 from flockstep.runtime.script_checkpoints import Keeper, ScriptCheckpoints
-from flockstep.runtime.session import Session, require_side_by_side, session_of_script
+from flockstep.runtime.session import Session, require_side_by_side, session_of_script, sessions_here
 from flockstep.runtime.settings import compared_at, room_for, tell_servers, told
 from flockstep.runtime.signals import leave_script_to_supervisor
 from flockstep.strategies.base import Strategy
@@ -633,3 +633,34 @@ class Loop:
                     "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
                     "exchange; call optimizer.finish() after the last step\n"
                 )
+
+
+def script_checkpoints(name: str) -> ScriptCheckpoints | None:
+    """Return the object through which this process's script takes part in checkpoints; None if the script runs alone.
+
+    `name` is the function that the script has called.
+
+    Raises:
+        ConfigurationError: the script is not between `distribute` and `finish()`, or has several optimizers, or uses
+            another framework than PyTorch.
+    """
+    require_own_process(name)
+    if spec_from_environment() is None and place_of_script()[1] == 1:
+        return None
+    live = sessions_here()
+    if not live:
+        raise ConfigurationError(
+            f"flockstep.{name} needs a run; call it after flockstep.distribute() and before finish()"
+        )
+    if len(live) > 1 or live[0].node_spec.call > 1:
+        raise ConfigurationError(
+            f"flockstep.{name} works in scripts that call flockstep.distribute once, got several calls; save "
+            "state_dict()s in this script, as docs/how-to/loops.md shows"
+        )
+    loop = live[0].loop
+    if loop is None or loop.checkpoints is None:
+        raise ConfigurationError(
+            f"flockstep.{name} works only in a PyTorch script after flockstep.distribute, got a script of another "
+            "framework or without distribute; save the state in the script itself"
+        )
+    return loop.checkpoints

@@ -21,7 +21,6 @@ from flockstep.programs import NeedGradient, NeedWork, Rendezvous, SharedArrays,
 from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent
 from flockstep.records.flight import encoded
 from flockstep.runtime.checkpoints import CHECKPOINT, NodeCheckpoints
-from flockstep.runtime.event_sender import EventSender
 from flockstep.runtime.host_memory import HostMemory, RunMemory
 from flockstep.runtime.member import LOSS_TOLD, PAUSE, Member
 from flockstep.runtime.messenger import Messenger
@@ -29,8 +28,8 @@ from flockstep.runtime.part_group import PartGroup, with_addresses_of_run
 from flockstep.runtime.part_link import PartLink
 from flockstep.runtime.program_restart import ScriptRequests
 from flockstep.runtime.replication import ReplicatedServer, replicate
+from flockstep.runtime.reports import EventSender, SnapshotSender
 from flockstep.runtime.runner import Runner
-from flockstep.runtime.snapshot_sender import SnapshotSender
 from flockstep.runtime.tracker import FINAL, Progress
 from flockstep.runtime.user_code import script_call
 from flockstep.strategies.base import Strategy

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from flockstep.errors import ConfigurationError
-from flockstep.runtime.epochs import EpochBatches, count_of, drawn, epochs_of
-from flockstep.runtime.every_nth import ShardedBatches
+from flockstep.runtime.epochs import PrivateBatches, ShardedBatches, count_of, epochs_of
 from flockstep.runtime.node_spec import place_of_script, require_own_process
-from flockstep.runtime.session import sessions_here
 
 B = TypeVar("B")
 
@@ -73,35 +70,3 @@ def shard(
     if seed is not None:
         epochs_of(part).seed = seed
     return part  # type: ignore[no-any-return]
-
-
-class PrivateBatches(EpochBatches[B]):
-    """All batches of an iterable that this worker alone has.
-
-    A worker whose batches run out takes part in the steps of the other workers until every worker has used all of its
-    batches, as under `optimizer.join()`: every batch is used exactly once in an epoch, and all workers begin the next
-    epoch together.
-    """
-
-    def of_epoch(self, epoch: int) -> Iterator[B]:
-        """Yield all batches of one epoch.
-
-        Raises:
-            ConfigurationError: there is no batch.
-        """
-        with ExitStack() as stack:
-            for session in sessions_here():
-                if session.loop is not None and session.loop.epoch is not None:
-                    stack.enter_context(session.loop.epoch())
-            none = True
-            for batch in drawn(self._batches, self._epochs.seed + epoch * self._workers + self._rank):
-                none = False
-                yield batch
-            if none:
-                raise ConfigurationError(
-                    f"worker {self._rank} has no batch in epoch {epoch}; start only as many workers as have data, "
-                    "and give shard a loader or a list, because a generator is empty after one epoch"
-                )
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]

@@ -25,9 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from flockstep.errors import ConfigurationError
-from flockstep.runtime.data_digest import digest_of, tell_data
-from flockstep.runtime.epochs import EpochCount, count_of
-from flockstep.runtime.every_nth import ShardedBatches
+from flockstep.runtime.epochs import EpochCount, ShardedBatches, count_of, digest_of, tell_data
 
 B = TypeVar("B")
 
