@@ -115,8 +115,79 @@ def manifest(pods: Pods, command: Sequence[str]) -> Object:
         ConfigurationError: the command does not train.
     """
     require_trains(command)
-    made = [] if pods.secret is not None else [_secret(pods.name)]
-    return {"apiVersion": "v1", "kind": "List", "items": [*made, _service(pods), _job(pods, command)]}
+    labels = {"app.kubernetes.io/name": "flockstep", "app.kubernetes.io/instance": pods.name}
+    metadata = {"name": pods.name, "labels": labels}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": "Opaque",
+        "stringData": {KEY: secrets.token_hex(32)},
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # pods find each other before they are ready
+            "selector": labels,
+            "ports": [{"name": "coordinator", "port": pods.port}],
+        },
+    }
+    place = ["--nodes", str(pods.nodes), "--node-rank", f"$({INDEX})", "--coordinator", f"{pods.first}:{pods.port}"]
+    out = [] if pods.claim is None or "--out" in command else ["--out", f"{RUNS}/{pods.name}"]
+    reference = {"name": pods.secret or pods.name, "key": KEY}
+    container: Object = {
+        "name": "flockstep",
+        "image": pods.image,
+        "command": ["flockstep", command[0]],
+        "args": [*place, *out, *(word.replace("$", "$$") for word in command[1:])],
+        "env": [{"name": SECRET, "valueFrom": {"secretKeyRef": reference}}],
+        "ports": [{"name": "coordinator", "containerPort": pods.port}],
+        "securityContext": CONFINED,
+    }
+    requests = {name: amount for name, amount in (("cpu", pods.cpu), ("memory", pods.memory)) if amount is not None}
+    limits = {name: amount for name, amount in requests.items() if name == "memory"}
+    if pods.gpus:
+        limits["nvidia.com/gpu"] = str(pods.gpus)
+    if requests or limits:
+        amounts = (("requests", requests), ("limits", limits))
+        container["resources"] = {name: amount for name, amount in amounts if amount}
+    resolve = {
+        "name": "resolve",
+        "image": pods.image,
+        "command": ["python3", "-c", RESOLVE, pods.first],
+        "securityContext": CONFINED,
+    }
+    pod: Object = {
+        "restartPolicy": "Never",
+        "subdomain": pods.name,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "enableServiceLinks": False,
+        "initContainers": [resolve],
+        "containers": [container],
+    }
+    if pods.claim is not None:
+        container["volumeMounts"] = [{"name": "runs", "mountPath": RUNS}]
+        pod["securityContext"]["fsGroup"] = GROUP  # without a group of the volume, only root can write to most volumes
+        pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}}]
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {  # a failed pod does not end the others, and the run is over when pod 0, the coordinator, is
+            "completionMode": "Indexed",
+            "completions": pods.nodes,
+            "parallelism": pods.nodes,
+            "backoffLimitPerIndex": 0,
+            "maxFailedIndexes": pods.nodes - 1,
+            "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return {"apiVersion": "v1", "kind": "List", "items": [*([secret] if pods.secret is None else []), service, job]}
 
 
 def require_trains(command: Sequence[str]) -> None:
@@ -126,95 +197,3 @@ def require_trains(command: Sequence[str]) -> None:
             f"a run over several hosts needs a command that trains, got {command[0] if command else 'none'!r}; write "
             "launch or train, as for one host, such as: launch -n 4 train.py"
         )
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "flockstep", "app.kubernetes.io/instance": name}
-
-
-def _metadata(name: str) -> Object:
-    return {"name": name, "labels": _labels(name)}
-
-
-def _secret(name: str) -> Object:
-    text = secrets.token_hex(32)
-    kind = {"apiVersion": "v1", "kind": "Secret"}
-    return {**kind, "metadata": _metadata(name), "type": "Opaque", "stringData": {KEY: text}}
-
-
-def _service(pods: Pods) -> Object:
-    """The headless Service; pods find each other before they are ready."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": _labels(pods.name),
-        "ports": [{"name": "coordinator", "port": pods.port}],
-    }
-    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(pods.name), "spec": spec}
-
-
-def _job(pods: Pods, command: Sequence[str]) -> Object:
-    """The Job: a failed pod does not end the others, and the run is over when pod 0, the coordinator, is."""
-    spec = {
-        "completionMode": "Indexed",
-        "completions": pods.nodes,
-        "parallelism": pods.nodes,
-        "backoffLimitPerIndex": 0,
-        "maxFailedIndexes": pods.nodes - 1,
-        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-        "template": {"metadata": {"labels": _labels(pods.name)}, "spec": _pod(pods, command)},
-    }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(pods.name), "spec": spec}
-
-
-def _pod(pods: Pods, command: Sequence[str]) -> Object:
-    spec: Object = {
-        "restartPolicy": "Never",
-        "subdomain": pods.name,
-        "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "enableServiceLinks": False,
-        "initContainers": [
-            {
-                "name": "resolve",
-                "image": pods.image,
-                "command": ["python3", "-c", RESOLVE, pods.first],
-                "securityContext": CONFINED,
-            }
-        ],
-        "containers": [_container(pods, command)],
-    }
-    if pods.claim is not None:
-        spec["securityContext"]["fsGroup"] = GROUP  # without a group of the volume, only root can write to most volumes
-        spec["volumes"] = [{"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}}]
-    return spec
-
-
-def _container(pods: Pods, command: Sequence[str]) -> Object:
-    place = ["--nodes", str(pods.nodes), "--node-rank", f"$({INDEX})", "--coordinator", f"{pods.first}:{pods.port}"]
-    out = [] if pods.claim is None or "--out" in command else ["--out", f"{RUNS}/{pods.name}"]
-    words = [*place, *out, *(word.replace("$", "$$") for word in command[1:])]
-    reference = {"name": pods.secret or pods.name, "key": KEY}
-    container: Object = {
-        "name": "flockstep",
-        "image": pods.image,
-        "command": ["flockstep", command[0]],
-        "args": words,
-        "env": [{"name": SECRET, "valueFrom": {"secretKeyRef": reference}}],
-        "ports": [{"name": "coordinator", "containerPort": pods.port}],
-        "securityContext": CONFINED,
-    }
-    if resources := _resources(pods):
-        container["resources"] = resources
-    if pods.claim is not None:
-        container["volumeMounts"] = [{"name": "runs", "mountPath": RUNS}]
-    return container
-
-
-def _resources(pods: Pods) -> Object:
-    wanted = {"cpu": pods.cpu, "memory": pods.memory}
-    requests = {name: amount for name, amount in wanted.items() if amount is not None}
-    limits = {name: amount for name, amount in requests.items() if name == "memory"}
-    if pods.gpus:
-        limits["nvidia.com/gpu"] = str(pods.gpus)
-    return {name: amounts for name, amounts in (("requests", requests), ("limits", limits)) if amounts}

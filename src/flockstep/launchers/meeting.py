@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError, require
-from flockstep.links.addresses import keep_alive, tcp_address
+from flockstep.links.addresses import bound, tcp_address
 from flockstep.runtime.place import SECRET
 
 SHORTEST = 16
@@ -101,22 +101,14 @@ class Meeting:
         Raises:
             ConfigurationError: the address is in use, or belongs to another machine.
         """
-        family, address = self._looked_up()[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            keep_alive(sock, heartbeat)
-            sock.bind(address)
-            sock.listen(128)
+            return bound(*self._looked_up()[0], heartbeat)
         except OSError as error:
-            sock.close()
             raise ConfigurationError(
                 f"the coordinator cannot listen at {self.where}: {error.strerror}; --coordinator must be an address of "
                 "the host with node rank 0, with a free port, or add --separate-coordinator where flockstep coordinate "
                 "runs"
             ) from None
-        sock.setblocking(False)
-        return sock
 
 
 def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: str = "") -> Meeting:

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
-from flockstep.links.bus import cannot_listen
 from flockstep.links.shared_heap import NODES
 
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -141,26 +140,33 @@ def listening(address: str, heartbeat: float) -> tuple[socket.socket, str]:
 
     Raises: ConfigurationError: this process cannot listen at the address.
     """
-    host = host_of(address)
-    if not host:
-        sock = _listening(socket.AF_UNIX, address.partition("://")[2], address, heartbeat)
-        assert sock is not None
-        return sock, address
-    ports = ports_of(address.rpartition(":")[2])
-    for port in ports:
-        sock = _listening(_family(host), (host, port), address, heartbeat)
-        if sock is not None:
-            return sock, tcp_address(host, sock.getsockname()[1])
+    host, _, place = host_of(address), *address.partition("://")[1:]
+    for port in ports_of(address.rpartition(":")[2]) if host else (0,):
+        try:
+            sock = bound(_family(host), (host, port), heartbeat) if host else bound(socket.AF_UNIX, place, heartbeat)
+        except OSError as error:
+            if host and error.errno == errno.EADDRINUSE:
+                continue
+            way_out = (
+                "use an address of this machine, such as 127.0.0.1"
+                if host
+                else "set TMPDIR to a folder with a short path, or use --transport tcp"
+            )
+            raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}; {way_out}") from None
+        return sock, tcp_address(host, sock.getsockname()[1]) if host else address
     raise ConfigurationError(
         f"cannot listen on {address}: no free port is left; give a range with a port for each node, such as "
         f"ports='29500-29600', or leave ports out"
     )
 
 
-def _listening(
-    family: socket.AddressFamily, place: str | tuple[str, int], address: str, heartbeat: float
-) -> socket.socket | None:
-    """A socket that listens at that place; None if that port is in use."""
+def bound(family: socket.AddressFamily, place: str | tuple[str, int], heartbeat: float) -> socket.socket:
+    """Return a non-blocking socket that listens at a place; connections that it accepts fail within `heartbeat` seconds
+    (at least 2 s) after the other host has gone.
+
+    Raises:
+        OSError: the place is in use, or belongs to another machine.
+    """
     sock = socket.socket(family)
     try:
         if family != socket.AF_UNIX:
@@ -168,11 +174,9 @@ def _listening(
             keep_alive(sock, heartbeat)
         sock.bind(place)
         sock.listen(NODES)
-    except OSError as error:
+    except OSError:
         sock.close()
-        if error.errno == errno.EADDRINUSE and family != socket.AF_UNIX:
-            return None
-        raise cannot_listen(address, error.strerror or str(error)) from None
+        raise
     sock.setblocking(False)
     return sock
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.errors import PeerLost
 from flockstep.messages import LAUNCHER as LAUNCHER
 from flockstep.messages import Address, Array, Message, Wanted
 
@@ -127,13 +127,3 @@ class Bus(ABC):
     @abstractmethod
     def close(self, linger: float) -> None:
         """Close the bus; queued messages are delivered for up to `linger` seconds."""
-
-
-def cannot_listen(address: str, why: str) -> ConfigurationError:
-    """Return the error of a node that cannot listen at `address`, ipc://PATH or tcp://HOST:PORT."""
-    way_out = (
-        "use an address of this machine, such as 127.0.0.1"
-        if address.startswith("tcp:")
-        else "set TMPDIR to a folder with a short path, or use --transport tcp"
-    )
-    return ConfigurationError(f"cannot listen on {address}: {why}; {way_out}")
