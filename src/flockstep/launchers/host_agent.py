@@ -274,7 +274,14 @@ class HostAgent:
             link = next(self._numbers)
             self._frames[link] = connection
             self._send(Heard(link, words))
-        self._report_newcomers()
+        if not self._prepared:
+            try:
+                self._prepared = self._newcomers.ready()
+            except RunError as error:
+                self._send(Stopped(str(error), failed=True))
+                raise
+            if self._prepared:
+                self._send(Prepared())
         ended = {number: child.exit_code() for number, child in self._children.items()}
         broken = [link for link, frames in self._frames.items() if frames.disconnected()]
         drained = not full
@@ -293,22 +300,6 @@ class HostAgent:
             if code is not None and number not in self._reported:
                 self._reported.add(number)
                 self._send(Exited(number, code, self._memory.explain(code)))
-
-    def _report_newcomers(self) -> None:
-        """Tell the coordinator once all workers that join have built the job.
-
-        Raises:
-            RunError: one of them has failed.
-        """
-        if self._prepared:
-            return
-        try:
-            self._prepared = self._newcomers.ready()
-        except RunError as error:
-            self._send(Stopped(str(error), failed=True))
-            raise
-        if self._prepared:
-            self._send(Prepared())
 
     def _forward(self, link: int, frames: LocalFrames) -> bool:
         """Forward messages of a process, at most so many; return whether none is left."""

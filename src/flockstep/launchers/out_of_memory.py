@@ -20,16 +20,11 @@ def oom_kills() -> int:
     with contextlib.suppress(OSError):
         groups = [line.partition("::")[2] for line in CGROUP.read_text().splitlines() if line.startswith("0::")]
         files += [EVENTS / group.lstrip("/") / "memory.events" for group in groups]
-    return sum(_counter(file) for file in files)
-
-
-def _counter(file: Path) -> int:
-    with contextlib.suppress(OSError):
-        for line in file.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    return 0
+    count = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            count += next((int(line[9:]) for line in file.read_text().splitlines() if line.startswith("oom_kill ")), 0)
+    return count
 
 
 class OutOfMemoryDetector:

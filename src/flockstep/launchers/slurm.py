@@ -156,13 +156,24 @@ def submitted(
             f"--slurm-options must be words as in a shell, got {options!r}: {error}; write it like "
             '"--partition=gpu --time=1:00:00"'
         ) from None
-    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *words]
+    if not 0 < nodes <= workers:
+        raise ConfigurationError(f"--nodes must be >= 1 and <= {workers}, the number of workers (-n), got {nodes}")
+    for name, amount, least in (("cpus", cpus, 1), ("gpus", gpus, 0)):
+        if amount != int(amount) or amount < least:
+            raise ConfigurationError(
+                f"--{name}-per-worker must be a whole number >= {least} on Slurm, got {amount:g}; the default is "
+                f"{least}"
+            )
+    share = -(-workers // nodes)  # of the workers, on each host
+    wanted = [f"--nodes={nodes}", f"--ntasks-per-node={share}", f"--cpus-per-task={int(cpus)}"]
+    wanted += [f"--gpus-per-node={int(gpus) * share}"] * bool(gpus) + words
     parent = place.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     folder = private_folder(parent, ".flockstep-slurm-")
-    job = _Job(folder)
+    job, agent = _Job(folder), shlex.join([python, "-u", "-m", "flockstep", *command])
+    here, there = shlex.quote(str(Path.cwd())), shlex.quote(str(folder))
     try:
-        return job.run(_script([python, "-u", "-m", "flockstep", *command], folder), wanted)
+        return job.run(SCRIPT.format(here=here, folder=there, separate=SEPARATE, command=agent), wanted)
     finally:
         if not job.unseen:
             shutil.rmtree(folder, ignore_errors=True)
@@ -173,27 +184,6 @@ def _require(tool: str) -> None:
         raise ConfigurationError(
             f"{tool} is not installed here; run the command on a host from which jobs are submitted to Slurm"
         )
-
-
-def _shares(workers: int, nodes: int, cpus: float, gpus: float) -> list[str]:
-    """Options of sbatch for what the workers need on each host."""
-    if not 0 < nodes <= workers:
-        raise ConfigurationError(f"--nodes must be >= 1 and <= {workers}, the number of workers (-n), got {nodes}")
-    for name, amount, least in (("cpus", cpus, 1), ("gpus", gpus, 0)):
-        if amount != int(amount) or amount < least:
-            raise ConfigurationError(
-                f"--{name}-per-worker must be a whole number >= {least} on Slurm, got {amount:g}; the default is "
-                f"{least}"
-            )
-    share = -(-workers // nodes)
-    return [f"--ntasks-per-node={share}", f"--cpus-per-task={int(cpus)}"] + [
-        f"--gpus-per-node={int(gpus) * share}"
-    ] * bool(gpus)
-
-
-def _script(command: Sequence[str], folder: Path) -> str:
-    places = {"here": shlex.quote(str(Path.cwd())), "folder": shlex.quote(str(folder))}
-    return SCRIPT.format(**places, separate=SEPARATE, command=shlex.join(command))
 
 
 @dataclass
