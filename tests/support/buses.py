@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-from flockstep.links.bus import Bus
 from flockstep.links.handshake import Handshake
 from flockstep.links.kinds import Transport
 from flockstep.links.streams import StreamBus
@@ -34,10 +33,9 @@ def buses(folder: Path) -> Iterator[Make]:
         me = SenderIdentity(run, address, "schema", 1 << 20, secret=secret)
         if transport == "encrypted" or sessions:  # over the loopback, too
             encrypts = transport == "encrypted"
-            one: Bus = StreamBus(me, "tcp://127.0.0.1:*", encrypts=encrypts, local_sessions=sessions)
+            one = StreamBus(me, "tcp://127.0.0.1:*", encrypts=encrypts, local_sessions=sessions)
         else:
             one = Transport.parse(transport).bus(me, folder, f"node{len(made)}")
-        assert isinstance(one, StreamBus)
         made.append(one)
         return one
 

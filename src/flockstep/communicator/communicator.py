@@ -23,9 +23,9 @@ from flockstep.communicator.rank import Rank
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached
 from flockstep.communicator.window import Window
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut, in_short
-from flockstep.links.bus import Bus
 from flockstep.links.shared_group import needed
 from flockstep.links.shared_memory import SharedMemory
+from flockstep.links.streams import StreamBus
 from flockstep.messages import Array, Message, node_name
 from flockstep.runtime.node_metrics import NodeMetrics
 
@@ -74,7 +74,7 @@ class RequestServer:
 class Sockets(Protocol):
     """The sockets with which a communicator sends and receives messages."""
 
-    bus: Bus
+    bus: StreamBus
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
         """Return the next message from any rank; None if none arrives within `seconds` or if `also` becomes

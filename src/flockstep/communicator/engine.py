@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from flockstep import nodes
 from flockstep.communicator.rank import Rank
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, TimedOut
-from flockstep.links.bus import Bus, Traffic
+from flockstep.links.bus import Traffic
+from flockstep.links.streams import StreamBus
 from flockstep.messages import HEADER_BYTES, LEAVE, Address, Message, frozen
 from flockstep.programs import completed
 from flockstep.runtime.messenger import RETRY, Messenger, Receive
@@ -55,8 +56,9 @@ class ProgressEngine(Messenger):
     """Owns a rank and its sockets; the threads of the process submit messages and calls to the engine."""
 
     node: Rank
+    _bus: StreamBus
 
-    def __init__(self, bus: Bus, receive: Receive, node: Rank, patience: float):
+    def __init__(self, bus: StreamBus, receive: Receive, node: Rank, patience: float):
         """Start the engine's thread.
 
         Args:

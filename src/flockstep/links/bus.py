@@ -1,14 +1,12 @@
-"""The interface of a bus, which delivers messages between the nodes of a run."""
+"""What a bus counts, and what it raises while a peer accepts no message."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flockstep.errors import PeerLost
 from flockstep.messages import LAUNCHER as LAUNCHER
-from flockstep.messages import Address, Array, Message, Wanted
+from flockstep.messages import Message
 
 
 class Backlog(PeerLost):
@@ -53,77 +51,3 @@ class Traffic:
         self.received_bytes += received
         self.messages_sent += messages
         self.messages_received += messages
-
-
-class Bus(ABC):
-    """Delivers messages between one node and its peers, in order for each pair of nodes.
-
-    `address` is where peers connect; `traffic` counts the messages exchanged with peers, without greetings.
-    """
-
-    address: str
-    traffic: Traffic
-
-    @abstractmethod
-    def connect(self, peers: Mapping[Address, str]) -> None:
-        """Connect to the peers at their addresses and accept no other connections.
-
-        Call `poll` until all peers are `reachable`.
-        """
-
-    @abstractmethod
-    def disconnect(self, peer: Address) -> None:
-        """Close the connection to a lost peer, and free the memory that the peer could read."""
-
-    @abstractmethod
-    def reachable(self, peer: Address) -> bool:
-        """Return whether the connection to the peer is established."""
-
-    @abstractmethod
-    def waiting(self, peer: Address) -> int:
-        """Return the number of bytes that wait in this process to be sent to the peer."""
-
-    @abstractmethod
-    def broken(self, seconds: float) -> set[Address]:
-        """Return the peers whose connection broke at least `seconds` ago, for any reason."""
-
-    @abstractmethod
-    def why_broken(self, peer: Address) -> str:
-        """Return the reason why the connection to a peer ended, as a sentence without a final period."""
-
-    @abstractmethod
-    def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer without waiting.
-
-        The caller may change the array afterwards, unless `copy_for_sending` returned the array.
-
-        Raises:
-            Backlog: too many messages or bytes are queued for the peer; the same message may be sent again later.
-            PeerLost: the peer is not connected.
-        """
-
-    @abstractmethod
-    def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        """Return the next message; None if none arrived within `seconds` or a descriptor of `also` became readable.
-
-        Args:
-            seconds: time limit; None waits without limit.
-            also: file descriptors that end the wait when they become readable.
-            wanted: the message that the caller expects. Its array may be received directly into `wanted.place`; then
-                the message's array is that place.
-
-        Raises:
-            ProtocolError: a peer sent a message that breaks the protocol.
-        """
-
-    @abstractmethod
-    def copy_for_sending(self, array: Array) -> Array:
-        """Return a read-only copy of the array, in memory that peers can read if such memory is available."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give the memory of sent and received arrays to which nothing refers any more back to the operating system."""
-
-    @abstractmethod
-    def close(self, linger: float) -> None:
-        """Close the bus; queued messages are delivered for up to `linger` seconds."""

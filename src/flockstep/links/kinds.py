@@ -8,7 +8,7 @@ import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from flockstep.arrays.kernels.jit import COMPILES
 from flockstep.errors import ConfigurationError
@@ -22,11 +22,13 @@ from flockstep.links.addresses import (
     resolved,
     tcp_address,
 )
-from flockstep.links.bus import Bus
 from flockstep.links.connection import LINK_TIMEOUT
 from flockstep.links.shared_group import needed, room_for
 from flockstep.links.shared_memory import SharedMemory
 from flockstep.links.wire import SenderIdentity
+
+if TYPE_CHECKING:
+    from flockstep.links.streams import StreamBus
 
 
 class Transport(Component):
@@ -67,7 +69,7 @@ class Transport(Component):
         name: str,
         heartbeat: float = 5.0,
         link_timeout: float = LINK_TIMEOUT,
-    ) -> Bus:
+    ) -> StreamBus:
         """Create the bus of node `me`, which is called `name` in error messages; `directory` is private to the run.
 
         If a connection to another host is silent for `heartbeat` seconds, it is opened again. The peer counts as

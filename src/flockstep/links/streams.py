@@ -38,7 +38,7 @@ import numpy as np
 
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.links.addresses import connecting, host_of, is_loopback, listening, tcp_address
-from flockstep.links.bus import Backlog, Bus, Traffic
+from flockstep.links.bus import Backlog, Traffic
 from flockstep.links.connection import (
     ACKNOWLEDGED,
     LINK_TIMEOUT,
@@ -135,8 +135,11 @@ class LinkLog:
 LOG = LinkLog()
 
 
-class StreamBus(Bus):
-    """A node's connections to its peers, one connection for each peer."""
+class StreamBus:
+    """A node's connections to its peers, one connection for each peer; messages arrive in order for each pair of nodes.
+
+    `address` is where peers connect; `traffic` counts the messages exchanged with peers, without greetings.
+    """
 
     _listener: socket.socket | None = None
     _own = ""
@@ -232,7 +235,7 @@ class StreamBus(Bus):
 
     def connect(self, peers: Mapping[Address, str], own: str = "") -> None:
         """Connect to the peers with lower addresses, from the address `own` of this host if one is given; peers with
-        higher addresses connect to this node.
+        higher addresses connect to this node. Call `poll` until all peers are `reachable`.
         """
         self._own = own
         if self._heap is not None and len(peers) < NODES:
@@ -292,6 +295,7 @@ class StreamBus(Bus):
                 self._drop(self._peers[peer])
 
     def reachable(self, peer: Address) -> bool:
+        """Return whether the connection to the peer is established, or may return."""
         return peer in self._peers and self._peers[peer].usable()
 
     def connected(self, peer: Address) -> bool:
@@ -312,14 +316,17 @@ class StreamBus(Bus):
         return self.waiting(peer) + (0 if session is None else session.unacknowledged)
 
     def waiting(self, peer: Address) -> int:
+        """Return the number of bytes that wait in this process to be sent to the peer."""
         connection = self._peers.get(peer)
         return connection.waiting if connection is not None and connection.usable() else 0
 
     def broken(self, seconds: float) -> set[Address]:
+        """Return the peers whose connection broke at least `seconds` ago, for any reason."""
         latest = time.monotonic() - seconds
         return {peer for peer, (at, _) in self._ended.items() if at <= latest}
 
     def why_broken(self, peer: Address) -> str:
+        """Return the reason why the connection to a peer ended, as a sentence without a final period."""
         connection, (_, unopened) = self._peers.get(peer), self._ended.get(peer, (0.0, ""))
         broke = unopened or f"the connection to {node_name(peer)} broke"
         return broke if connection is None or not connection.why else f"{broke}: {connection.why}"
@@ -329,10 +336,19 @@ class StreamBus(Bus):
         return self._copies.frozen(array)
 
     def release(self) -> None:
+        """Give the memory of sent and received arrays to which nothing refers any more back to the system."""
         with self._lock:
             self._copies.release()
 
     def send(self, to: Address, message: Message) -> None:
+        """Send a message to a peer without waiting.
+
+        The caller may change the array afterwards, unless `copy_for_sending` returned the array.
+
+        Raises:
+            Backlog: too many messages or bytes are queued for the peer; the same message may be sent again later.
+            PeerLost: the peer is not connected.
+        """
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
             raise self._unreachable(to)
@@ -356,6 +372,17 @@ class StreamBus(Bus):
         self.traffic.sent(message, len(header))
 
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
+        """Return the next message; None if none arrived within `seconds` or a descriptor of `also` became readable.
+
+        Args:
+            seconds: time limit; None waits without limit.
+            also: file descriptors that end the wait when they become readable.
+            wanted: the message that the caller expects. Its array may be received directly into `wanted.place`; then
+                the message's array is that place.
+
+        Raises:
+            ProtocolError: a peer sent a message that breaks the protocol.
+        """
         self._asked = True
         with self._lock:
             self._asked = False

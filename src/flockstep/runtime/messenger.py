@@ -12,13 +12,14 @@ from collections.abc import Callable
 from flockstep import nodes
 from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.errors import PeerLost
-from flockstep.links.bus import LAUNCHER, Bus
-from flockstep.messages import Address, Message, node_name
+from flockstep.links.streams import StreamBus
+from flockstep.messages import LAUNCHER, Address, Message, node_name
 from flockstep.nodes import Node
 from flockstep.records import failpoints
 from flockstep.records.flight import FlightRecorder
 from flockstep.runtime.member import AGAIN, begin_again, stopped
 from flockstep.runtime.node_metrics import Emit, NodeMetrics
+from flockstep.runtime.part_link import PartLink
 from flockstep.runtime.runner import Runner
 
 RETRY = 0.005
@@ -36,7 +37,12 @@ class Messenger(ABC):
     """
 
     def __init__(
-        self, bus: Bus, receive: Receive, node: Node, emit: Emit | None, now: Callable[[], float] = time.monotonic
+        self,
+        bus: StreamBus | PartLink,
+        receive: Receive,
+        node: Node,
+        emit: Emit | None,
+        now: Callable[[], float] = time.monotonic,
     ):
         self.node = node
         self.now = now

@@ -4,18 +4,15 @@ replica.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 import msgspec
 
 from flockstep.errors import PeerLost
-from flockstep.links.bus import LAUNCHER, Bus
-from flockstep.messages import PART, Address, Array, Message, Wanted
+from flockstep.messages import LAUNCHER, PART, Address, Array, Message, Wanted
 from flockstep.runtime.member import Member, NodeLost
 from flockstep.runtime.part_group import PartGroup
 
 
-class PartLink(Bus):
+class PartLink:
     """The bus of the run, as a node of one part group sees it.
 
     Nodes of the group have the addresses that they have in the group; part i of the worker's own replica has the
@@ -69,17 +66,13 @@ class PartLink(Bus):
         inside = self.group.inside(address)
         return PART + address - self._first if inside is None else inside
 
-    def connect(self, peers: Mapping[Address, str]) -> None:
-        raise NotImplementedError("a PartLink opens no connections; Member.join connects all nodes of the run")
-
     def disconnect(self, peer: Address) -> None:
+        """Close the connection to a node that was lost."""
         self._bus.disconnect(self._outside(peer))
 
     def reachable(self, peer: Address) -> bool:
+        """Return whether the connection to the node is established."""
         return self._bus.reachable(self._outside(peer))
-
-    def waiting(self, peer: Address) -> int:
-        return self._bus.waiting(self._outside(peer))
 
     def broken(self, seconds: float) -> set[Address]:
         """The nodes of the group, and the parts of this worker's replica, whose connections broke at least `seconds`
@@ -90,20 +83,14 @@ class PartLink(Bus):
         return {self._inside(one) for one in broken if one in known or self.group.inside(one) is not None}
 
     def why_broken(self, peer: Address) -> str:
+        """Return the reason why the connection to a node ended."""
         return self._bus.why_broken(self._outside(peer))
 
     def send(self, to: Address, message: Message) -> None:
+        """Send a message to a node without waiting, as `StreamBus.send` does."""
         message.source = self._me
         self._bus.send(self._outside(to), message)
 
-    def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        raise NotImplementedError("a PartLink receives no messages itself; call PartLink.receive")
-
     def copy_for_sending(self, array: Array) -> Array:
+        """Return a read-only copy of the array, as `StreamBus.copy_for_sending` does."""
         return self._bus.copy_for_sending(array)
-
-    def release(self) -> None:
-        self._bus.release()
-
-    def close(self, linger: float) -> None:
-        raise NotImplementedError("a PartLink does not close the bus; Member.close does")
