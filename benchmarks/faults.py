@@ -38,7 +38,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from flockstep import __version__, registry
+from flockstep import registry
 from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 from flockstep.launchers.host_messages import HostLinks, Join, unpacked
@@ -46,7 +46,7 @@ from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.addresses import tcp_address
 from flockstep.links.handshake import Handshake
-from flockstep.links.wire import MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
+from flockstep.links.wire import MAX_HEADER, SenderIdentity, decode, encode
 from flockstep.messages import LAUNCHER, Message
 from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
@@ -473,7 +473,7 @@ def in_use() -> str:
     return f"refused after {text(seconds)}, start of the command included"
 
 
-JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {})
+JOIN = Join(1, 2, 4, (2, 3), {}, name="there")
 
 
 @contextlib.contextmanager

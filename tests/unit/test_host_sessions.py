@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from flockstep import __version__
 from flockstep.errors import FlockstepError
 from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join, Told
 from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
-from flockstep.links.wire import PROTOCOL
 from flockstep_lab.link_faults import FaultProxy
 from support.matrix import few
 from support.processes import PATIENCE, wait_until
 
 SECRET = b"a secret of these tests alone!!!"
-JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {})
+JOIN = Join(1, 2, 4, (2, 3), {}, name="there")
 COUNT = 120
 nothing: Any = lambda *given: None
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from flockstep import __version__
 from flockstep.errors import ConfigurationError, PeerLost, RunError
 from flockstep.launchers import host_messages
 from flockstep.launchers.children import HOST_LOST
@@ -50,7 +49,7 @@ from support.processes import PATIENCE, wait_until
 
 SECRET = b"a secret of these tests alone!!!"
 nothing: Any = lambda *given: None
-JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {"seed": "0"})
+JOIN = Join(1, 2, 4, (2, 3), {"seed": "0"}, name="there")
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.script import supervise
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.links.kinds import Transport
-from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.adoption import Answer, Introduction, folder_of
@@ -168,13 +167,14 @@ class Adopter:
 
     def _join(self, processes: Mapping[int, Adopted], meeting: Meeting, node: int, nodes: int) -> None:
         config = self.config
-        ranks = tuple(sorted(processes))
-        words = (PROTOCOL, __version__, node, nodes, config.workers, ranks, socket.gethostname(), settings_of(config))
+        ranks, settings = tuple(sorted(processes)), settings_of(config)
 
         def begin(node_spec: NodeSpec, accepted: Accepted) -> Child:
             return processes[node_spec.address].begin(node_spec)
 
-        HostAgent(meeting, Join(*words, watches=True), begin, HEARTBEAT).run()
+        HostAgent(
+            meeting, Join(node, nodes, config.workers, ranks=ranks, settings=settings, watches=True), begin, HEARTBEAT
+        ).run()
 
 
 def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], timeout: float) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shlex
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from flockstep import __version__
 from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import Child
 from flockstep.launchers.host_agent import HostAgent, on_host
@@ -24,7 +22,6 @@ from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.connection import LINK_TIMEOUT
 from flockstep.links.kinds import Transport
-from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec
 
@@ -144,16 +141,7 @@ class Gathering:
             RunError: the run failed.
         """
         assert self.node is not None, "a coordinator without workers serves nobody"
-        join = Join(
-            PROTOCOL,
-            __version__,
-            self.node,
-            self.nodes,
-            config.workers,
-            tuple(self.ranks(config.workers)),
-            socket.gethostname(),
-            settings,
-        )
+        join = Join(self.node, self.nodes, config.workers, ranks=tuple(self.ranks(config.workers)), settings=settings)
         times = times_of(config)
         HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
 

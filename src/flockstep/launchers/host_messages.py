@@ -26,11 +26,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from flockstep import __version__
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ProtocolError
 from flockstep.links.control import Buffer
 from flockstep.links.streams import LinkLog, StreamBus
-from flockstep.links.wire import SenderIdentity
+from flockstep.links.wire import PROTOCOL, SenderIdentity
 from flockstep.messages import LAUNCHER, Address, Message
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.part_group import PartGroup
@@ -49,23 +50,23 @@ class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=T
 class Join(HostMessage, frozen=True):
     """The first message of a host agent: the host, its workers, and the settings that must be equal on all hosts."""
 
-    protocol: int
-    version: str
-    """Version of flockstep on the host."""
     node: int
     nodes: int
     workers: int
     """Number of workers of the whole run."""
     ranks: tuple[int, ...]
     """Ranks of the processes that already run on the host, or that the host will start."""
-    name: str
-    """Name of the host that joins."""
     settings: dict[str, str]
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
     """Whether the agent watches processes that another launcher has started on the host, and reports when they end."""
     joining: int = 0
     """Number of workers with which the host joins a run in progress; 0 if the host takes part from the start."""
+    name: str = msgspec.field(default_factory=socket.gethostname)
+    """Name of the host that joins."""
+    protocol: int = PROTOCOL
+    version: str = __version__
+    """Version of flockstep on the host."""
 
 
 class Refused(HostMessage, frozen=True):

@@ -253,10 +253,9 @@ class OtherHosts:
         """Hosts that have joined with the change of the workers that is going on."""
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
-        self._refused: set[Address] = set()
-        """Agents that may not join."""
         self._hosts: dict[int, Host] = {}
-        self._agents: dict[Address, Host] = {}
+        self._agents: dict[Address, Host | None] = {}
+        """Agent → its host; None if it may not join."""
         self._where: dict[Address, Host] = {}
         """Node whose process is on another host → the host."""
         self._heard: list[tuple[bytes, Frames]] = []
@@ -286,7 +285,7 @@ class OtherHosts:
     @property
     def rejected(self) -> int:
         """Number of connections and hosts that the coordinator has rejected."""
-        return 0 if self.here else self._links.bus.traffic.rejected + len(self._refused)
+        return 0 if self.here else self._links.bus.traffic.rejected + [*self._agents.values()].count(None)
 
     @property
     def waiting(self) -> bool:
@@ -515,8 +514,8 @@ class OtherHosts:
             self._say_turned_away(*self._links.refusals.popleft())
         while self._links.resumptions:
             peer, away, why = self._links.resumptions.popleft()
-            if peer in self._agents:
-                self._say(f"{self._agents[peer].title} reconnected after {away:.1f} s ({why})")
+            if (known := self._agents.get(peer)) is not None:
+                self._say(f"{known.title} reconnected after {away:.1f} s ({why})")
 
     def abandon(self) -> None:
         """Count a host as lost if its processes have not ended although they were told to end."""
@@ -546,7 +545,7 @@ class OtherHosts:
                     self._links.send(peer, message, payload)
                     return
                 except Backlog:
-                    if peer in self._agents and self._agents[peer].lost:
+                    if (host := self._agents.get(peer)) is not None and host.lost:
                         return
                     time.sleep(SENDING)
                     self.pump()
@@ -554,16 +553,18 @@ class OtherHosts:
     def _take(self, peer: Address, data: memoryview) -> None:
         """Handle a message of an agent, which may be one that has not joined yet."""
         host = self._agents.get(peer)
+        if host is None and peer in self._agents:
+            return  # it was refused, and will close the connection
         try:
             message, payload = unpacked(data)
-            if host is None and peer not in self._refused:
+            if host is None:
                 self._admit(peer, message)
-            elif host is not None and not host.lost:
+            elif not host.lost:
                 self._handle(host, message, payload)
         except ProtocolError as error:
             if host is not None:
                 self._lose(host, str(error))
-            elif peer not in self._refused:
+            else:
                 version = f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
                 self._refuse(peer, version)
 
@@ -582,7 +583,7 @@ class OtherHosts:
 
     def _refuse(self, peer: Address, reason: str) -> None:
         """Tell an agent why its host may not join; the agent closes the connection."""
-        self._refused.add(peer)
+        self._agents[peer] = None
         self._say_turned_away("an agent", reason)
         self._send(peer, Refused(reason), b"")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Sequence
 from functools import partial
 
-from flockstep import __version__
 from flockstep.errors import ConfigurationError, require
 from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
 from flockstep.launchers.entry import worker_main
@@ -18,7 +16,6 @@ from flockstep.launchers.host_settings import differing, files_in
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.links.kinds import Transport
-from flockstep.links.wire import PROTOCOL
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec
 
@@ -39,7 +36,7 @@ def join_run(meeting: Meeting, workers: int, job: str | None = None, imports: Se
     refuse_program()
     require(workers >= 1, "the number of workers that join", ">= 1", workers, "use -n 1")
     host = _JoiningHost(job, tuple(imports))
-    join = Join(PROTOCOL, __version__, 0, 0, workers, (), socket.gethostname(), {}, joining=workers)
+    join = Join(0, 0, workers, ranks=(), settings={}, joining=workers)
     HostAgent(meeting, join, host.start_worker, HEARTBEAT, newcomers=partial(host.invite, workers)).run()
 
 

@@ -6,16 +6,18 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from flockstep.errors import ConfigurationError, MissingDependency
+from flockstep.errors import ConfigurationError
 from flockstep.launchers.meeting import TIMEOUT, Meeting
 from flockstep.launchers.output import SHOWN, Output
 from flockstep.launchers.tasks import TaskGathering, TaskSpec, run_task
+from flockstep.workloads.base import require_module
 
 GRACE = 3.0
 """Seconds that the agents in the actors have to end by themselves after the run."""
@@ -58,7 +60,10 @@ def ray_cluster(
     for name, value in (("cpus", cpus), ("gpus", gpus)):
         if not value >= 0:
             raise ConfigurationError(f"{name} of a worker must be >= 0, got {value:g}; 1 core and 0 GPUs are usual")
-    ray = _imported()
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of several ranks; Ray has no argument for it
+    for module in ("ray", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        require_module(module, "ray", "a run on Ray")
+    ray: Any = sys.modules["ray"]
     with _connected(ray):
         nodes = min(workers, _nodes_of(ray)) if nodes is None else nodes
         meeting = Meeting(ray.util.get_node_ip_address(), 0, secrets.token_bytes(32), timeout)
@@ -92,22 +97,6 @@ def _start(ray: Any, cpus: float, gpus: float, specs: Sequence[TaskSpec], stack:
         ends.append(actor.run.remote(spec))
     stack.callback(_end, ray, actors, ends)
     return lambda: _failed(ray, ends)
-
-
-def _imported() -> Any:
-    """The module ray.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of several ranks; Ray has no argument for it
-    try:
-        import ray
-        import ray.util.placement_group
-        import ray.util.scheduling_strategies
-    except ModuleNotFoundError as error:
-        raise MissingDependency.of("Ray", "ray", "a run on Ray") from error
-    return ray
 
 
 @contextlib.contextmanager

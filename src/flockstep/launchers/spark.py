@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, MissingDependency, RunError, UnknownName
+from flockstep.errors import ConfigurationError, RunError, UnknownName
 from flockstep.launchers.meeting import TIMEOUT, Meeting
 from flockstep.launchers.tasks import TaskGathering, TaskSpec, run_task
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.runtime.setup import load_job
+from flockstep.workloads.base import require_module
 from flockstep.workloads.own_data import OwnData, digest_of, write_samples
 
 GRACE = 10.0
@@ -97,7 +98,7 @@ def spark_stage(
         ConfigurationError: the rows cannot be used.
         MissingDependency: pyspark is not installed.
     """
-    _require_spark()
+    require_module("pyspark", "spark", "a run on Spark")
     rdd, columns = _as_rdd(rows, x, y)
     with ExitStack() as stack:
         if not rdd.is_cached:
@@ -145,13 +146,6 @@ def _start(
     thread.start()
     stack.callback(_end, context, group, thread)
     return lambda: errors[0] if errors else None
-
-
-def _require_spark() -> None:
-    try:
-        import pyspark  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingDependency.of("pyspark", "spark", "a run on Spark") from error
 
 
 def _as_rdd(rows: Any, x: str | Sequence[str], y: str) -> tuple[Any, Columns]:
