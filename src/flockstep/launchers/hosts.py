@@ -507,7 +507,7 @@ class OtherHosts:
             lost = set()
         for host in self._hosts.values():
             if host.left and not host.lost and not self._links.bus.connected(host.peer):
-                self._forget(host, "the run continues without this host")
+                self._lose(host, "the run continues without this host", told=False)
             elif host.peer in lost and not host.lost:
                 self._lose(host, self._links.bus.obstacle(host.peer) or "its agent has closed the connection")
         while self._links.refusals:
@@ -666,14 +666,12 @@ class OtherHosts:
         elif not host.left and (message.failed or not self.let_leave(ranks)):
             self._stopped = self._stopped or message
 
-    def _lose(self, host: Host, reason: str) -> None:
-        """A host is gone, and with it all its processes."""
-        self._forget(host, reason)
-        self._say(f"{host.title} is lost: {reason}")
-
-    def _forget(self, host: Host, reason: str) -> None:
+    def _lose(self, host: Host, reason: str, told: bool = True) -> None:
+        """A host is gone, and with it all its processes; the user is `told` unless nobody waits for the host."""
         host.forget(reason)
         self._links.bus.disconnect(host.peer)
+        if told:
+            self._say(f"{host.title} is lost: {reason}")
 
 
 def _listed(what: str, numbers: Sequence[int], of: int) -> str:

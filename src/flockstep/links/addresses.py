@@ -110,29 +110,18 @@ def interface_address(name: str) -> str:
         raise ConfigurationError(
             f"interface must be one of the interfaces of this machine, {', '.join(names)}, got {name!r}"
         )
-    address = _ipv4_of(name) or _ipv6_of(name)
-    if not address:
-        raise ConfigurationError(f"interface {name} has no address to which other nodes can connect; use host=ADDRESS")
-    return address
-
-
-def _ipv4_of(interface: str) -> str:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("16s24x", interface.encode()))
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("16s24x", name.encode()))
         return socket.inet_ntoa(answer[20:24])
-    return ""
-
-
-def _ipv6_of(interface: str) -> str:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it has no IPv4 address
         for line in _IPV6_ADDRESSES.read_text().splitlines():
-            digits, *_, name = line.split()
+            digits, *_, interface = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if name == interface and not address.is_link_local:
+            if interface == name and not address.is_link_local:
                 return str(address)
-    return ""
+    raise ConfigurationError(f"interface {name} has no address to which other nodes can connect; use host=ADDRESS")
 
 
 def listening(address: str, heartbeat: float) -> tuple[socket.socket, str]:

@@ -129,32 +129,28 @@ class SealedSocket:
             BlockingIOError: the other end has not sent what is due.
             LinkForged: the other end speaks another protocol, or does not know the secret.
         """
-        while self._handshake is not None:
-            if not self._shake(self._handshake):
-                return False
-        return True
-
-    def _shake(self, handshake: Handshake) -> bool:
-        """Receive the next bytes of the handshake; return False at the end of the connection."""
-        data = self._socket.recv(handshake.due - len(self._arrived))
-        self._arrived += data
-        try:
-            handshake.require_protocol(bytes(self._arrived))
-            if len(self._arrived) < handshake.due:
-                return bool(data)
-            handshake.feed(bytes(self._arrived))
-        except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                self._socket.send(handshake.out)
-            raise LinkForged(str(error)) from None
-        self._arrived.clear()
-        self._unsent = memoryview(bytes(self._unsent) + handshake.out)
-        handshake.out = b""
-        if not handshake.due:
-            self._handshake, keys = None, handshake.keys()
-            if keys is not None:
-                self._sealer, self._opener = _Sealer(keys.sending), _Opener(keys.receiving)
-        self.flush()
+        while (handshake := self._handshake) is not None:
+            data = self._socket.recv(handshake.due - len(self._arrived))
+            self._arrived += data
+            try:
+                handshake.require_protocol(bytes(self._arrived))
+                if len(self._arrived) < handshake.due:
+                    if data:
+                        continue
+                    return False
+                handshake.feed(bytes(self._arrived))
+            except ProtocolError as error:
+                with contextlib.suppress(OSError):
+                    self._socket.send(handshake.out)
+                raise LinkForged(str(error)) from None
+            self._arrived.clear()
+            self._unsent = memoryview(bytes(self._unsent) + handshake.out)
+            handshake.out = b""
+            if not handshake.due:
+                self._handshake, keys = None, handshake.keys()
+                if keys is not None:
+                    self._sealer, self._opener = _Sealer(keys.sending), _Opener(keys.receiving)
+            self.flush()
         return True
 
 
