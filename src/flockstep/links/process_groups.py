@@ -61,9 +61,12 @@ class GroupOperation:
         try:
             if self._patient:
                 self._work.wait(timedelta(seconds=seconds))
-            elif not self._completed(seconds):
-                return False
-            else:
+            else:  # the backend cannot wait with a time limit
+                deadline = time.monotonic() + seconds
+                while not self._work.is_completed():
+                    if time.monotonic() > deadline:
+                        return False
+                    time.sleep(GLANCE)
                 self._work.wait()
         except RuntimeError as error:
             if not self._work.is_completed():
@@ -72,14 +75,6 @@ class GroupOperation:
         after, self._after = self._after, None
         if after is not None:
             after()
-        return True
-
-    def _completed(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(GLANCE)
         return True
 
 

@@ -140,9 +140,16 @@ class SharedGroup:
         self._how[4] = 0
         offset = self.offset(array) if array.nbytes > PAGE else None
         if offset is not None:
-            self._in_place(array, meanwhile, divisor)
+            self._staged(self._sums.in_place, array, self.workers, meanwhile, divisor)
+            self._turn += 2
         else:
-            self._through_slots(array, meanwhile, divisor)
+            heap, stride, room = self._heaps[array.dtype.char], self._stride // array.itemsize, SLOT // array.itemsize
+            bounds, by, at = self._limits(len(array), self.workers), array.dtype.type(divisor), 0
+            pieces = 0 if array.nbytes <= SMALL else -(-len(array) // room)
+            given = heap, stride, room, SLOTS, array, pieces, bounds, self._counters, self.rank, self._turn
+            while (at := self._sums.through_slots(*given, at, by, self._how)) != -1:
+                self._pause(at, meanwhile)
+            self._turn += pieces + 1
         self.waited = int(self._how[4]) * 1e-9
 
     def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None]) -> None:
@@ -213,10 +220,6 @@ class SharedGroup:
         elements = sum(sizes) - sum(mine) + (self.workers - 1) * sum(mine)
         return elements * array.itemsize, shares - len(mine) + (self.workers - 1) * len(mine)
 
-    def _in_place(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
-        self._staged(self._sums.in_place, array, self.workers, meanwhile, divisor)
-        self._turn += 2
-
     def _staged(
         self,
         kernel: Callable[..., int],
@@ -234,15 +237,6 @@ class SharedGroup:
         given = heap, stride, start, bounds, self._counters, self.rank, self._turn
         while stage := kernel(*given, stage, by, self._how, *more):
             self._pause(stage, meanwhile)
-
-    def _through_slots(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
-        heap, stride, room = self._heaps[array.dtype.char], self._stride // array.itemsize, SLOT // array.itemsize
-        bounds, by, at = self._limits(len(array), self.workers), array.dtype.type(divisor), 0
-        pieces = 0 if array.nbytes <= SMALL else -(-len(array) // room)
-        given = heap, stride, room, SLOTS, array, pieces, bounds, self._counters, self.rank, self._turn
-        while (at := self._sums.through_slots(*given, at, by, self._how)) != -1:
-            self._pause(at, meanwhile)
-        self._turn += pieces + 1
 
     def _pause(self, answer: int, meanwhile: Callable[[], None]) -> None:
         if answer == MISMATCH:
