@@ -241,10 +241,10 @@ _TABLE: dict[str, dict[str, str]] = {
         "dirichlet": "flockstep.workloads.split:Dirichlet",
     },
     "tracker": {
-        "tensorboard": "flockstep.trackers.tensorboard:TensorBoard",
-        "mlflow": "flockstep.trackers.mlflow:MLflow",
-        "wandb": "flockstep.trackers.wandb:WeightsAndBiases",
-        "trackio": "flockstep.trackers.trackio:Trackio",
+        "tensorboard": "flockstep.trackers.libraries:TensorBoard",
+        "mlflow": "flockstep.trackers.libraries:MLflow",
+        "wandb": "flockstep.trackers.libraries:WeightsAndBiases",
+        "trackio": "flockstep.trackers.libraries:Trackio",
     },
     "workload": {
         "digits": "flockstep.workloads.digits:Digits",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from flockstep.errors import MissingDependency
 from flockstep.expression import Component
@@ -30,15 +30,13 @@ class Point:
         return {f"{self.group}/{name}": value for name, value in self.values.items()}
 
 
-class TrackedRun(ABC):
+class TrackedRun(Protocol):
     """A run in an experiment tracker."""
 
-    @abstractmethod
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[Point], /) -> object:
         """Add points to the curves, and write them to the tracker."""
 
-    @abstractmethod
-    def end(self, failed: bool) -> None:
+    def end(self, failed: bool, /) -> object:
         """Mark the run as ended in the tracker."""
 
 

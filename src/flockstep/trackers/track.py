@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 
 from flockstep.messages import node_name
-from flockstep.records.config import RunConfig
 from flockstep.records.curves import MetricMeans
 from flockstep.records.events import EvaluationEvent, Event, MetricEvent, ReplicaEvent, ScalarEvent, StepEvent
 from flockstep.records.folder import ENDED, RunFolder
@@ -37,10 +36,13 @@ def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCal
     record, into = RunFolder(folder), ExperimentTracker.parse(tracker)
     config = record.read_config()
     name, sent, steps = record.path.absolute().name, 0, Counter[str]()
-    run = into.begin(name, _settings(config), record.config_file.stat().st_mtime)
-    metric, means, failed = config.metric or "metric", MetricMeans(config.workers), True
+    settings = {  # those that differ from their defaults
+        key: str(value) for key, value in msgspec.to_builtins(config).items() if value not in (None, "", (), [], {})
+    }
+    run = into.begin(name, settings, record.config_file.stat().st_mtime)
+    metric, failed = config.metric or "metric", True
     try:
-        for events in _with_means(follow(record), means):
+        for events in _with_means(follow(record), MetricMeans(config.workers)):
             points = [point for event in events for point in _points(event, metric, steps)]
             run.log(points)
             if points:
@@ -58,13 +60,6 @@ def _with_means(parts: Iterable[list[Event]], means: MetricMeans) -> Iterator[li
         combined = [mean for event in events if isinstance(event, MetricEvent) for mean in means.add(event)]
         yield [*(event for event in events if not isinstance(event, MetricEvent)), *combined]
     yield [*means.rest()]
-
-
-def _settings(config: RunConfig) -> dict[str, str]:
-    """The settings of a run that differ from their defaults, as text."""
-    return {
-        name: str(value) for name, value in msgspec.to_builtins(config).items() if value not in (None, "", (), [], {})
-    }
 
 
 def _points(event: Event, metric: str, scalars: Counter[str]) -> Iterator[Point]:
