@@ -240,7 +240,10 @@ def test_bytes_behind_a_layer_of_a_pipeline():
     """Activations of 32 samples of 4,096 elements of 4 bytes, and their gradients."""
     fc = next(layer for layer in reference("vgg-a").layers if layer.name == "fc6")
     assert fc.pipeline_bytes(32) == 2 * 32 * 4096 * 4
-    assert next(row for row in report.rows(reference("vgg-a"), 32, 16) if row.layer == "fc6").pipeline_bytes == 1 << 20
+    assert (
+        next(row for row in report.rows(reference("vgg-a"), 32, 16) if row["layer"] == "fc6")["pipeline_bytes"]
+        == 1 << 20
+    )
 
 
 def figures(share):
@@ -297,7 +300,8 @@ def test_the_table_has_a_column_for_each_kind_of_parallelism(capsys):
     for kind, share in CONCURRENCY.items():
         assert tuple(row["concurrency"][kind].values()) == figures(share(fc, 32, 16))
     found = report.rows(reference("vgg-a"), 32, 16)
-    cells = dict(zip(report.HEADINGS, report.cells(next(one for one in found if one.layer == "fc7")), strict=True))
+    row = next(one for one in found if one["layer"] == "fc7")
+    cells = {column.heading: column.cell(row) for column in report.COLUMNS}
     assert cells["data W"] == report.amount(fc.work(32))
     assert cells["pipeline W"] == report.amount(fc.work(16 * 32))
     assert cells["model W/D"] == report.amount(fc.work(32) / fc.depth(16 * 32))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flockstep.records import RunConfig, Summary, summarize
 from flockstep.report.formatting import number
-from flockstep.report.medians import RepeatedRuns, caveats, spreads, title
+from flockstep.report.medians import RepeatedRuns, caveats, spreads
 from flockstep.report.terminal import TextTable
 
 BASE = summarize(
@@ -63,7 +63,9 @@ def test_the_table_of_ranges_says_what_it_shows_and_keeps_its_columns_apart() ->
     assert "[smallest to largest value]; * marks the learning rate that is ranked" in grid
     assert "0.1*" in grid
     assert "0.3*" not in grid
-    assert title([RepeatedRuns(one.runs[:1]), RepeatedRuns(two.runs[:1])], [one]).startswith("Every learning rate; *")
+    assert spreads([RepeatedRuns(one.runs[:1]), RepeatedRuns(two.runs[:1])], [one]).title.startswith(
+        "Every learning rate; *"
+    )
 
 
 def test_counts_have_no_exponent() -> None:

@@ -36,7 +36,7 @@ def test_the_tables_heed_needs(outlook: Outlook) -> None:
     advice = advise(outlook, ("unbalanced",))
     page = PlanResult(outlook, advice).page()
     assert any(heading == "Ruled out" and said for heading, said in page.lists)
-    rows = next(one.rows for one in page.listings if one.heading == "Predictions")
+    rows = next(one.rows for one in page.tables if one.title == "Predictions")
     speedups = [advice.speedups[row[0]] for row in rows]
     assert speedups == sorted(speedups, reverse=True)
 

@@ -320,7 +320,7 @@ def test_the_timeline_says_how_well_clocks_were_compared(records: list[Record]) 
 def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> None:
     ranked = [records[row] for row in ranking(records)]
     series = series_of(ranked)
-    sentences = findings(series)
+    sentences = findings([one.record.summary for one in series])
     best, worst = ranked[0].summary, ranked[-2].summary
     assert sentences[0].startswith(
         f"{best.strategy} reached accuracy 0.95 first, after {formatting.number(best.seconds_to_target)} virtual s"
@@ -346,7 +346,7 @@ def test_the_reason_is_an_identity() -> None:
             EvaluationEvent(t, 1, samples, 1e6, 0.1, 0.95, None),
         ]
         pair.append(Record(config, summarize(config, events, "finished"), events))
-    sentences = findings(series_of(pair))
+    sentences = findings([one.record.summary for one in series_of(pair)])
     assert (
         "quick took 25 % of that time: it needed 2.0 times the samples, but it processed 8.0 times as many"
         in sentences[1]
@@ -382,7 +382,7 @@ def test_the_first_finding_is_what_the_other_workers_are_worth(
 ) -> None:
     pair = [reached("s", 4, *strategy), reached("all_reduce", 1, *alone)]
     ranked = sorted(pair, key=lambda one: one.record.summary.seconds_to_target or 99)
-    assert re.match(said, findings(ranked)[0])
+    assert re.match(said, findings([one.record.summary for one in ranked])[0])
 
 
 def test_one_worker_is_named_and_dashed_in_every_figure() -> None:
@@ -398,9 +398,11 @@ def test_one_worker_is_named_and_dashed_in_every_figure() -> None:
 
 def test_a_target_that_nobody_reached_is_said() -> None:
     records = [invent(made, target=0.999) for made in RUNS[:2]]
-    assert findings(series_of(records))[0].startswith("No run reached accuracy 0.999.")
-    assert "no target" in findings(series_of([invent(RUNS[0], target=None)]))[0]
-    assert findings(series_of([invent(RUNS[-1])])) == ["No run ended without an error, so there is nothing to compare."]
+    assert findings([one.record.summary for one in series_of(records)])[0].startswith("No run reached accuracy 0.999.")
+    assert "no target" in findings([one.record.summary for one in series_of([invent(RUNS[0], target=None)])])[0]
+    assert findings([one.record.summary for one in series_of([invent(RUNS[-1])])]) == [
+        "No run ended without an error, so there is nothing to compare."
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

@@ -12,12 +12,6 @@ from flockstep.options import Arg, Opt
 if TYPE_CHECKING:
     from flockstep.costs.layers import ModelShape
 
-MANY = 40
-"""Number of layers above which the table shows only layers with parameters."""
-RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9)
-"""Column of the table → rank, without the columns of the ways to split a layer and the last; a narrow terminal leaves
-out the columns of the highest rank first.
-"""
 PUBLISHED = ("vgg-a", "resnet-152", "googlenet")
 """Names of the models in the published figure of layouts."""
 
@@ -59,29 +53,15 @@ def layers(
     split.
     """
     from flockstep.cli import show
-    from flockstep.costs.concurrency import CONCURRENCY
-    from flockstep.report import layers as table
-    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.report import layers as report
 
     model = shape_named(what)
-    document = table.document(model, batch, workers)
     if as_json:
-        show.json(document)
+        show.json(report.document(model, batch, workers))
         return
-    rows = table.rows(model, batch, workers)
-    shown = [row for row in rows if everything or len(rows) <= MANY or row.parameters or row.counted != "formula"]
-    left_out = len(rows) - len(shown)
-    ranks = (*RANKS, *(12, 11, 10) * len(CONCURRENCY), 2)
-    columns = [
-        TableColumn(one, text=place < 2 or place == len(table.HEADINGS) - 1, rank=rank)
-        for place, (one, rank) in enumerate(zip(table.HEADINGS, ranks, strict=True))
-    ]
-    cells = [*map(table.cells, shown), table.total_cells(model, batch, workers)]
-    note = f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."
-    title = f"{model.name}: {batch} samples on each of {workers} workers"
     page = show.page()
-    page.print(TextTable(columns, cells, title, total=True, notes=[note] if left_out else []))
-    for sentence in table.sentences(model, batch, workers):
+    page.print(report.table(model, batch, workers, everything))
+    for sentence in report.sentences(model, batch, workers):
         page.print(sentence, highlight=False, markup=False)
 
 

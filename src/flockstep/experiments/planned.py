@@ -134,7 +134,7 @@ class PlanResult:
             footer="Predictions, not measurements. MB = 1,000,000 bytes.",
             sentences=sentences,
             lists=[(heading[0].upper() + heading[1:], said) for heading, said in self.lists()],
-            listings=list(map(tables.listing, self.tables())),
+            tables=self.tables(),
         )
 
     def write(self, path: Path | str) -> Path:

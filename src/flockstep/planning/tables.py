@@ -13,7 +13,6 @@ from flockstep.planning.step_prediction import StepPrediction
 from flockstep.planning.trials import Trial
 from flockstep.planning.words import exposed, many, ranged, short
 from flockstep.report.formatting import NONE, number, seconds, share, size
-from flockstep.report.page import Listing
 from flockstep.report.terminal import TableColumn, TextTable
 
 FOREMOST = 6
@@ -95,18 +94,6 @@ SPLITS = (
     Column("memory", rank=1),
     Column("replicas", rank=3),
 )
-
-
-def listing(table: TextTable) -> Listing:
-    """Return a table of the terminal as a table of the HTML page."""
-    return Listing(
-        table.title,
-        " ".join([*(one.note for one in table.columns if one.note), *table.notes]),
-        [one.heading for one in table.columns],
-        table.rows,
-        {row: "chosen" for row, style in table.styles.items() if style == "bold"},
-        [place for place, one in enumerate(table.columns) if one.text],
-    )
 
 
 def predictions(outlook: Outlook, advice: Advice, everything: bool = True) -> TextTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from flockstep.records.events import ClockEvent
 from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
 from flockstep.records.summary import LACKS
-from flockstep.report import activity, figures, formatting, medians
-from flockstep.report.findings import findings
-from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
+from flockstep.report import activity, figures, formatting
+from flockstep.report.findings import apart, findings, ties
+from flockstep.report.medians import RepeatedRuns, caveats, spreads
 from flockstep.report.page import Drawing, filled, write
-from flockstep.report.prediction import HEADINGS, Prediction
-from flockstep.report.ranking import labels, measured_alike, order, places, reference, require_comparable, unranked
+from flockstep.report.prediction import COLUMNS, Prediction
+from flockstep.report.ranking import labels, measured_alike, order, reference, require_comparable, unranked
 from flockstep.report.style import ACTIVITIES, Series
-from flockstep.report.table import apart, cells, columns, compared_workers, gradient_notes, ties
+from flockstep.report.table import compared_workers, gradient_notes, table
+from flockstep.report.terminal import TextTable
 
 _FACTS = (
     ("workers", "workers"),
@@ -102,42 +104,35 @@ def render(
     require_comparable(summaries)
     ranking = order(summaries)
     ranked = [records[index] for index in ranking]
-    alone = reference([record.summary for record in ranked])
-    named = zip(labels([record.summary for record in ranked]), ranked, strict=True)
+    summaries = [record.summary for record in ranked]
+    alone, known = reference(summaries), unranked(summaries) is None
+    named = zip(labels(summaries), ranked, strict=True)
     series = [
         Series(label, record, place, alone=record.summary is alone) for place, (label, record) in enumerate(named)
     ]
     configs = [record.config for record in ranked]
     notes = [*gradient_notes(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
-    shown, found = columns(ranked[0].summary, alone), places([record.summary for record in ranked])
+    told = predictions or [None] * len(records)
+    further = [] if spread is None else [("spread", spreads(*spread))]
+    if pairs := [(one.label, found) for one, index in zip(series, ranking, strict=True) if (found := told[index])]:
+        further.append(("predicted", TextTable.of(COLUMNS, pairs, title="Predicted and measured")))
     return filled(
         "report.html.j2",
         title=_title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs, [] if spread is None else [run.seed for group in spread[0] for run in group.runs]),
         findings=[
-            *findings(series, seeds),
-            *apart([record.summary for record in ranked]),
+            *findings(summaries, seeds),
+            *apart(summaries),
             *(f"{one.label}: {note}" for one in series for note in one.record.summary.notes if note.startswith(LACKS)),
             *map(_sentence, notes),
         ],
-        spread_headings=SPREAD,
-        spread_title="" if spread is None else medians.title(*spread),
-        spread=[] if spread is None else medians.rows(*spread),
-        headings=[one.heading for one in shown],
-        texts=[cells(place, one.label, one.record.summary, alone) for one, place in zip(series, found, strict=True)],
-        left=[index for index, one in enumerate(shown) if one.text],
+        table_of_runs=replace(table(summaries), notes=ties(summaries, seeds) if known else ()),
+        further=further,
         series=series,
         colors=[one.color for one in series],
-        ranked=unranked(summaries) is None,
-        best=ranked[0].summary.useful,
-        notes=[
-            *(one.note for one in shown if one.note),
-            *(ties([record.summary for record in ranked], seeds) if unranked(summaries) is None else []),
-        ],
-        predicted_headings=HEADINGS,
-        predicted=_predicted(series, [predictions[index] for index in ranking] if predictions else []),
+        ranked=known,
         troubles=_troubles(series),
         activities=list(ACTIVITIES.values()),
         drawings=_drawings(series),
@@ -205,12 +200,6 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
         elif lost:
             found.append((one, "the run finished, but lost nodes", lost))
     return found
-
-
-def _predicted(series: Sequence[Series], predictions: Sequence[Prediction | None]) -> list[list[str]]:
-    """One table row for each run that has a prediction."""
-    pairs = zip(series, predictions, strict=bool(predictions))
-    return [prediction.cells(one.label) for one, prediction in pairs if prediction is not None]
 
 
 def _drawings(series: Sequence[Series]) -> list[Drawing]:

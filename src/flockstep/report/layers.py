@@ -1,69 +1,27 @@
-"""Shows a model layer by layer: rows of a table, and sentences that summarize them."""
+"""Shows a model layer by layer: a table, and sentences that summarize it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from flockstep.costs.concurrency import CONCURRENCY, Concurrency
+from flockstep.costs.concurrency import CONCURRENCY
 from flockstep.costs.layers import Layer, ModelShape, require_scale
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
+from flockstep.report.terminal import TableColumn, TextTable
 
-HEADINGS = (
-    "layer",
-    "kind",
-    "parameters",
-    "multiply-adds",
-    "work W",
-    "depth D",
-    "W/D",
-    "activations",
-    "gradient",
-    "data parallel",
-    "split",
-    "pipeline",
-    *(f"{kind} {what}" for kind in CONCURRENCY for what in ("W", "D", "W/D")),
-    "cheaper",
-)
+MANY = 40
+"""Number of layers above which a table shows only layers with parameters, unless everything is asked for."""
+Row = dict[str, Any]
+"""Figures of one layer, or of the whole model, at a batch size and a number of workers: the objects of `document`."""
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """One layer at a given batch size and number of workers; sizes are in bytes, work in floating-point operations."""
-
-    layer: str
-    kind: str
-    counted: str
-    tied: str | None
-    parameters: int
-    multiply_adds: float
-    """Multiply-add operations of the forward pass for one sample."""
-    work_forward: float
-    work_backward: float
-    depth: int
-    parallelism: float
-    activation_bytes: float
-    gradient_bytes: int
-    data_bytes: float
-    split_bytes: float | None
-    """Bytes sent per worker if the layer is split over the workers; None if the layer has no gradient to save."""
-    pipeline_bytes: float
-    """Bytes per step on the link after the layer, in both directions, if a stage of a pipeline ends with the layer."""
-    cheaper: str | None
-    break_even_batch: float | None
-    """Number of samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
-    concurrency: dict[str, Concurrency]
-    """Kind of parallelism ("data", "model", "pipeline") → work, depth and their ratio of one worker in a step over the
-    samples of all workers.
-    """
-
-
-def rows(model: ModelShape, batch: int, workers: int) -> list[LayerRow]:
-    """Return one row for each layer of `model`, for `batch` samples per worker.
+def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
+    """Return one row for each layer of `model`, for `batch` samples per worker; sizes are in bytes, work in
+    floating-point operations.
 
     Raises:
         ConfigurationError: batch or workers are below 1.
@@ -72,33 +30,36 @@ def rows(model: ModelShape, batch: int, workers: int) -> list[LayerRow]:
     return [_row(model, layer, batch, workers) for layer in model.layers]
 
 
-def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
-    choice = bool(layer.gradients) and workers > 1
-    return LayerRow(
-        layer.name,
-        layer.kind,
-        layer.counted,
-        layer.tied,
-        layer.parameters,
-        layer.multiply_adds,
-        layer.work_forward(batch),
-        layer.work_backward(batch),
-        layer.depth(batch),
-        layer.parallelism(batch),
-        layer.activation_bytes(batch, model.itemsize),
-        layer.gradient_bytes(model.itemsize),
-        layer.data_bytes(workers, model.itemsize),
-        model.split_bytes(layer, batch, workers) if choice else None,
-        layer.pipeline_bytes(batch, model.itemsize),
-        model.cheaper(layer, batch, workers) if choice else None,
-        model.break_even_batch(layer, workers) if choice else None,
-        {kind: share(layer, batch, workers) for kind, share in CONCURRENCY.items()},
-    )
+def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> Row:
+    choice = bool(layer.gradients) and workers > 1  # without a gradient there are no bytes to save
+    shares = {kind: share(layer, batch, workers) for kind, share in CONCURRENCY.items()}
+    return {
+        "layer": layer.name,
+        "kind": layer.kind,
+        "counted": layer.counted,
+        "tied": layer.tied,
+        "parameters": layer.parameters,
+        "multiply_adds": layer.multiply_adds,  # of the forward pass for one sample
+        "work_forward": layer.work_forward(batch),
+        "work_backward": layer.work_backward(batch),
+        "depth": layer.depth(batch),
+        "parallelism": layer.parallelism(batch),
+        "activation_bytes": layer.activation_bytes(batch, model.itemsize),
+        "gradient_bytes": layer.gradient_bytes(model.itemsize),
+        "data_bytes": layer.data_bytes(workers, model.itemsize),
+        "split_bytes": model.split_bytes(layer, batch, workers) if choice else None,
+        "pipeline_bytes": layer.pipeline_bytes(batch, model.itemsize),  # both ways, if a stage ends with the layer
+        "cheaper": model.cheaper(layer, batch, workers) if choice else None,
+        "break_even_batch": model.break_even_batch(layer, workers) if choice else None,
+        "concurrency": {
+            kind: {**dataclasses.asdict(share), "parallelism": share.parallelism} for kind, share in shares.items()
+        },
+    }
 
 
 def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
     """Return the totals and the rows of the table as a dictionary, for JSON."""
-    listed = [{**dataclasses.asdict(row), "concurrency": _shares(row)} for row in rows(model, batch, workers)]
+    require_scale(batch, workers)
     return {
         "model": model.name,
         "note": model.note,
@@ -118,13 +79,7 @@ def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
         "split_layers": list(model.split_layers(batch, workers)),
         "pipeline": _pipeline(model, batch, workers),
         "unknown": list(model.unknown),
-        "layers": listed,
-    }
-
-
-def _shares(row: LayerRow) -> dict[str, Any]:
-    return {
-        kind: {**dataclasses.asdict(share), "parallelism": share.parallelism} for kind, share in row.concurrency.items()
+        "layers": rows(model, batch, workers),
     }
 
 
@@ -198,52 +153,75 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def cells(row: LayerRow) -> tuple[str, ...]:
-    """Return the cells of a layer's row as texts, in the order of `HEADINGS`."""
-    marks = {"formula": "", "torch": " (counted by torch)", "jax": "", "unknown": " (unknown)"}
-    missing = row.counted == "unknown"
-    return (
-        row.layer,
-        row.kind + marks[row.counted] + (f", weights of {row.tied}" if row.tied else ""),
-        amount(row.parameters) if row.parameters else "",
-        amount(row.multiply_adds) if row.multiply_adds else "",
-        formatting.NONE if missing else amount(row.work_forward + row.work_backward),
-        formatting.NONE if missing else f"{row.depth:,}",
-        formatting.NONE if missing else amount(row.parallelism),
-        formatting.size(row.activation_bytes),
-        formatting.size(row.gradient_bytes) if row.gradient_bytes else "",
-        formatting.size(row.data_bytes) if row.gradient_bytes else "",
-        "" if row.split_bytes is None else formatting.size(row.split_bytes),
-        formatting.size(row.pipeline_bytes),
-        *(text for share in row.concurrency.values() for text in _share_cells(share, missing)),
-        row.cheaper or "",
-    )
+def table(model: ModelShape, batch: int, workers: int, everything: bool = False) -> TextTable:
+    """Return the table of the layers with the total below; unless `everything` is set, a long table omits layers
+    without parameters.
 
-
-def _share_cells(share: Concurrency, missing: bool) -> tuple[str, ...]:
-    if missing:
-        return (formatting.NONE,) * 3
-    return amount(share.work), f"{share.depth:,}", amount(share.parallelism)
-
-
-def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """Return the cells of the total row as texts.
-
-    The last is the number of bytes that a worker sends if each layer uses the cheaper alternative.
+    The last cell of the total is the number of bytes that a worker sends if each layer uses the cheaper alternative.
     """
-    return (
-        "total",
-        "",
-        amount(model.parameters),
-        amount(model.multiply_adds),
-        amount(model.work(batch)),
-        f"{model.depth(batch):,}",
-        amount(model.parallelism(batch)),
-        formatting.size(model.activation_bytes(batch)),
-        formatting.size(model.gradient_bytes()),
-        formatting.size(model.data_bytes(workers)),
-        "",
-        "",
-        *[""] * (3 * len(CONCURRENCY)),
-        formatting.size(model.cheapest_bytes(batch, workers)),
-    )
+    said = document(model, batch, workers)
+    found: list[Row] = said["layers"]
+    shown = [
+        row for row in found if everything or len(found) <= MANY or row["parameters"] or row["counted"] != "formula"
+    ]
+    none: Row = {
+        "layer": "total",
+        "kind": "",
+        "counted": "formula",
+        "tied": None,
+        "split_bytes": None,
+        "concurrency": {},
+    }
+    total = {**said, **none, "pipeline_bytes": None, "cheaper": formatting.size(said["cheapest_bytes"])}
+    left_out = len(found) - len(shown)
+    note = f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."
+    title = f"{model.name}: {batch} samples on each of {workers} workers"
+    return TextTable.of(COLUMNS, [*shown, total], title=title, total=True, notes=[note] if left_out else [])
+
+
+def _kind(row: Row) -> str:
+    marks = {"formula": "", "torch": " (counted by torch)", "jax": "", "unknown": " (unknown)"}
+    return str(row["kind"]) + marks[row["counted"]] + (f", weights of {row['tied']}" if row["tied"] else "")
+
+
+def _figure(form: Callable[[Any], str], of: Callable[[Row], Any]) -> Callable[[Row], str]:
+    """A cell of a figure; a dash if the operations of the layer could not be counted."""
+    return lambda row: formatting.NONE if row["counted"] == "unknown" else form(of(row))
+
+
+def _known(form: Callable[[Any], str], name: str, needs: str = "") -> Callable[[Row], str]:
+    """A cell of the figure `name`; blank if the row does not have it, or the figure that it `needs`."""
+    return lambda row: form(row[name]) if row[needs or name] else ""
+
+
+def _of_workers(kind: str) -> list[TableColumn]:
+    """Work, depth and parallelism of one worker, if the layer is divided over the workers in this way."""
+    figures = (("W", "work", amount, 12), ("D", "depth", "{:,}".format, 11), ("W/D", "parallelism", amount, 10))
+
+    def cell(form: Callable[[Any], str], name: str) -> Callable[[Row], str]:
+        shown = _figure(form, lambda row: row["concurrency"][kind][name])
+        return lambda row: shown(row) if row["concurrency"] else ""
+
+    return [TableColumn(f"{kind} {what}", rank=rank, cell=cell(form, name)) for what, name, form, rank in figures]
+
+
+COLUMNS = (
+    TableColumn("layer", text=True, cell=lambda row: row["layer"]),
+    TableColumn("kind", text=True, rank=3, cell=_kind),
+    TableColumn("parameters", cell=_known(amount, "parameters")),
+    TableColumn("multiply-adds", rank=5, cell=_known(amount, "multiply_adds")),
+    TableColumn("work W", rank=6, cell=_figure(amount, lambda row: row["work_forward"] + row["work_backward"])),
+    TableColumn("depth D", rank=7, cell=_figure("{:,}".format, lambda row: row["depth"])),
+    TableColumn("W/D", rank=4, cell=_figure(amount, lambda row: row["parallelism"])),
+    TableColumn("activations", rank=8, cell=lambda row: formatting.size(row["activation_bytes"])),
+    TableColumn("gradient", rank=1, cell=_known(formatting.size, "gradient_bytes")),
+    TableColumn("data parallel", cell=_known(formatting.size, "data_bytes", needs="gradient_bytes")),
+    TableColumn("split", cell=lambda row: "" if row["split_bytes"] is None else formatting.size(row["split_bytes"])),
+    TableColumn(
+        "pipeline",
+        rank=9,
+        cell=lambda row: "" if row["pipeline_bytes"] is None else formatting.size(row["pipeline_bytes"]),
+    ),
+    *(column for kind in CONCURRENCY for column in _of_workers(kind)),
+    TableColumn("cheaper", text=True, rank=2, cell=lambda row: row["cheaper"] or ""),
+)

@@ -22,9 +22,6 @@ _MIDDLE = (
 )  # fmt: skip
 
 
-SPREAD = ("strategy", "lr", "runs", "seconds to target", "final metric", "at target", "diverged or failed")
-
-
 @dataclass(frozen=True)
 class RepeatedRuns:
     """The runs of one strategy at one learning rate, one for each seed."""
@@ -40,6 +37,11 @@ class RepeatedRuns:
     def useful(self) -> list[Summary]:
         """The runs that neither failed nor diverged."""
         return [run for run in self.runs if run.useful]
+
+    @property
+    def reached(self) -> int:
+        """Number of useful runs that reached the target."""
+        return sum(run.seconds_to_target is not None for run in self.useful)
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
         """Return minimum, median and maximum of a field of `Summary` over the useful runs that have a value.
@@ -109,7 +111,7 @@ class RepeatedRuns:
             "lr": self.runs[0].lr,
             "chosen": chosen,
             "seeds": [run.seed for run in self.runs],
-            "reached": sum(run.seconds_to_target is not None for run in self.useful),
+            "reached": self.reached,
             "useless": len(self.runs) - len(self.useful),
             **{n: None if s is None else dict(zip(keys, s, strict=True)) for n, s in spreads.items()},
         }
@@ -153,7 +155,7 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns, name: str) -> l
     tops = [(run.best_metric, run.lr) for group in rates for run in group.useful if run.best_metric is not None]
     if first.target is None or chosen.median().seconds_to_target is not None or not tops:
         return []
-    reached = sum(run.seconds_to_target is not None for group in rates for run in group.useful)
+    reached = sum(group.reached for group in rates)
     top, lr = (max if first.higher_is_better else min)(tops, key=lambda pair: pair[0])
     word = "highest" if first.higher_is_better else "lowest"
     among, at = (f" at {len(rates)} learning rates", f", at {lr:g}") if len(rates) > 1 else ("", "")
@@ -171,36 +173,31 @@ def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
     return groups[medians.index(rank(medians)[0])]
 
 
-def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
-    """Return the title of the table of medians and ranges."""
-    seeds = max(len(group.runs) for group in groups)
-    over = f"Medians over {seeds} seeds [smallest to largest value]" if seeds > 1 else "Every learning rate"
-    return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
-
-
-def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[list[str]]:
-    """Return the rows of the table of medians and ranges, in the order of `SPREAD`.
+def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
+    """Return the table of medians and ranges over seeds, for every learning rate of every strategy.
 
     If there are several learning rates, a star marks the ranked rate.
     """
-    several = len(groups) > len(chosen)
-    called = names([group.runs[0] for group in groups])
-    return [_row(name, group, several and group in chosen) for name, group in zip(called, groups, strict=True)]
+    several, seeds = len(groups) > len(chosen), max(len(group.runs) for group in groups)
 
+    def rate(group: RepeatedRuns) -> str:
+        lr = group.runs[0].lr
+        return f"{formatting.NONE if lr is None else f'{lr:g}'}{'*' * (several and group in chosen)}"
 
-def _row(name: str, group: RepeatedRuns, starred: bool) -> list[str]:
-    first, document = group.runs[0], group.document(starred)
-    lr = f"{formatting.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
-    figures = [_range(group.spread("seconds_to_target")), _range(group.spread("final_metric"))]
-    counts = [str(len(group.runs)), *figures, str(document["reached"]), str(document["useless"])]
-    return [name, lr, *counts]
-
-
-def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
-    """Return the terminal table of medians and ranges over seeds, for every learning rate of every strategy."""
-    ranks = (0, 1, 3, 0, 0, 2, 4)
-    columns = [TableColumn(one, one == "strategy", rank) for one, rank in zip(SPREAD, ranks, strict=True)]
-    return TextTable(columns, rows(groups, chosen), title(groups, chosen))
+    title = f"Medians over {seeds} seeds [smallest to largest value]" if seeds > 1 else "Every learning rate"
+    return TextTable.of(
+        [
+            TableColumn("strategy", text=True, cell=lambda row: row[0]),
+            TableColumn("lr", rank=1, cell=lambda row: rate(row[1])),
+            TableColumn("runs", rank=3, cell=lambda row: str(len(row[1].runs))),
+            TableColumn("seconds to target", cell=lambda row: _range(row[1].spread("seconds_to_target"))),
+            TableColumn("final metric", cell=lambda row: _range(row[1].spread("final_metric"))),
+            TableColumn("at target", rank=2, cell=lambda row: str(row[1].reached)),
+            TableColumn("diverged or failed", rank=4, cell=lambda row: str(len(row[1].runs) - len(row[1].useful))),
+        ],
+        zip(names([group.runs[0] for group in groups]), groups, strict=True),
+        title=f"{title}; * marks the learning rate that is ranked" if several else title,
+    )
 
 
 def _range(spread: tuple[float, float, float] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from flockstep.records.access import write_whole
 from flockstep.report.style import Figure
+from flockstep.report.terminal import TextTable
 
 PLOTLY = Path(__file__).parent / "assets" / "plotly-cartesian.min.js.gz"
 """The cartesian bundle of plotly.js 4.1.1, as published on npm."""
@@ -31,20 +32,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A table of the HTML page, with a heading and a note."""
-
-    heading: str
-    note: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    styles: Mapping[int, str] = field(default_factory=dict)
-    """Row number → style of a highlighted row: chosen, split or total, as the template defines them."""
-    left: Sequence[int] = (0,)
-    """Numbers of the columns that contain text and are aligned left."""
-
-
-@dataclass(frozen=True)
 class Page:
     """A page of sentences, lists, plots and tables, from top to bottom."""
 
@@ -55,7 +42,7 @@ class Page:
     lists: Sequence[tuple[str, Sequence[str]]] = ()
     """Lists on the page, as pairs of a heading and the entries of the list."""
     drawings: Sequence[Drawing] = field(default=())
-    listings: Sequence[Listing] = ()
+    tables: Sequence[TextTable] = ()
 
     def render(self) -> str:
         """Return the text of the HTML page."""

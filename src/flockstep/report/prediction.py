@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.report import formatting
-
-HEADINGS = (
-    "strategy",
-    "predicted seconds per step",
-    "in the run",
-    "error",
-    "predicted MB sent per step",
-    "in the run",
-    "from",
-)
+from flockstep.report.terminal import TableColumn
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,14 @@ class Prediction:
         """Relative error of the predicted seconds: positive if the prediction is too long."""
         return self.seconds / self.measured - 1 if self.measured else 0.0
 
-    def cells(self, label: str) -> list[str]:
-        """Return the cells of the run's row as texts, in the order of `HEADINGS`."""
-        took = [formatting.seconds(self.seconds), formatting.seconds(self.measured), f"{self.error:+.1%}"]
-        return [label, *took, f"{self.sent_bytes / 1e6:.4g}", f"{self.measured_sent_bytes / 1e6:.4g}", self.source]
+
+COLUMNS = (
+    TableColumn("strategy", text=True, cell=lambda row: row[0]),
+    TableColumn("predicted seconds per step", cell=lambda row: formatting.seconds(row[1].seconds)),
+    TableColumn("in the run", cell=lambda row: formatting.seconds(row[1].measured)),
+    TableColumn("error", cell=lambda row: f"{row[1].error:+.1%}"),
+    TableColumn("predicted MB sent per step", cell=lambda row: f"{row[1].sent_bytes / 1e6:.4g}"),
+    TableColumn("in the run", cell=lambda row: f"{row[1].measured_sent_bytes / 1e6:.4g}"),
+    TableColumn("from", text=True, cell=lambda row: row[1].source),
+)
+"""Columns of a table whose rows are a run's label and its prediction."""

@@ -1,92 +1,106 @@
-"""The terminal table of ranked runs."""
+"""The table of ranked runs, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from flockstep.records.config import RunConfig
-from flockstep.records.summary import Summary, partition_notes, trained_apart
+from flockstep.records.summary import Summary, partition_notes
 from flockstep.report import formatting
-from flockstep.report.ranking import labels, places, rank, reference, tied, unranked
+from flockstep.report.findings import apart, goal_of, over_one_worker, ties
+from flockstep.report.ranking import labels, places, rank, reference, unranked
 from flockstep.report.terminal import TableColumn, TextTable
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
 
 
-def columns(summary: Summary, alone: Summary | None = None) -> tuple[TableColumn, ...]:
+class _Ranked(NamedTuple):
+    """A run with its place and its label."""
+
+    place: str
+    label: str
+    run: Summary
+
+
+def columns(summary: Summary, alone: Summary | None = None) -> list[TableColumn]:
     """Return the columns of the ranked table; all rows have the clock and the metric of `summary`.
 
     If the table has a run of one worker, `alone`, and a target, two columns compare each run with it.
     """
-    metric, goal = summary.metric, _goal(summary)
-    against = (
-        TableColumn("speed-up over one worker", rank=1, note=_SPEEDUP),
-        TableColumn("worker-seconds", rank=7, note=_WORKER_SECONDS),
-    )
+    metric, goal = summary.metric, goal_of(summary)
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
-    return (
-        TableColumn("#"),
-        TableColumn("strategy", text=True),
-        TableColumn(f"seconds to {goal or 'the end'}", note=reached if goal else ""),
-        *(against if goal and alone else ()),
-        *([] if metric is None else [TableColumn(f"final {metric}")]),
-        TableColumn("MB per worker sent / received", rank=2),
-        TableColumn("staleness mean / max", rank=4, note=_STALENESS),
-        TableColumn("computing", rank=3, note=_COMPUTING),
-        TableColumn("divergence", rank=5, note=_DIVERGENCE),
-        TableColumn("updates applied", rank=6, note=_APPLIED),
-        TableColumn("status", text=True, rank=1),
-    )
-
-
-_SPEEDUP = "speed-up over one worker: seconds to the target of one worker alone ÷ those of the strategy."
-_WORKER_SECONDS = "worker-seconds: seconds to the target × workers, which is what a cluster is paid for."
-_STALENESS = "staleness: number of updates applied between reading the parameters and applying the gradient."
-_COMPUTING = "computing: share of a worker's time; the rest is communicating and waiting."
-_DIVERGENCE = "divergence: root mean square distance of the replicas from their mean at the last evaluation."
-_APPLIED = (
-    "updates applied: share of the workers' updates that entered the models of the other workers, or of the servers. "
-    "A finished run can stay below 100 % if workers exchange with few workers at a time, or drop updates."
-)
-
-
-def cells(place: str, label: str, summary: Summary, alone: Summary | None = None) -> list[str]:
-    """Return the cells of a run's row as texts, in the order of `columns`.
-
-    For a run that missed the target, the time is the run's total time.
-    """
+    found = [
+        TableColumn("#", cell=lambda row: row.place if row.run.useful else formatting.NONE),
+        TableColumn("strategy", text=True, cell=lambda row: row.label),
+        TableColumn(
+            f"seconds to {goal or 'the end'}",
+            note=reached if goal else "",
+            cell=lambda row: _time(row.run),
+        ),
+    ]
+    if goal and alone is not None:
+        single = alone
+        found += [
+            TableColumn(
+                "speed-up over one worker",
+                rank=1,
+                note="speed-up over one worker: seconds to the target of one worker alone ÷ those of the strategy.",
+                cell=lambda row: _speedup(row.run, single),
+            ),
+            TableColumn(
+                "worker-seconds",
+                rank=7,
+                note="worker-seconds: seconds to the target × workers, which is what a cluster is paid for.",
+                cell=lambda row: _time(row.run, row.run.workers),
+            ),
+        ]
+    if metric is not None:
+        found.append(TableColumn(f"final {metric}", cell=lambda row: formatting.metric(row.run.final_metric)))
     return [
-        place if summary.useful else formatting.NONE,
-        label,
-        _time(summary),
-        *(
-            []
-            if alone is None or _goal(summary) is None
-            else [_speedup(summary, alone), _time(summary, summary.workers)]
+        *found,
+        TableColumn("MB per worker sent / received", rank=2, cell=_megabytes),
+        TableColumn(
+            "staleness mean / max",
+            rank=4,
+            note="staleness: number of updates applied between reading the parameters and applying the gradient.",
+            cell=lambda row: formatting.staleness(row.run),
         ),
-        *([] if summary.metric is None else [formatting.metric(summary.final_metric)]),
-        "/".join(
-            formatting.number(count / 1e6)
-            for count in (summary.sent_bytes_per_worker, summary.received_bytes_per_worker)
+        TableColumn(
+            "computing",
+            rank=3,
+            note="computing: share of a worker's time; the rest is communicating and waiting.",
+            cell=lambda row: formatting.share(row.run.utilization),
         ),
-        formatting.staleness(summary),
-        formatting.share(summary.utilization),
-        formatting.number(summary.divergence),
-        formatting.share(summary.completeness),
-        summary.status,
+        TableColumn(
+            "divergence",
+            rank=5,
+            note="divergence: root mean square distance of the replicas from their mean at the last evaluation.",
+            cell=lambda row: formatting.number(row.run.divergence),
+        ),
+        TableColumn(
+            "updates applied",
+            rank=6,
+            note="updates applied: share of the workers' updates that entered the models of the other workers, or of "
+            "the servers. A finished run can stay below 100 % if workers exchange with few workers at a time, or drop "
+            "updates.",
+            cell=lambda row: formatting.share(row.run.completeness),
+        ),
+        TableColumn("status", text=True, rank=1, cell=lambda row: row.run.status),
     ]
 
 
-def _goal(summary: Summary) -> str | None:
-    """The target with its metric, such as "accuracy 0.95"; None if the run has no target, or no metric."""
-    return None if summary.target is None or summary.metric is None else f"{summary.metric} {summary.target:g}"
+def _megabytes(row: _Ranked) -> str:
+    counts = row.run.sent_bytes_per_worker, row.run.received_bytes_per_worker
+    return "/".join(formatting.number(count / 1e6) for count in counts)
 
 
 def _time(summary: Summary, workers: int = 1) -> str:
+    """Seconds to the target × workers; for a run that missed the target, the run's total time is a lower bound."""
     if summary.seconds_to_target is not None:
         return formatting.number(workers * summary.seconds_to_target)
     text = formatting.number(workers * summary.seconds)
-    return text if _goal(summary) is None else f"> {text}"
+    return text if goal_of(summary) is None else f"> {text}"
 
 
 def _speedup(summary: Summary, alone: Summary) -> str:
@@ -95,83 +109,6 @@ def _speedup(summary: Summary, alone: Summary) -> str:
     if own is not None:
         return formatting.number(single / own) if single is not None else f"> {formatting.number(alone.seconds / own)}"
     return formatting.NONE if single is None else f"< {formatting.number(single / summary.seconds)}"
-
-
-def apart(ranked: Sequence[Summary]) -> list[str]:
-    """Return sentences about runs in which some workers exchanged no data with the others."""
-    return [
-        f"{label}: {sentence[:1].lower()}{sentence[1:]}"
-        for label, sentence in zip(labels(ranked), map(trained_apart, ranked), strict=True)
-        if sentence is not None
-    ]
-
-
-def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Say whether several workers were faster than one, which is the first question about a cluster; nothing without a
-    run of one worker, or if no run reached the target.
-    """
-    alone = reference(ranked)
-    hits = [(label, run) for label, run in zip(labels(ranked), ranked, strict=True) if run.useful and _hit(run)]
-    if alone is None or not hits:
-        return []
-    goal = _goal(alone)
-    if not (alone.useful and _hit(alone)):
-        return [f"One worker alone did not reach {goal} in {formatting.seconds(alone.seconds)}."]
-    strategies = [(label, run) for label, run in hits if run.workers > 1]
-    if not strategies:
-        return [f"One worker alone reached {goal}, after {_clock(alone)}, and no strategy on several workers did."]
-    name, best = min(strategies, key=lambda one: _hit(one[1]))
-    took = f"{name} reached {goal} after {_clock(best)}, one worker alone after {_clock(alone)}"
-    if _hit(best) >= _hit(alone):
-        return [f"No strategy was faster than one worker: {took}."]
-    if tied(best, alone):
-        why = "the ranges of their seeds overlap" if seeds > 1 else "the evaluations are too far apart to tell"
-        return [f"No strategy is known to be faster than one worker: {took}, but {why}."]
-    paid = formatting.times(_hit(best) * best.workers / _hit(alone))
-    return [f"Several workers were faster than one: {took}, with {paid} the worker-seconds."]
-
-
-def _hit(run: Summary) -> float:
-    """Seconds in which a run reached the target; 0 if it did not."""
-    return run.seconds_to_target or 0.0
-
-
-def _clock(run: Summary) -> str:
-    text = formatting.seconds(run.seconds_to_target)
-    return text.replace(" ", " virtual ", 1) if run.clock == "virtual" else text
-
-
-def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Return sentences about how certain the order of the ranked runs is; `seeds` is the number of runs of each
-    strategy.
-    """
-    if (why := unranked(ranked)) is not None:
-        return [why]
-    said = []
-    if any("=" in place for place in places(ranked)):
-        said.append(
-            "=: a tie, because the ranges over the seeds overlap."
-            if seeds > 1
-            else "=: a tie, because the evaluations are too far apart to tell which run was first."
-        )
-    if seeds == 1 and len(ranked) > 1 and ranked[0].clock == "real":
-        said.append(
-            "Each strategy has only one run, so the variation of the seconds is not known; --seeds 5 ranks "
-            "medians and shows ranges."
-        )
-    return said
-
-
-def modeled(summaries: Sequence[Summary]) -> str:
-    """Return the cluster or the compute model that all simulated runs share, for a heading.
-
-    If the runs differ, their labels name the models.
-    """
-    clusters = {summary.cluster for summary in summaries}
-    if clusters != {None}:
-        return f"on the cluster {clusters.pop()}" if len(clusters) == 1 else "time is modeled"
-    laws = {summary.compute for summary in summaries}
-    return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modeled"
 
 
 def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
@@ -187,7 +124,7 @@ def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
 
 
 def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
-    """Return the terminal table of ranked runs; without runs, the table is empty.
+    """Return the table of ranked runs; without runs, the table is empty.
 
     Raises:
         ConfigurationError: the runs cannot be compared.
@@ -195,14 +132,11 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
     ranked = rank(summaries)
     if not ranked:
         return TextTable((), (), "no runs")
-    first, alone = ranked[0], reference(ranked)
-    rows = [cells(*row, alone) for row in zip(places(ranked), labels(ranked), ranked, strict=True)]
-    shown = columns(first, alone)
-    return TextTable(
-        shown,
-        rows,
+    return TextTable.of(
+        columns(ranked[0], reference(ranked)),
+        map(_Ranked, places(ranked), labels(ranked), ranked),
         title=heading(ranked),
-        styles={0: "bold"} if first.useful and unranked(ranked) is None else {},
+        styles={0: "bold"} if ranked[0].useful and unranked(ranked) is None else {},
         marks=_STYLES,
         notes=[*over_one_worker(ranked, seeds), *apart(ranked), *ties(ranked, seeds)],
     )
@@ -215,8 +149,18 @@ def compared_workers(runs: Sequence[Summary] | Sequence[RunConfig]) -> list[int]
 
 
 def heading(summaries: Sequence[Summary]) -> str:
-    """Return the title of the table: job, number of workers, and the clock that measured the seconds."""
-    first = summaries[0]
-    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {modeled(summaries)}"
+    """Return the title of the table: job, number of workers, and the clock that measured the seconds.
+
+    If simulated runs differ in their cluster or compute model, their labels name it.
+    """
+    first, clock = summaries[0], "real seconds"
+    if first.clock == "virtual":
+        clusters, laws = ({getattr(run, name) for run in summaries} for name in ("cluster", "compute"))
+        model = "time is modeled"
+        if len(clusters) == 1 and None not in clusters:
+            model = f"on the cluster {first.cluster}"
+        elif clusters == {None} and len(laws) == 1 and None not in laws:
+            model = f"a gradient takes {first.compute}"
+        clock = f"VIRTUAL seconds: {model}"
     counts = " and ".join(map(str, compared_workers(summaries)))
     return f"{first.job} on {counts} worker{'' if counts == '1' else 's'}, {clock}"

@@ -1,10 +1,14 @@
-"""Tables that fit the width of a terminal: words stay whole, and columns that are left out are named."""
+"""The tables of reports, for a terminal of any width, for notebooks and for HTML pages.
+
+In a terminal, words stay whole, and columns that are left out are named.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from rich import box
 from rich.cells import cell_len
@@ -25,7 +29,7 @@ GAP = 2
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column of a terminal table: its heading, what it holds, and when it is left out."""
+    """A column of a table: its heading, what it holds, and when a narrow terminal leaves it out."""
 
     heading: str
     text: bool = False
@@ -38,6 +42,8 @@ class TableColumn:
     """
     note: str = ""
     """Sentence that explains the column, printed below the table if the column is shown."""
+    cell: Callable[[Any], str] = str
+    """Text of the column's cell in the row of a value."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,16 @@ class TextTable:
         object.__setattr__(self, "title", printable(self.title))
         object.__setattr__(self, "notes", list(map(printable, self.notes)))
 
+    @classmethod
+    def of(cls, columns: Sequence[TableColumn], values: Iterable[Any], **more: Any) -> Self:
+        """Return a table with a row for each value, whose cells the columns make; `more` are further fields."""
+        return cls(columns, [[one.cell(value) for one in columns] for value in values], **more)
+
+    @property
+    def explained(self) -> list[str]:
+        """The sentences below the table with all its columns."""
+        return [*(one.note for one in self.columns if one.note), *self.notes]
+
     def to_html(self) -> str:
         """Return the table with all its columns and notes as HTML for a notebook; every text is escaped."""
         sides = ["left" if one.text else "right" for one in self.columns]
@@ -78,8 +94,7 @@ class TextTable:
 
         heads = row("th", (one.heading for one in self.columns))
         title = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        explained = [*(one.note for one in self.columns if one.note), *self.notes]
-        below = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in explained)
+        below = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in self.explained)
         return f"<table>{title}{heads}{''.join(row('td', cells) for cells in self.rows)}</table>{below}"
 
     def shown(self, width: int) -> list[int]:

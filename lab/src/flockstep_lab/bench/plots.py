@@ -9,6 +9,7 @@ from flockstep.report import page as report
 from flockstep.report.page import Page
 from flockstep.report.style import COLORS, INK, Panels, axis, decades, key, layout, ref
 from flockstep.report.style import Figure as Drawing
+from flockstep.report.terminal import TableColumn, TextTable
 from flockstep_lab.bench.codecs import CodecFigure
 from flockstep_lab.bench.interleaved import Measurement
 from flockstep_lab.bench.prediction import WITHIN, Truth
@@ -192,5 +193,5 @@ def page(title: str, caption: str, drawing: Drawing, headings: Sequence[str], ro
         title=title,
         footer="Measured on this machine; all implementations took turns in one run.",
         drawings=(report.Drawing("picture", title, caption, drawing),),
-        listings=(report.Listing("In figures", "", headings, rows),),
+        tables=(TextTable([TableColumn(one, text=not at) for at, one in enumerate(headings)], rows, "In figures"),),
     )
