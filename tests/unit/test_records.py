@@ -372,7 +372,7 @@ def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> Non
     with pytest.raises(SchemaMismatch, match=r"has shape \(5,\) and dtype float32, but the schema says \(3,\)"):
         folder.read_result()
     np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*allow_pickle.*; repeat the run"):
+    with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*Python objects.*; repeat the run"):
         folder.read_result()
 
 

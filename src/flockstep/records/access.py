@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,19 +59,83 @@ def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False)
     return open(path, mode, buffering, opener=opener)
 
 
-def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file, or leave the old file in place, so that a reader never sees a partial file.
+@contextlib.contextmanager
+def whole(path: Path, durable: bool = False) -> Iterator[Path]:
+    """Context manager in whose body a file is written under the path that it yields; the file then takes the name
+    `path`, or is removed if the body raised an error. A `durable` file is complete also after a power cut.
 
     Raises:
         OSError: the disk is full, or does not accept the file, whose path the error names.
     """
-    make_folder(path.parent)
-    half = path.with_name(path.name + HALF)
+    half = half_of(path)
     try:
-        with open_file(half, "wb") as file:
-            file.write(data) if isinstance(data, bytes) else data(file)
-    except OSError as error:
+        yield half
+        if durable:
+            with open_file(half, "ab") as file:  # which also lets the readers of the folder read the file
+                os.fsync(file.fileno())
+    except BaseException as error:
         half.unlink(missing_ok=True)
-        error.filename = str(path)  # an error of `write` names no file
+        if isinstance(error, OSError):
+            error.filename = str(path)  # an error of `write` names no file
         raise
     half.replace(path)
+    if durable:
+        synchronize(path.parent)
+
+
+def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object], durable: bool = False) -> None:
+    """Write a whole file, or leave the old file in place, so that a reader never sees a partial file; see `whole`."""
+    make_folder(path.parent)
+    with whole(path, durable) as half, open_file(half, "wb") as file:
+        file.write(data) if isinstance(data, bytes) else data(file)
+
+
+class ArrivingFile:
+    """A file whose parts arrive one by one; it has its name once it is whole."""
+
+    def __init__(self, path: Path, durable: bool = False):
+        """Open the file; `durable`: as for `whole`.
+
+        Raises:
+            OSError: the folder was removed, or the disk does not take the file.
+        """
+        self._path, self._durable = path, durable
+        self._file = open_file(half_of(path), "wb", buffering=0)
+
+    def add(self, part: memoryview) -> None:
+        """Append bytes to the file.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        while part:
+            part = part[self._file.write(part) :]
+
+    def finish(self) -> None:
+        """Complete the file after its last part has arrived.
+
+        Raises:
+            OSError: the file cannot be written to the disk.
+        """
+        self._file.close()
+        with whole(self._path, self._durable):
+            pass  # it is under the other name already
+
+    def drop(self) -> None:
+        """Close and remove an incomplete file; a complete file stays."""
+        self._file.close()
+        half_of(self._path).unlink(missing_ok=True)
+
+
+def half_of(path: Path) -> Path:
+    """Return the path under which a file is written until it is whole."""
+    return path.with_name(path.name + HALF)
+
+
+def synchronize(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
-from flockstep.records.access import HALF, make_folder, open_file
+from flockstep.records.access import ArrivingFile, make_folder, synchronize, whole, write_whole
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
 
@@ -130,10 +130,10 @@ class Checkpoint:
 
     def _require_whole(self, file: Path, sha256: str) -> None:
         try:
-            whole = digest_of(file) == sha256
+            undamaged = digest_of(file) == sha256
         except OSError as error:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(self.folder)}") from None
-        if not whole:
+        if not undamaged:
             raise ConfigurationError(f"{file} is damaged: its bytes differ from those written; {_way_out(self.folder)}")
 
 
@@ -173,42 +173,28 @@ def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, Fla
         ConfigurationError: the disk is full, or an array has a dtype that the format does not have.
         OSError: the file cannot be written.
     """
-    path, written = folder / shard_file(node), list[tuple[int, str]]()
-
-    def write(half: Path) -> None:
-        save_file(dict(arrays), half)  # the library replaces `half` by a file of its own, so the hash is read back
-        written.append((half.stat().st_size, digest_of(half)))
-        reach("shard.written")
-
+    path = folder / shard_file(node)
     try:
-        _write_durably(path, write)
+        with whole(path, durable=True) as half:
+            save_file(dict(arrays), half)  # the library replaces `half` by a file of its own, so the hash is read back
+            shard = Shard(node, path.name, step, half.stat().st_size, digest_of(half))
+            reach("shard.written")
     except SafetensorError as error:
         raise ConfigurationError(str(error)) from None
     reach("shard.renamed")
-    return Shard(node, path.name, step, *written[0])
+    return shard
 
 
-class ArrivingShard:
+class ArrivingShard(ArrivingFile):
     """The file with a node's state, while its parts arrive from another host."""
 
     def __init__(self, folder: Path, shard: Shard):
-        """Open the file in the folder of a checkpoint; `shard` is what the node has written.
-
-        Raises:
-            OSError: the folder was removed, or the disk does not take the file.
-        """
-        self._path, self._shard = folder / shard.file, shard
-        self._half = half_of(self._path)
-        self._file = open_file(self._half, "wb")
-        self._digest, self._nbytes = hashlib.sha256(), 0
+        """Open the file in the folder of a checkpoint; `shard` is what the node has written."""
+        super().__init__(folder / shard.file, durable=True)
+        self._shard, self._digest, self._nbytes = shard, hashlib.sha256(), 0
 
     def add(self, part: memoryview) -> None:
-        """Append the next part of the node's state to the file.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        self._file.write(part)
+        super().add(part)
         self._digest.update(part)
         self._nbytes += len(part)
 
@@ -221,18 +207,9 @@ class ArrivingShard:
         """
         if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
             raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} wrote it")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
         reach("shard.written")
-        self._half.replace(self._path)
-        _synchronize(self._path.parent)
+        super().finish()
         reach("shard.renamed")
-
-    def drop(self) -> None:
-        """Close and remove an incomplete file; a complete file stays."""
-        self._file.close()
-        self._half.unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -241,10 +218,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the disk is full, or the file cannot be written.
     """
-    whole = msgspec.structs.replace(manifest, sha256=manifest.digest())
-    data = msgspec.json.format(msgspec.json.encode(whole), indent=1)
+    signed = msgspec.structs.replace(manifest, sha256=manifest.digest())
     reach("manifest.begun")
-    _write_durably(folder / MANIFEST, lambda half: half.write_bytes(data))
+    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1), durable=True)
     reach("manifest.renamed")
 
 
@@ -282,7 +258,7 @@ def keep_config(record: Path, digest: str, text: str) -> None:
     Raises:
         OSError: the disk is full.
     """
-    _write_durably(record / CHECKPOINTS / f"{digest}.toml", lambda half: half.write_bytes(text.encode()))
+    write_whole(record / CHECKPOINTS / f"{digest}.toml", text.encode(), durable=True)
 
 
 def kept_config(record: Path, digest: str) -> str | None:
@@ -311,8 +287,8 @@ def new_folder(record: Path, last: Path | None = None) -> Path:
     number = max((int(path.name) for path in [*folders(record), *([] if last is None else [last])]), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
     make_folder(folder)
-    _synchronize(folder.parent)
-    _synchronize(record)
+    synchronize(folder.parent)
+    synchronize(record)
     return folder
 
 
@@ -358,34 +334,3 @@ def _plain(name: str) -> bool:
 
 def _way_out(folder: Path) -> str:
     return f"delete {folder} to resume from the previous checkpoint"
-
-
-def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file that is complete on the disk, also after a power cut, or not there at all.
-
-    `write` writes the file under the path that it is given.
-    """
-    half = half_of(path)
-    try:
-        write(half)
-        with open_file(half, "ab") as file:  # which also lets the readers of the folder read the file
-            os.fsync(file.fileno())
-        half.replace(path)
-    except (OSError, SafetensorError):
-        half.unlink(missing_ok=True)
-        raise
-    _synchronize(path.parent)
-
-
-def half_of(path: Path) -> Path:
-    """Return the path under which a file is written until it is complete."""
-    return path.with_name(path.name + HALF)
-
-
-def _synchronize(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -87,20 +87,15 @@ def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
         raise ProtocolError(f"the flight recorder of this process cannot be read: {error}") from None
 
 
-def flight_file(record: Path, node: Address | None) -> Path:
-    """Return the path of the flight recorder's file of a node; None stands for the launcher."""
-    name = "launcher" if node is None else node_name(node).replace(" ", "-")
-    return record / FLIGHT / f"{name}.jsonl"
-
-
 def append(record: Path, node: Address | None, events: list[FlightEvent]) -> None:
-    """Append events to the flight recorder of a node.
+    """Append events to the flight recorder of a node; None stands for the launcher.
 
     Raises:
         OSError: the events cannot be written to the disk.
     """
     if events:
-        file = flight_file(record, node)
+        name = "launcher" if node is None else node_name(node).replace(" ", "-")
+        file = record / FLIGHT / f"{name}.jsonl"
         make_folder(file.parent)
         with open_file(file, "ab") as lines:
             lines.write(msgspec.json.Encoder().encode_lines(events))
@@ -130,7 +125,12 @@ def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> lis
     node when it was declared lost.
     """
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
-    heard = [(one, name) for name, events in before.items() for one in events if _from(one, lost.node)]
+    heard = [
+        (one, name)
+        for name, events in before.items()
+        for one in events
+        if one.kind == "receive" and one.peer == lost.node
+    ]
     said = []
     if heard:
         last, name = max(heard, key=lambda pair: pair[0].seconds)
@@ -144,7 +144,3 @@ def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> lis
             wait = others[-1]
             said.append(f"{name} waited for {wait.tag} at step {wait.step}, for {lost.seconds - wait.seconds:.2f} s")
     return said
-
-
-def _from(event: FlightEvent, node: Address) -> bool:
-    return event.kind == "receive" and event.peer == node

@@ -8,7 +8,6 @@ Readers accept both layouts, missing files, and the incomplete last line of a ki
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,13 +162,22 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
-        if self.path.exists() and not self.config_file.exists() and not all(map(_may_go, self.path.iterdir())):
+        # A run that was killed before it wrote its configuration may have left half-written files and the owner's.
+        present = [*self.path.iterdir()] if self.path.exists() and not self.config_file.exists() else []
+        if any(file.suffix != HALF and file.name != OWNER for file in present):
             raise ConfigurationError(f"{self.path} contains files but no run; choose an empty or a new folder")
         with owned(self.path):
-            if not overwrite and (what := self._computed()) is not None:
-                raise ConfigurationError(
-                    f"{self.path} holds {what} run; choose another folder with --out, or replace it with --overwrite"
-                )
+            if self.config_file.exists() and not overwrite:
+                what = "a damaged"
+                with contextlib.suppress(ConfigurationError):
+                    summary = self.read_summary()
+                    what = f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
+                    what = what if summary.steps or summary.status == "finished" else ""  # ended before its first step
+                if what:
+                    raise ConfigurationError(
+                        f"{self.path} holds {what} run; choose another folder with --out, or replace it with "
+                        "--overwrite"
+                    )
             self._clear()
             set_readers(self.path, bool(config.shared))
             self.write_config(config)
@@ -189,15 +197,19 @@ class RunFolder:
         """
         with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
-            kept = [
-                event
-                for event in _without_end(events)
-                if time_of(event) <= seconds
-                or (isinstance(event, MetricEvent) and event.step <= steps.get(event.rank, -1))
-            ]
-            dropped = sum(isinstance(event, StepEvent) for event in events) - sum(
-                isinstance(event, StepEvent) for event in kept
-            )
+            ends = {(event.seconds, event.step) for event in events if isinstance(event, ResultEvent)}
+
+            def stays(event: Event) -> bool:
+                # The evaluation of the result that was chosen when the run ended early goes with the result.
+                if isinstance(event, ResultEvent | ReplicaEvent):
+                    return False
+                if isinstance(event, EvaluationEvent) and (event.seconds, event.step) in ends:
+                    return False
+                behind = isinstance(event, MetricEvent) and event.step <= steps.get(event.rank, -1)
+                return time_of(event) <= seconds or behind
+
+            kept = list(filter(stays, events))
+            dropped = sum(isinstance(event, StepEvent) and not stays(event) for event in events)
             write_whole(self.events_file, msgspec.json.Encoder().encode_lines(kept))
             for file in (self.path / "events").glob("*.jsonl"):
                 file.unlink()
@@ -210,7 +222,10 @@ class RunFolder:
     @property
     def unfinished(self) -> bool:
         """Return whether the folder holds no finished run, so that the run must be repeated."""
-        return self._status() not in ENDED
+        try:
+            return msgspec.json.decode(self.summary_file.read_bytes())["status"] not in ENDED
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or unreadable
+            return True
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
         """Check that the files written so far by this process and by the given nodes of the run are still there.
@@ -332,49 +347,18 @@ class RunFolder:
         _require(params, schema, str(self.path / "result.npy"))
         return params, schema
 
-    def _computed(self) -> str | None:
-        """What the folder holds, for an error message.
-
-        None if it holds no run, or a run that ended before its first step.
-        """
-        if not self.config_file.exists():
-            return None
-        try:
-            summary = self.read_summary()
-        except ConfigurationError:
-            return "a damaged"
-        if not summary.steps and summary.status != "finished":
-            return None
-        return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
-
-    def _status(self) -> str | None:
-        """The status in summary.json; None if the file is missing or unreadable."""
-        if not self.summary_file.is_file():
-            return None
-        try:
-            return str(msgspec.json.decode(self.summary_file.read_bytes())["status"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
     def _clear(self, but: Path | None = None) -> None:
         """Remove the files that a run writes, except config.toml, by which the folder is recognized as a run's.
 
         With `but`, the checkpoints and that file are kept too, because the run goes on.
         """
-        names = ("summary.json", "events.jsonl", "result.npy", "schema.json")
-        halves = self.path.glob(f"*{HALF}")
-        for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
-            if file != but:
-                file.unlink(missing_ok=True)
-        kept = [] if but is not None else [self.path / CHECKPOINTS]
-        for folder in (
-            self.path / SNAPSHOTS,
-            self.path / FLIGHT,
-            self.path / FUNCTION,
-            *kept,
-            *self.path.glob("distribute-*"),
-        ):
-            shutil.rmtree(folder, ignore_errors=True)
+        for pattern in ("summary.json", "events.jsonl", "result.npy", "schema.json", f"*{HALF}", "events/*.jsonl"):
+            for file in self.path.glob(pattern):
+                if file != but:
+                    file.unlink(missing_ok=True)
+        for pattern in (SNAPSHOTS, FLIGHT, FUNCTION, "distribute-*", *([] if but is not None else [CHECKPOINTS])):
+            for folder in self.path.glob(pattern):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def no_run(folder: Path, wanted: str = "the folder of a run") -> ConfigurationError:
@@ -382,13 +366,6 @@ def no_run(folder: Path, wanted: str = "the folder of a run") -> ConfigurationEr
     if not folder.exists():
         return ConfigurationError(f"there is no folder {folder}; name {wanted}")
     return ConfigurationError(f"{folder} contains no run: config.toml is missing; name {wanted}")
-
-
-def _without_end(events: Sequence[Event]) -> list[Event]:
-    """The events of a run that ended early, without the evaluation of the result that was chosen then."""
-    ends = {(event.seconds, event.step) for event in events if isinstance(event, ResultEvent)}
-    kept = [event for event in events if not isinstance(event, ResultEvent | ReplicaEvent)]
-    return [e for e in kept if not isinstance(e, EvaluationEvent) or (e.seconds, e.step) not in ends]
 
 
 def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], changed: bool) -> list[str]:
@@ -430,24 +407,13 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def _array_of(path: Path) -> FlatArray:
-    """The array in a file of numpy, whose header may announce no more than the file holds."""
-    with path.open("rb") as file:  # the header is Python text, which numpy takes apart
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"its format is {version}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # about headers that numpy does not write
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        held = path.stat().st_size - file.tell()
-    if not dtype.hasobject and (any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != held):
-        raise ValueError(f"its header declares an array of shape {shape} and dtype {dtype}, but {held} bytes follow")
-    array: FlatArray = np.load(path, allow_pickle=False)
-    return array
-
-
-def _may_go(file: Path) -> bool:
-    """Whether a run that was killed before it wrote its configuration may have left this file."""
-    return file.suffix == HALF or file.name == OWNER
+    """The array in a file of numpy, whose header may announce no more and no less than the file holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # about headers that numpy does not write
+        mapped = np.lib.format.open_memmap(path, mode="r")  # allocates nothing for a wrong header
+    if mapped.offset + mapped.nbytes != path.stat().st_size:
+        raise ValueError(f"its header declares an array of shape {mapped.shape} and dtype {mapped.dtype}")
+    return np.array(mapped)
 
 
 def read_event_file(path: Path) -> list[Event]:

@@ -60,14 +60,11 @@ def is_ours(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether a process owns the folder. When a process dies, the system releases its folder."""
-    return is_locked(folder / OWNER)
-
-
-def is_locked(file: Path) -> bool:
-    """Return whether a process holds the lock on a file; a file of another user counts as locked until it is gone."""
+    """Return whether a process owns the folder; another user's folder counts as in use. When a process dies, the system
+    releases its folder.
+    """
     try:
-        with file.open() as opened:
+        with (folder / OWNER).open() as opened:
             system.lock(opened, shared=True)
     except FileNotFoundError:
         return False

@@ -81,22 +81,13 @@ def scratch(place: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders in `place` that `scratch` has made for this user and whose owners have died."""
+    """Remove the folders in `place` that `scratch` has made for this user, in which no run has its record, and whose
+    owners have died.
+    """
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
-            if is_scratch(folder) and (folder / OWNER).stat().st_size:
+            mark, found = folder / MARK, folder.lstat()
+            made = stat.S_ISDIR(found.st_mode) and system.is_own(found) and stat.S_ISREG(mark.lstat().st_mode)
+            if made and not (folder / "config.toml").exists() and (folder / OWNER).stat().st_size:
                 with owned(folder):
                     shutil.rmtree(folder)
-
-
-def is_scratch(folder: Path) -> bool:
-    """Return whether this user's `scratch` created the folder, and no run has its record in it."""
-    mark = folder / MARK
-    return (
-        folder.is_dir()
-        and not folder.is_symlink()
-        and mark.is_file()
-        and not mark.is_symlink()
-        and system.is_own(folder.stat())
-        and not (folder / "config.toml").exists()
-    )

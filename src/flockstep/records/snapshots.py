@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
-from flockstep.records.access import HALF, make_folder, open_file
+from flockstep.records.access import ArrivingFile, make_folder
 
 LAST = -1.0
 """Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
@@ -123,10 +122,8 @@ class SnapshotJoiner:
 
     def __init__(self, parts: int):
         self._parts = parts
-        self._waiting: dict[tuple[float | None, int], dict[int, Snapshot]] = {}
-        """Tick and replica → part → snapshot of the part."""
-        self._newest: dict[int, dict[int, Snapshot]] = {}
-        """Replica → part → newest snapshot of the part that was not sent for an evaluation."""
+        self._known: dict[tuple[float | None, int], dict[int, Snapshot]] = {}
+        """Tick and replica → part → snapshot of the part; with the tick LAST, the newest that no evaluation needs."""
 
     def add(self, item: Snapshot) -> list[Snapshot]:
         """Add the snapshot of a worker or server; return the snapshots that are now complete."""
@@ -134,24 +131,15 @@ class SnapshotJoiner:
             return [item]
         replica, part = divmod(item.address, self._parts)
         found = list[Snapshot]()
-        if item.tick is None or item.tick == LAST:
-            newest = self._newest.setdefault(replica, {})
-            newest[part] = item
-            if len(newest) == self._parts and any(piece.tick is not None for piece in newest.values()):
-                found.append(WholeSnapshot.of(LAST, replica, [newest[one] for one in range(self._parts)]))
-        if item.tick != LAST:
-            known = self._waiting.setdefault((item.tick, replica), {})
+        for tick in dict.fromkeys((LAST, item.tick) if item.tick in (None, LAST) else (item.tick,)):
+            known = self._known.setdefault((tick, replica), {})
             known[part] = item
-            if len(known) == self._parts:
-                del self._waiting[item.tick, replica]
-                found.append(WholeSnapshot.of(item.tick, replica, [known[one] for one in range(self._parts)]))
+            # The ends of all parts are the final snapshot, not also a last one.
+            if len(known) == self._parts and (tick != LAST or any(one.tick is not None for one in known.values())):
+                found.append(WholeSnapshot.of(tick, replica, [known[one] for one in range(self._parts)]))
+                if tick != LAST:
+                    del self._known[tick, replica]
         return found
-
-
-def file_name(address: Address, tick: float) -> str:
-    """Return the name of the file with a node's parameters at a tick of progress."""
-    when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
-    return f"{node_name(address).replace(' ', '-')}.{when}"
 
 
 class SnapshotWriter:
@@ -184,11 +172,11 @@ class SnapshotWriter:
         if not self.item.nbytes <= largest or not self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
-        self._path = folder / file_name(address, tick)
-        self._half = self._path.with_name(self._path.name + HALF)
+        when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
+        self._path = folder / f"{node_name(address).replace(' ', '-')}.{when}"
         try:
             make_folder(folder)
-            self._file: IO[bytes] = open_file(self._half, "wb", buffering=0)
+            self._file = ArrivingFile(self._path)
         except OSError as error:
             raise self._refused(error) from None
 
@@ -202,22 +190,19 @@ class SnapshotWriter:
         self._missing -= part.nbytes
         if self._missing < 0:
             raise ProtocolError(f"{node_name(self.item.address)} sent more bytes of a snapshot than announced")
-        rest = part.view(np.uint8).data
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            self._file.add(part.view(np.uint8).data)
+            if self._missing:
+                return None
+            self._file.finish()
         except OSError as error:
             self.drop()
             raise self._refused(error) from None
-        if self._missing:
-            return None
-        self._file.close()
-        return msgspec.structs.replace(self.item, path=str(self._half.replace(self._path)))
+        return msgspec.structs.replace(self.item, path=str(self._path))
 
     def drop(self) -> None:
         """Remove the incomplete file, because its other parts will not arrive."""
-        self._file.close()
-        self._half.unlink(missing_ok=True)
+        self._file.drop()
 
     def _refused(self, error: OSError) -> RunError:
         return RunError(f"{self._path} could not be written: {error.strerror}; free space on its disk")

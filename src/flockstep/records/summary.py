@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from flockstep.records.events import (
 )
 from flockstep.strategies.base import Strategy
 
+E = TypeVar("E", bound=Event)
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
 """Statuses of runs whose final model is not reliable."""
@@ -281,14 +282,18 @@ def summarize(
         The summary, with every figure computed from the events alone.
     """
     ordered = sorted(events, key=time_of)
-    updates = [event for event in ordered if isinstance(event, UpdateEvent)]
     metrics = [curve for curve in curves(config, ordered) if not curve.is_loss]
     measured = measure(config, metrics)
-    last = next((event for event in reversed(ordered) if isinstance(event, EvaluationEvent)), None)
     ends = {curve.name: _finite(curve.points[-1].value) for curve in metrics}
-    if status == "finished" and (reason := _why_diverged(ends.get(measured["metric"], 0.0), last, ordered)) is not None:
-        status, error = "diverged", reason
-    nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
+    last = _last(ordered, EvaluationEvent)
+    if status == "finished":
+        if ends.get(measured["metric"], 0.0) is None or (last is not None and not math.isfinite(last.loss)):
+            status, error = (
+                "diverged",
+                "the loss or metric of the last evaluation is not finite; lower the learning rate",
+            )
+        elif (diverged := next((event for event in ordered if isinstance(event, DivergedEvent)), None)) is not None:
+            status, error = "diverged", diverged.reason
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
     parts = partition.parts
     if parts > config.workers:
@@ -296,40 +301,50 @@ def summarize(
             f"partition = {config.partition} splits a replica over {parts} workers, but the run had {config.workers}; "
             "correct config.toml, or repeat the run"
         )
-    resized = _resized(ordered)
-    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts, resized)
-    workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates, resized)
-    agree = _replicas_agree(config.workers, nodes, parts)
-    staleness = _staleness(config.workers // parts, updates)
-    result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
+    nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
+    hashes = {node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))}
+    agree = None
+    if all(rank in nodes for rank in range(config.workers)):  # the workers that hold the same part of the model
+        same = (range(part, config.workers, parts) for part in range(parts))
+        agree = all(len({nodes[rank].hash for rank in ranks}) == 1 for ranks in same)
+    updates = [event for event in ordered if isinstance(event, UpdateEvent)]
+    workers = _totals(config.workers, nodes, ordered)
+    workers, accounts = _accounted(workers, updates, nodes, parts, _resized(ordered))
+    staleness: Counter[int] = Counter()
+    for update in updates:
+        if update.staleness is not None and (count := _count(update, config.workers // parts)) > 0:
+            staleness[update.staleness] += count
+    result, divergence = _last(ordered, ResultEvent), None if last is None else last.divergence
     alone = _apart(workers, agree, config.strategy)
     said = [event.text for event in ordered if isinstance(event, NoteEvent)]
-    said += [*notes, *([] if alone is None else [alone]), *partition_notes(config)]
+    first = {event.node: event for event in reversed(ordered) if isinstance(event, LostEvent)}
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         **measured,
+        **accounts,
         status=status,
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
-        notes=said,
+        notes=[*said, *notes, *([] if alone is None else [alone]), *partition_notes(config)],
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         metrics=ends,
         final_loss=None if last is None else _finite(last.loss),
         samples=0 if last is None else last.samples,
-        **_traffic(workers),
+        sent_bytes_per_worker=_mean(w.sent_bytes for w in workers) or 0.0,
+        received_bytes_per_worker=_mean(w.received_bytes for w in workers) or 0.0,
+        messages_per_worker=_mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
+        header_bytes_per_worker=_mean(w.header_bytes for w in workers) or 0.0,
         staleness_mean=sum(k * n for k, n in staleness.items()) / staleness.total() if staleness else None,
         staleness_max=max(staleness, default=None),
         staleness_counts=dict(sorted(staleness.items())),
         utilization=_mean(w.utilization for w in workers if w.utilization is not None),
-        divergence=_divergence(last, agree),
-        completeness=completeness,
-        effective_rate=effective_rate,
+        divergence=0.0 if divergence is None and agree else divergence,
         replicas_agree=agree,
-        hashes={node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))},
+        hashes=hashes,
         per_worker=workers,
         scalars=_scalars(ordered),
-        lost=_first_reports(ordered),
+        lost=sorted(first.values(), key=ordered.index),
     )
 
 
@@ -387,15 +402,6 @@ def _expected(strategy: str, workers: int, steps: int) -> str:
     return "" if expected is None else f", where {strategy} is expected to send {expected:.3g} times"
 
 
-def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
-    return {
-        "sent_bytes_per_worker": _mean(w.sent_bytes for w in workers) or 0.0,
-        "received_bytes_per_worker": _mean(w.received_bytes for w in workers) or 0.0,
-        "messages_per_worker": _mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
-        "header_bytes_per_worker": _mean(w.header_bytes for w in workers) or 0.0,
-    }
-
-
 def measure(config: RunConfig, metrics: Sequence[MetricCurve]) -> dict[str, Any]:
     """Return the fields of a summary that say how good the model is, and when it reached the target.
 
@@ -421,17 +427,6 @@ def measure(config: RunConfig, metrics: Sequence[MetricCurve]) -> dict[str, Any]
     }
 
 
-def _why_diverged(metric: float | None, last: EvaluationEvent | None, events: Sequence[Event]) -> str | None:
-    if metric is None or (last is not None and not math.isfinite(last.loss)):
-        return "the loss or metric of the last evaluation is not finite; lower the learning rate"
-    return next((event.reason for event in events if isinstance(event, DivergedEvent)), None)
-
-
-def _divergence(last: EvaluationEvent | None, agree: bool | None) -> float | None:
-    known = None if last is None else last.divergence
-    return 0.0 if known is None and agree else known
-
-
 def reaches(config: RunConfig, metric: float) -> bool:
     """Return whether a metric reaches the target of the run; False if the run has no target."""
     if config.target is None:
@@ -448,38 +443,31 @@ def _mean(values: Iterable[float]) -> float | None:
     return math.fsum(found) / len(found) if found else None
 
 
-def _totals(workers: int, nodes: dict[Address, NodeEvent], events: Sequence[Event]) -> list[WorkerTotals]:
-    steps: dict[int, list[StepEvent]] = {rank: [] for rank in range(workers) if rank not in nodes}
+def _last(events: Sequence[Event], kind: type[E]) -> E | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _totals(workers: int, nodes: Mapping[Address, NodeEvent], events: Sequence[Event]) -> list[WorkerTotals]:
+    """The totals of each worker, from its node event or, if it died before, from its steps."""
+    steps: dict[int, list[StepEvent]] = {rank: [] for rank in range(workers)}
     for event in events:
         if isinstance(event, StepEvent) and event.rank in steps:
             steps[event.rank].append(event)
-    return [_of_node(nodes[rank]) if rank in nodes else _of_steps(rank, steps[rank]) for rank in range(workers)]
-
-
-def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list[WorkerTotals]:
-    own = {event.rank: event for event in events if isinstance(event, ReplicaEvent)}
-    return [
-        msgspec.structs.replace(w, loss=_finite(own[w.rank].loss), metric=_finite(own[w.rank].metric))
-        if w.rank in own
-        else w
-        for w in workers
-    ]
-
-
-def _with_refused(workers: list[WorkerTotals], events: Sequence[Event]) -> list[WorkerTotals]:
-    counts = Counter(event.source for event in events if isinstance(event, RefusedEvent))
-    return [msgspec.structs.replace(w, refused=counts[w.rank]) if counts[w.rank] else w for w in workers]
-
-
-def _of_node(node: NodeEvent) -> WorkerTotals:
-    same = ("steps", *_SECONDS, *_COUNTS, "header_bytes")
-    return WorkerTotals(rank=node.node, **{name: getattr(node, name) for name in same})
-
-
-def _of_steps(rank: int, steps: Sequence[StepEvent]) -> WorkerTotals:
-    sums: dict[str, Any] = {name: math.fsum(getattr(step, name) for step in steps) for name in _SECONDS}
-    sums |= {name: sum(getattr(step, name) for step in steps) for name in _COUNTS}
-    return WorkerTotals(rank=rank, steps=max((step.step for step in steps), default=0), **sums, header_bytes=0)
+    replicas = {event.rank: event for event in events if isinstance(event, ReplicaEvent)}
+    refused = Counter(event.source for event in events if isinstance(event, RefusedEvent))
+    found = []
+    for rank, taken in steps.items():
+        totals: dict[str, Any]
+        if (node := nodes.get(rank)) is not None:
+            totals = {name: getattr(node, name) for name in ("steps", *_SECONDS, *_COUNTS, "header_bytes")}
+        else:
+            totals = {name: math.fsum(getattr(step, name) for step in taken) for name in _SECONDS}
+            totals |= {name: sum(getattr(step, name) for step in taken) for name in _COUNTS}
+            totals |= {"steps": max((step.step for step in taken), default=0), "header_bytes": 0}
+        if (own := replicas.get(rank)) is not None:
+            totals |= {"loss": _finite(own.loss), "metric": _finite(own.metric)}
+        found.append(WorkerTotals(rank=rank, refused=refused[rank], **totals))
+    return found
 
 
 def _resized(events: Sequence[Event]) -> bool:
@@ -493,56 +481,48 @@ def _resized(events: Sequence[Event]) -> bool:
     return any(len(steps) != max(steps) for steps in taken.values())
 
 
-def _completed(
+def _accounted(
     workers: list[WorkerTotals],
     updates: Sequence[UpdateEvent],
-    nodes: dict[Address, NodeEvent],
+    nodes: Mapping[Address, NodeEvent],
     parts: int,
     resized: bool,
-) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with their communication completeness, and the completeness of the run; None if the run was
-    `resized`.
+) -> tuple[list[WorkerTotals], dict[str, Any]]:
+    """The workers with their communication completeness and the weights of their gradients, and both figures of the
+    run, which are unknown if the run was `resized`.
 
     Updates go to the workers that hold the same of the `parts` parts of the model.
     """
     total, group = sum(worker.steps for worker in workers) // parts, len(workers) // parts
-    if not updates or resized:
-        return workers, None
-    at_servers = [update for update in updates if update.node < 0]
-    if at_servers:
-        servers = {update.node for update in at_servers}
+    shares: list[float | None] = [None] * len(workers)
+    completeness = None
+    if servers := {update.node for update in updates if update.node < 0}:
         servers |= {node for node, event in nodes.items() if node < 0 and event.backup_of is None}
-        applied = sum(_count(update, group + 1) for update in at_servers)
-        share = applied / (len(servers) * total) if total else None
-        return [msgspec.structs.replace(worker, completeness=share) for worker in workers], share
-    arrived: Counter[int] = Counter()
-    for update in updates:
-        if update.source != update.node:
-            arrived[update.node] += _count(update, group)
-    of_others = [total - worker.steps for worker in workers]
-    shares = [arrived[w.rank] / others if others else None for w, others in zip(workers, of_others, strict=True)]
-    complete = [msgspec.structs.replace(w, completeness=s) for w, s in zip(workers, shares, strict=True)]
-    return complete, arrived.total() / sum(of_others) if sum(of_others) else None
-
-
-def _weighted(
-    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], resized: bool
-) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with the weights of their gradients, and the effective rate of the run; None if the run was
-    `resized`.
-    """
+        applied = sum(_count(update, group) for update in updates if update.node < 0)
+        if total and not resized:
+            completeness = applied / (len(servers) * total)
+            shares = [completeness] * len(workers)
+    elif updates and not resized:
+        arrived: Counter[int] = Counter()
+        for update in updates:
+            if update.source != update.node:
+                arrived[update.node] += _count(update, group)
+        others = [total - worker.steps for worker in workers]
+        shares = [arrived[w.rank] / of if of else None for w, of in zip(workers, others, strict=True)]
+        completeness = arrived.total() / sum(others) if sum(others) else None
     weights: dict[int, list[tuple[float, int]]] = {worker.rank: [] for worker in workers}
-    servers = set()
-    for update in updates:
-        if update.weight is not None and update.source in weights:
-            weights[update.source].append((update.weight, update.count))
-            servers.add(update.node)
-    if not servers:
-        return workers, None
-    found = [msgspec.structs.replace(worker, gradient_weight=_spread(weights[worker.rank])) for worker in workers]
-    total = math.fsum(weight * count for own in weights.values() for weight, count in own)
-    steps = sum(worker.steps for worker in workers) / len(workers)
-    return found, total / len(servers) / steps if steps and not resized else None
+    weighed = [update for update in updates if update.weight is not None and update.source in weights]
+    for update in weighed:
+        weights[update.source].append((update.weight, update.count))  # type: ignore[index,arg-type]
+    rate, steps = None, sum(worker.steps for worker in workers)
+    if weighed and steps and not resized:
+        whole = math.fsum(weight * count for own in weights.values() for weight, count in own)
+        rate = whole / len({update.node for update in weighed}) / (steps / len(workers))
+    accounted = [
+        msgspec.structs.replace(worker, completeness=share, gradient_weight=_spread(weights[worker.rank]))
+        for worker, share in zip(workers, shares, strict=True)
+    ]
+    return accounted, {"completeness": completeness, "effective_rate": rate}
 
 
 def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
@@ -555,38 +535,17 @@ def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
     return GradientWeight(count, mean, min(each), max(each))
 
 
-def _count(update: UpdateEvent, nodes: int) -> int:
-    """Number of updates that an event stands for: without a source, `count` updates of each of the other workers."""
-    return update.count * (nodes - 1) if update.source is None else update.count
-
-
-def _staleness(workers: int, updates: Sequence[UpdateEvent]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for update in updates:
-        weight = _count(update, workers if update.node >= 0 else workers + 1)
-        if update.staleness is not None and weight > 0:
-            counts[update.staleness] += weight
-    return counts
-
-
-def _replicas_agree(workers: int, nodes: dict[Address, NodeEvent], parts: int) -> bool | None:
-    if any(rank not in nodes for rank in range(workers)):
-        return None
-    return all(len({nodes[rank].hash for rank in range(part, workers, parts)}) == 1 for part in range(parts))
+def _count(update: UpdateEvent, workers: int) -> int:
+    """Number of updates that an event stands for: without a source, `count` updates of every worker other than its
+    node.
+    """
+    return update.count if update.source is not None else update.count * (workers - (update.node >= 0))
 
 
 def _scalars(events: Sequence[Event]) -> dict[str, float]:
     last = {(event.name, event.node): event.value for event in events if isinstance(event, ScalarEvent)}
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     for (name, _), value in last.items():
         if math.isfinite(value):
-            sums[name] += value  # type: ignore[assignment]
-    return dict(sums)
-
-
-def _first_reports(events: Sequence[Event]) -> list[LostEvent]:
-    first: dict[Address, LostEvent] = {}
-    for event in events:
-        if isinstance(event, LostEvent):
-            first.setdefault(event.node, event)
-    return list(first.values())
+            sums[name] = sums.get(name, 0) + value
+    return sums
