@@ -172,11 +172,11 @@ def test_messages_in_flight_are_used_before_the_number_of_workers_changes(strate
         resized_run(checkpoint, built, plan, config, 0)
     states = resized_run(checkpoint, built, plan, config, 2).states
     if strategy == "asgd":
-        assert states[MASTER].saved.optimizer.steps == sum(checkpoint.manifest.steps.values())
-        assert (states[0].saved.params == states[MASTER].saved.params).all()
+        assert states[MASTER].optimizer.steps == sum(checkpoint.manifest.steps.values())
+        assert (states[0].params == states[MASTER].params).all()
     else:
         ended = resized_run(checkpoint, built, plan, config, 4).states
-        assert len({state.saved.params.tobytes() for state in ended.values()}) == 1
+        assert len({state.params.tobytes() for state in ended.values()}) == 1
     assert RunFolder(record.path).read_config() == config, "nothing was written"
     assert disk.newest(record.path) == checkpoint
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +16,6 @@ from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
 from flockstep.nodes import Worker
 from flockstep.programs import NeedGradient
-from flockstep.runtime.checkpoints import NodeCheckpoint
 from flockstep.runtime.node_metrics import NodeMetrics
 from flockstep.runtime.plan import FIRST_BATCH, Batches, Plan
 from flockstep.runtime.resizing import faults_after, resized, resized_checkpoint
@@ -261,9 +261,7 @@ def test_strikes_follow_a_worker_to_its_new_rank() -> None:
     engine, plan = GradientSource(3, small_job(), 0).engine, run.simulation.plan
     now = replace(plan, cluster=plan.strategy.cluster(2), parts=GradientSource(2, small_job(), 0).parts)
     kept = {
-        address: NodeCheckpoint(
-            saved, 0, 0.1, 0.0, np.empty(0), NodeMetrics(address, None).kept(), None, [], Counter({2: 2})
-        )
+        address: msgspec.structs.replace(saved, totals=NodeMetrics(address, None).kept(), strikes=Counter({2: 2}))
         for address, saved in run.simulation.save().items()
     }
     states = resized_checkpoint(engine, plan, now, kept, [1, 2, 0])
@@ -285,8 +283,8 @@ def test_injected_faults_follow_a_worker_to_its_new_rank() -> None:
     saved = run.simulation.save()
     memories: dict[int, list[Memory]] = {0: [{}], 2: [{}, {"mean": np.ones(2)}, {}]}
     kept = {
-        address: NodeCheckpoint(
-            one, 0, 0.1, 0.0, np.empty(0), NodeMetrics(address, None).kept(), None, memories.get(address, []), Counter()
+        address: msgspec.structs.replace(
+            one, totals=NodeMetrics(address, None).kept(), memories=memories.get(address, [])
         )
         for address, one in saved.items()
     }

@@ -19,7 +19,7 @@ from flockstep.experiments.single import resume
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
-from flockstep.runtime.script_checkpoints import ScriptCheckpoints, ScriptState
+from flockstep.runtime.script_checkpoints import ScriptCheckpoints
 from flockstep.runtime.setup import JOB_FILE, digest
 from flockstep.runtime.state import from_arrays
 
@@ -78,8 +78,8 @@ def script(
     number of workers has no mailbox.
     """
     node, keeper = Checkpoints(), Keeper()
-    state = ScriptState("between", extra)
-    kept: Any = None if extra is None else SimpleNamespace(script=state, saved=SimpleNamespace(mailbox=mailbox))
+    state = {"between_steps": "between", "extra": extra}
+    kept: Any = None if extra is None else SimpleNamespace(script=state, mailbox=mailbox)
     if kept is not None:
         kept.joins, keeper.streams = joins, not joins
     return ScriptCheckpoints(node, keeper, kept), node, keeper  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_the_next_call_completes_a_copy_with_the_values_of_its_place() -> None:
         node.copied = step == 2
     assert node.offers == 1
     assert len(asked) == 2, "a function is called once to begin, and for a checkpoint"
-    assert [from_arrays(one) for one in node.added] == [ScriptState("between", {"batch": 2})]
+    assert [from_arrays(one) for one in node.added] == [{"between_steps": "between", "extra": {"batch": 2}}]
 
 
 def test_a_resumed_script_gets_its_values_and_must_restore_them() -> None:

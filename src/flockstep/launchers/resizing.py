@@ -15,7 +15,7 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
-from flockstep.runtime.checkpoints import NodeCheckpoint, arrays_of, load_node
+from flockstep.runtime.cut import Cut, read_cut
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.resizing import (
     faults_after,
@@ -67,7 +67,7 @@ class ResizedRun:
     plan: Plan
     before: RunConfig
     """Configuration of the run before the number of workers changed."""
-    states: dict[Address, NodeCheckpoint]
+    states: dict[Address, Cut]
     notes: tuple[str, ...]
     """Sentences for the record about the change of the number of workers."""
 
@@ -84,7 +84,7 @@ class ResizedRun:
         try:
             folder = disk.new_folder(record.path)
             shards = [
-                disk.write_shard(folder, node, state.before, arrays_of(state)) for node, state in self.states.items()
+                disk.write_shard(folder, node, state.before, state.to_arrays()) for node, state in self.states.items()
             ]
             strategy, seconds = str(self.plan.strategy), checkpoint.manifest.seconds
             facts = FORMAT, __version__, strategy, self.config.workers, self.config.digest, seconds
@@ -125,7 +125,7 @@ def resized_run(
     require_resizable(plan.strategy)
     wanted = dataclasses.replace(config, workers=workers, steps=None)  # refuses what is no number of workers
     steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
-    kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
+    kept = {shard.node: read_cut(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
     manifest = checkpoint.manifest
     order = sorted(manifest.steps, key=lambda rank: (rank in gone, rank))
     faults = faults_after(plan, kept, order, workers)
@@ -151,7 +151,7 @@ def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone
     strategy = Strategy.parse(checkpoint.manifest.strategy)
     require_script_resizable(strategy)
     strategy.check(workers)
-    kept = {shard.node: load_node(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
+    kept = {shard.node: read_cut(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
     order = sorted(checkpoint.manifest.steps, key=lambda rank: (rank in gone, rank))
     rule = kept[order[0]].at_boundary.rule
     plan, now = (script_plan(strategy, rule, n, config.seed) for n in (config.workers, workers))

@@ -9,67 +9,32 @@ thread writes the copy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import ConfigurationError
 from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
 from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, shard_file, write_shard
 from flockstep.records.failpoints import reach
+from flockstep.runtime.cut import OF_SCRIPT, Cut, cut_of, read_cut
 from flockstep.runtime.member import NodeSpec
-from flockstep.runtime.node_state import Saved, restart_point, restore
 from flockstep.runtime.plan import Batches, LocalOptimizer
 from flockstep.runtime.runner import Runner
-from flockstep.runtime.state import from_arrays, to_arrays
-from flockstep.simulation.attacks import Memory
+from flockstep.runtime.state import to_arrays
 
-OF_SCRIPT = "script/"
-"""Prefix of the names of the arrays that a script adds to the file with its worker's state."""
 CHECKPOINT = "checkpoint"
 """Tag of the messages about checkpoints that the supervisor and the nodes exchange."""
 RUNNING, STOPPED, ENDED = 0, 1, 2
 """State of a node that answers the supervisor. RUNNING: the node waits for a message in the middle of its program.
 STOPPED: it has stopped where its program can restart. ENDED: it has taken its last step.
 """
-
-
-@dataclass
-class NodeCheckpoint:
-    """The state of a node in a checkpoint, from which its program continues in a resumed run."""
-
-    saved: Saved
-    before: int
-    lr: float
-    loss: float
-    buffers: FlatArray
-    totals: dict[str, int | float | list[int | float]]
-    """Totals of the node's metrics at the checkpoint."""
-    progress: tuple[dict[int, int], int, int] | None
-    """Progress of the run as a server knows it: the number of steps of each worker, the sum of these numbers, and the
-    number of the next tick of progress. None if the node does not count progress.
-    """
-    memories: list[Memory]
-    """State that each injected fault of the worker's gradients keeps between two gradients."""
-    strikes: Counter[Address]
-    """Number of refused gradients of each worker."""
-    at_boundary: Any = None
-    """State of the optimizer of a script's worker at the point where the worker's program stopped; None if there is no
-    script.
-    """
-    script: Any = None
-    """State that the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a
-    declared job.
-    """
-    joins: bool = False
-    """Whether the worker joins the run with this checkpoint; its script then keeps its own random streams."""
 
 
 def manifest_of(spec: NodeSpec) -> Manifest | None:
@@ -81,7 +46,7 @@ def _folder_of(spec: NodeSpec) -> Path:
     return Path(spec.directory) / spec.checkpoint  # an absolute path stays
 
 
-def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint | None:
+def load(spec: NodeSpec, address: Address, params: FlatArray) -> Cut | None:
     """Return the state from which node `address`, with parameters `params` (K,), continues; None if its run starts from
     the beginning.
 
@@ -91,45 +56,12 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint 
     if not spec.checkpoint:
         return None
     folder = _folder_of(spec)
-    kept = load_node(Checkpoint(folder, read_manifest(folder)), address)
-    if np.shape(kept.saved.params) != params.shape:
+    kept = read_cut(Checkpoint(folder, read_manifest(folder)), address)
+    if np.shape(kept.params) != params.shape:
         raise ConfigurationError(
             f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
         )
     return kept
-
-
-def load_node(checkpoint: Checkpoint, address: Address, script: bool = True) -> NodeCheckpoint:
-    """Return the state of a node from a checkpoint.
-
-    Without `script`, the state that a script added stays encoded, as a dict of arrays, because only the script knows
-    the data classes of this state.
-
-    Raises:
-        ConfigurationError: the checkpoint is damaged.
-    """
-    folder = checkpoint.folder
-    try:
-        arrays = checkpoint.arrays(address)
-        kept = from_arrays(arrays)
-        added = {name.removeprefix(OF_SCRIPT): one for name, one in arrays.items() if name.startswith(OF_SCRIPT)}
-        added_state = from_arrays(added) if added and script else added or None
-    except ProtocolError as error:
-        raise ConfigurationError(
-            f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
-        ) from None
-    if not isinstance(kept, NodeCheckpoint) or not isinstance(kept.saved, Saved):
-        raise ConfigurationError(
-            f"{folder} does not hold the state of a node; delete this folder to resume from the previous checkpoint"
-        )
-    kept.script = added_state
-    return kept
-
-
-def arrays_of(kept: NodeCheckpoint) -> dict[str, FlatArray]:
-    """Return the state of a node as named arrays; its script's state must be a dict of arrays, or None."""
-    added = {OF_SCRIPT + name: array for name, array in (kept.script or {}).items()}
-    return {**to_arrays(replace(kept, script=None)), **added}
 
 
 class Connection(Protocol):
@@ -266,23 +198,17 @@ class NodeCheckpoints:
         self.report(wait=True)
         self.idle()
 
-    def restore(
-        self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
-    ) -> None:
-        """Set the node's state from a checkpoint, and start its program with `begin`, which continues from that state.
-
-        A state without messages is an initial state, as when a run continues with another number of workers.
-        """
+    def restore(self, kept: Cut, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]) -> None:
+        """Set the node's state from a checkpoint, and start its program with `begin`, which continues from there."""
         runner, node = self._runner, self._runner.node
-        restore(node, kept.saved, self.stepper)
-        node.before = kept.before
+        kept.restore(node, self.stepper)
         if isinstance(node, Worker):
             node.loss = kept.loss
             node.steps = None if node.steps is None else node.steps - kept.before
         if self.stepper is not None:
             self.stepper.lr = kept.lr
         if self.batches is not None:
-            self.batches.restore(kept.saved.batches)
+            self.batches.restore(kept.batches)
         if self._connection.leads:
             runner.metrics.restore(kept.totals)
         if runner.progress is not None and kept.progress is not None:
@@ -291,10 +217,10 @@ class NodeCheckpoints:
             runner.wrong_gradients.memories = kept.memories
         runner.strikes = kept.strikes
         restore_buffers(kept.buffers)
-        if kept.saved.mailbox is None:
+        if kept.mailbox is None:
             begin()
         else:
-            runner.restart_from(begin, lambda: kept.saved.settle(node))
+            runner.restart_from(begin, lambda: kept.settle(node))
 
     def _at_boundary(self) -> None:
         node, self._runner.at_rest = self._runner.node, True
@@ -382,23 +308,22 @@ class NodeCheckpoints:
         """
         self._tell({"did": "offer"})
 
-    def state(self) -> NodeCheckpoint:
+    def state(self) -> Cut:
         """Return the current state of the node, whose program has stopped where it can restart; the arrays are not
         copied.
         """
-        runner, node = self._runner, self._runner.node
-        progress = runner.progress
-        return NodeCheckpoint(
-            restart_point(node, self.stepper, self.batches),
-            node.before,
-            self.stepper.lr if self.stepper is not None else 0.0,
-            node.loss if isinstance(node, Worker) else 0.0,
-            self.buffers(),
-            runner.metrics.kept(),
-            None if progress is None else (progress.seen, progress.total, progress.tick),
-            [] if runner.wrong_gradients is None else runner.wrong_gradients.memories,
-            runner.strikes,
-            None if self.script is None else self.script.at_boundary(),
+        runner, node, progress = self._runner, self._runner.node, self._runner.progress
+        return msgspec.structs.replace(
+            cut_of(node, self.stepper, self.batches),
+            before=node.before,
+            lr=0.0 if self.stepper is None else self.stepper.lr,
+            loss=node.loss if isinstance(node, Worker) else 0.0,
+            buffers=self.buffers(),
+            totals=runner.metrics.kept(),
+            progress=None if progress is None else (progress.seen, progress.total, progress.tick),
+            memories=[] if runner.wrong_gradients is None else runner.wrong_gradients.memories,
+            strikes=runner.strikes,
+            at_boundary=None if self.script is None else self.script.at_boundary(),
         )
 
     def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:

@@ -31,7 +31,8 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.checkpoints import NodeCheckpoint, manifest_of
+from flockstep.runtime.checkpoints import manifest_of
+from flockstep.runtime.cut import Cut
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.node_creation import make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
@@ -539,7 +540,7 @@ class Loop:
                 connection.asked_to_leave = leaving.is_set
                 self.checkpoints.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
 
-    def _load(self, session: Session, worker: Worker) -> NodeCheckpoint | None:
+    def _load(self, session: Session, worker: Worker) -> Cut | None:
         """The state from which this worker goes on; None if the run begins at its start.
 
         Raises:
@@ -558,11 +559,11 @@ class Loop:
         if self._keeper is None or kept is None or kept.script is None:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)
-        self._keeper.restore_between_steps(kept.script.between_steps, random=False)
+        self._keeper.restore_between_steps(kept.script["between_steps"], random=False)
         traits = self.strategy.traits
         # after a change of members a worker that does not step together with the others may end an epoch some steps
         # earlier than they, although its number of steps keeps its distance to theirs
-        self._same_step = kept.saved.mailbox is not None or traits.delivery == "synchronous"
+        self._same_step = kept.mailbox is not None or traits.delivery == "synchronous"
         if traits.delivery == "partial":  # a checkpoint does not hold how many gradients were canceled
             self._same_step = None
         return kept

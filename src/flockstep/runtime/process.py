@@ -93,7 +93,7 @@ def _run_part(session: Session, engine: Engine, plan: Plan, split: SplitModel) -
     worker = plan.worker(part, rank, params, stepper)
     release()
     kept, batches = session.load(worker, group), Batches(plan, rank)
-    taken = 0 if kept is None else kept.before + kept.saved.step
+    taken = 0 if kept is None else kept.before + kept.step
     connection = session.begin(lambda member: PartConnection(member, worker, plan, split, group, batches, taken))
     ours = connection.checkpoints
     ours.stepper, ours.batches = stepper, batches

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from flockstep.arrays.namespace import copied, to_device_of, to_host
@@ -18,11 +19,10 @@ from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Engine, TrainedModel
 from flockstep.messages import Address, server
 from flockstep.optimizers.base import Optimizer
-from flockstep.runtime.checkpoints import NodeCheckpoint
+from flockstep.runtime.cut import Cut, cut_of
 from flockstep.runtime.fault_injector import remaining_faults
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.node_metrics import NodeMetrics
-from flockstep.runtime.node_state import Saved, facts_of
 from flockstep.runtime.plan import FIRST_BATCH, LocalOptimizer, Plan
 from flockstep.runtime.runner import reporting_users_errors
 from flockstep.runtime.virtual import Simulation
@@ -42,10 +42,10 @@ def resized_checkpoint(
     engine: Engine,
     plan: Plan,
     now: Plan,
-    kept: Mapping[Address, NodeCheckpoint],
+    kept: Mapping[Address, Cut],
     order: Sequence[int],
     lost: Collection[int] = (),
-) -> dict[Address, NodeCheckpoint]:
+) -> dict[Address, Cut]:
     """Return the states from which the nodes of plan `now` continue a run of `plan` with a different number of workers.
 
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
@@ -58,21 +58,23 @@ def resized_checkpoint(
     network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
     alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers
     ended = Simulation(engine, alone, compute, network, lambda event: None)
-    befores = {address: one.before for address, one in kept.items()}
-    former = ended.drain(_that_can_end(plan.strategy, kept), befores)
-    kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}
-    former, kept = _renamed(former, order), _renamed(kept, order)
-    kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
-    steps = [*lost, *(one.before + one.saved.step for address, one in kept.items() if address >= 0)]
+    former = _renamed(ended.drain(_that_can_end(plan.strategy, kept)), order)
+    kept = {
+        address: msgspec.structs.replace(
+            one, memories=_memories(plan, former_address, one), strikes=Counter(_renamed(one.strikes, order))
+        )
+        for address, (former_address, one) in _renamed({old: (old, one) for old, one in kept.items()}, order).items()
+    }
+    steps = [*lost, *(one.before + one.step for address, one in kept.items() if address >= 0)]
     samples = sum(map(plan.samples_at, steps))
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
 
 
-def _that_can_end(strategy: Strategy, kept: Mapping[Address, NodeCheckpoint]) -> dict[Address, Saved]:
+def _that_can_end(strategy: Strategy, kept: Mapping[Address, Cut]) -> dict[Address, Cut]:
     """The states of the nodes, without the exchanges that not every worker has begun."""
-    saved = {address: copy.deepcopy(one.saved) for address, one in kept.items()}
+    saved = {address: copy.deepcopy(one) for address, one in kept.items()}
     least = min(one.step for address, one in saved.items() if address >= 0)
     for address, one in saved.items():
         if address >= 0:
@@ -80,9 +82,7 @@ def _that_can_end(strategy: Strategy, kept: Mapping[Address, NodeCheckpoint]) ->
     return saved
 
 
-def faults_after(
-    plan: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int], workers: int
-) -> tuple[str, ...]:
+def faults_after(plan: Plan, kept: Mapping[Address, Cut], order: Sequence[int], workers: int) -> tuple[str, ...]:
     """Return the faults with which a run of `plan`, whose nodes have the states `kept`, continues with `workers`
     workers.
 
@@ -90,14 +90,14 @@ def faults_after(
     `resized_checkpoint`.
     """
     ranks = {old: new for new, old in enumerate(order) if new < workers}
-    steps = {address: one.saved.step for address, one in kept.items()}
+    steps = {address: one.step for address, one in kept.items()}
     return tuple(map(str, remaining_faults(plan.faults, steps, ranks)))
 
 
-def _memories(plan: Plan, address: Address, kept: NodeCheckpoint) -> list[Memory]:
+def _memories(plan: Plan, address: Address, kept: Cut) -> list[Memory]:
     """What those faults of a worker's gradients keep that are not over."""
     own = [fault for fault in plan.faults if isinstance(fault, WrongGradient) and fault.worker == address]
-    return [one for fault, one in zip(own, kept.memories, strict=True) if fault.after(kept.saved.step, address)]
+    return [one for fault, one in zip(own, kept.memories, strict=True) if fault.after(kept.step, address)]
 
 
 def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
@@ -106,7 +106,7 @@ def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
     return {new: of[old] for new, old in names.items() if old in of}
 
 
-def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
+def resized(engine: Engine, plan: Plan, former: Mapping[Address, Cut], before: int = 0) -> dict[Address, Cut]:
     """Return the initial states of the nodes of `plan`, which the strategy derives from the states of the former nodes.
 
     Args:
@@ -129,7 +129,7 @@ def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before:
     for rank in range(plan.cluster.workers):
         saved = _worker(engine, plan, rank, replicas[rank], workers)
         kept = former[rank].random if rank < len(workers) else saved.random
-        states[rank] = replace(saved, batches=first, random=kept)
+        states[rank] = msgspec.structs.replace(saved, batches=first, random=kept)
     for index in range(plan.cluster.servers):
         states[server(index)] = _server(engine, plan, index, common, former[server(index)])
     return copy.deepcopy(states)
@@ -146,7 +146,7 @@ def require_resizable(strategy: Strategy, instead: str = "resume the run without
         )
 
 
-def _common_model(strategy: Strategy, workers: Sequence[FormerWorker], former: Mapping[Address, Saved]) -> FlatArray:
+def _common_model(strategy: Strategy, workers: Sequence[FormerWorker], former: Mapping[Address, Cut]) -> FlatArray:
     """The parameters of the servers, or the weighted mean of the replicas."""
     if strategy.traits.results[0] != "server":
         return _mean([strategy.replica(one) for one in workers])
@@ -178,7 +178,7 @@ def _replicas(strategy: Strategy, count: int, workers: Sequence[FormerWorker], c
     return [*remaining, *[common] * (count - len(remaining))]
 
 
-def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: Sequence[FormerWorker]) -> Saved:
+def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: Sequence[FormerWorker]) -> Cut:
     """The state of a worker; one that joins has the state that a worker's program starts with."""
     strategy, params = plan.strategy, copied(replica)
     stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
@@ -190,37 +190,34 @@ def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: S
     strategy.take_over(worker, former)
     if stays or strategy.traits.alike:
         stepper.state = copy.deepcopy(one.optimizer)
-    return facts_of(worker, stepper, None)
+    return cut_of(worker, stepper, None, messages=False)
 
 
-def _server(engine: Engine, plan: Plan, index: int, common: FlatArray, former: Saved) -> Saved:
+def _server(engine: Engine, plan: Plan, index: int, common: FlatArray, former: Cut) -> Cut:
     """The state of a server: its optimizer goes on, its program begins anew."""
     strategy = plan.strategy
     node = make_server(strategy, plan.cluster, index, common, engine.schema, plan.seed, plan.optimizer.on_servers)
     node.optimizer_state, node.state = copy.deepcopy(former.optimizer), copy.deepcopy(former.state)
     node.state = strategy.master_state(node)
     keep(node.state, former.state, strategy.resizing.server)
-    return replace(facts_of(node, None, None), random=former.random)
+    return msgspec.structs.replace(cut_of(node, None, None, messages=False), random=former.random)
 
 
-def _checkpoint(
-    address: Address, saved: Saved, plan: Plan, before: int, kept: Mapping[Address, NodeCheckpoint]
-) -> NodeCheckpoint:
+def _checkpoint(address: Address, saved: Cut, plan: Plan, before: int, kept: Mapping[Address, Cut]) -> Cut:
     """The checkpoint of a node with its new state; a worker that joins has taken part in nothing so far."""
     old = kept.get(address)
     totals = {**(NodeMetrics(address, None).kept() if old is None else old.totals), "steps": before}
     strikes = Counter() if old is None else Counter({r: n for r, n in old.strikes.items() if r < plan.cluster.workers})
     worker = address >= 0
-    return NodeCheckpoint(
+    return msgspec.structs.replace(
         saved,
-        before if worker else 0,
-        plan.lr_at(before) if worker else 0.0,
-        0.0 if old is None else old.loss,
-        kept[0].buffers if old is None else old.buffers,
-        totals if worker else {**totals, "steps": 0},
-        None,
-        [] if old is None else old.memories,
-        strikes,
+        before=before if worker else 0,
+        lr=plan.lr_at(before) if worker else 0.0,
+        loss=0.0 if old is None else old.loss,
+        buffers=kept[0].buffers if old is None else old.buffers,
+        totals=totals if worker else {**totals, "steps": 0},
+        memories=[] if old is None else old.memories,
+        strikes=strikes,
     )
 
 
@@ -266,10 +263,10 @@ def script_plan(strategy: Strategy, rule: str, workers: int, seed: int) -> Plan:
 def resized_scripts(
     plan: Plan,
     now: Plan,
-    kept: Mapping[Address, NodeCheckpoint],
+    kept: Mapping[Address, Cut],
     order: Sequence[int],
     lost: Collection[int] = (),
-) -> dict[Address, NodeCheckpoint]:
+) -> dict[Address, Cut]:
     """Return the states from which the nodes of plan `now` continue a script's run of `plan`; see `resized_checkpoint`
     for `order` and `lost`.
 
@@ -278,7 +275,7 @@ def resized_scripts(
     steps ahead, because its script is, with its learning-rate schedule.
     """
     first = kept[order[0]]
-    model = _ScriptModel(first.at_boundary.schema, first.saved.params)
+    model = _ScriptModel(first.at_boundary.schema, first.params)
     states = resized_checkpoint(cast(Engine, model), plan, now, kept, order, lost)  # computes no gradient
     for rank in range(now.cluster.workers):
         joins = rank >= len(order)
@@ -288,12 +285,12 @@ def resized_scripts(
             content = replace(content, states=[{} for _ in content.states])
         before = max(0, states[rank].before + _place(former) - _place(first))
         totals = {**states[rank].totals, "steps": before}
-        states[rank] = replace(
+        states[rank] = msgspec.structs.replace(
             states[rank], before=before, totals=totals, at_boundary=content, script=former.script, joins=joins
         )
     return states
 
 
-def _place(kept: NodeCheckpoint) -> int:
+def _place(kept: Cut) -> int:
     """Number of steps that the script of a worker has taken."""
-    return kept.before + kept.saved.step
+    return kept.before + kept.step

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 
 from flockstep.errors import ConfigurationError
-from flockstep.runtime.checkpoints import NodeCheckpoint, NodeCheckpoints
+from flockstep.runtime.checkpoints import NodeCheckpoints
+from flockstep.runtime.cut import Cut
 from flockstep.runtime.state import to_arrays, to_bytes
 
 Extra = Mapping[str, Any]
@@ -61,20 +61,12 @@ class Keeper(Protocol):
         """
 
 
-@dataclass
-class ScriptState:
-    """State that a script adds to a checkpoint of its worker."""
-
-    between_steps: Any
-    extra: dict[str, Any]
-
-
 class ScriptCheckpoints:
     """The calls of `flockstep.checkpoint` and `flockstep.resumed` in a worker's script."""
 
     may_stop = False
 
-    def __init__(self, checkpoints: NodeCheckpoints, keeper: Keeper, kept: NodeCheckpoint | None):
+    def __init__(self, checkpoints: NodeCheckpoints, keeper: Keeper, kept: Cut | None):
         """`kept`: the state from which the run goes on; None if it begins at its start."""
         self._checkpoints, self._keeper, self._kept = checkpoints, keeper, kept
         self._asked = self._begun = False
@@ -96,7 +88,7 @@ class ScriptCheckpoints:
         run that was not resumed.
         """
         self._asked = True
-        return None if self._kept is None else deepcopy(self._kept.script.extra)
+        return None if self._kept is None else deepcopy(self._kept.script["extra"])
 
     def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
         """Add the script's part to the copy of the worker's state, if the previous step made a copy.
@@ -153,9 +145,9 @@ class ScriptCheckpoints:
             )
         now = _encoded(extra)
         if self._kept is not None:
-            kept = self._kept.script.extra
+            kept = self._kept.script["extra"]
             before = _encoded(kept)
-            if self._kept.saved.mailbox is None:  # another number of workers may count batches in another way
+            if self._kept.mailbox is None:  # another number of workers may count batches in another way
                 before = {name: now.get(name, one) for name, one in before.items()}
             for name in [*before, *now]:
                 if before.get(name) != now.get(name):
@@ -165,7 +157,7 @@ class ScriptCheckpoints:
                         f"taken, got {got} in place of {wanted}; restore extra[{name!r}] from flockstep.resumed() "
                         "before the loop, or leave it out of extra"
                     )
-            self._keeper.restore_between_steps(self._kept.script.between_steps, random=not self._kept.joins)
+            self._keeper.restore_between_steps(self._kept.script["between_steps"], random=not self._kept.joins)
             self._kept.script = None
         self._begun = self.may_stop = True
         self._checkpoints.offer()
@@ -173,7 +165,7 @@ class ScriptCheckpoints:
 
     def _complete(self, extra: Extra | Callable[[], Extra]) -> None:
         try:
-            arrays = to_arrays(ScriptState(self._keeper.between_steps(), dict(_values(extra))))
+            arrays = to_arrays({"between_steps": self._keeper.between_steps(), "extra": dict(_values(extra))})
         except ConfigurationError as error:
             self._checkpoints.drop(str(error))
         else:

@@ -24,7 +24,8 @@ from flockstep.messages import Notes
 from flockstep.nodes import Cluster, Node, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.runtime.adoption import say_nothing_of
-from flockstep.runtime.checkpoints import NodeCheckpoint, load
+from flockstep.runtime.checkpoints import load
+from flockstep.runtime.cut import Cut
 from flockstep.runtime.member import BeginAgain, Member, NodeSpec, die_with, failure_of, send_to_control
 from flockstep.runtime.part_group import PartGroup
 from flockstep.runtime.program_restart import notes_of
@@ -66,7 +67,7 @@ class Session:
         self._process = os.getpid()
         self._part = ""
         self._member: Member | None = None
-        self._kept: NodeCheckpoint | None = None
+        self._kept: Cut | None = None
 
     @property
     def member(self) -> Member:
@@ -118,7 +119,7 @@ class Session:
         text, data = "" if strategy is None else to_text(strategy), {} if optimizer is None else to_data(optimizer)
         return self._member.join(text, data, initial, part=bool(part))
 
-    def load(self, node: Node, group: PartGroup | None = None) -> NodeCheckpoint | None:
+    def load(self, node: Node, group: PartGroup | None = None) -> Cut | None:
         """Return the state from which a node goes on, whose group is `group` if the model is split; None if its run
         begins at its start.
 
@@ -127,8 +128,8 @@ class Session:
         """
         address = node.address if group is None else group.outside(node.address)
         kept = self._kept = load(self.node_spec, address, node.params)
-        if kept is not None and kept.saved.mailbox is not None:
-            received = kept.saved.mailbox.received()
+        if kept is not None and kept.mailbox is not None:
+            received = kept.mailbox.received()
             self.member.expect(received if group is None else {group.outside(peer): n for peer, n in received.items()})
         return kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path, PosixPath
 from typing import Any
@@ -35,8 +35,9 @@ _UNREADABLE = (
 STRUCTURE = "structure"
 """Name of the array that holds the encoding of everything except the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
-FORMER = {"flockstep.drivers.": "flockstep.runtime."}
-"""Prefix of a module's name in checkpoints that were written before the folder was renamed → prefix of its name now."""
+Former = Mapping[str, Callable[[dict[str, Any]], Any]]
+"""Module and name of a class that no longer exists → function that makes a value from the fields that were saved."""
+NO_FORMER: Former = {}
 
 
 def to_bytes(value: Any, name: str = "state") -> bytes:
@@ -60,28 +61,29 @@ def to_arrays(value: Any) -> dict[str, FlatArray]:
     return {STRUCTURE: np.frombuffer(structure, np.uint8), **arrays}
 
 
-def from_arrays(arrays: Mapping[str, FlatArray]) -> Any:
-    """Decode the value that `to_arrays` has encoded.
+def from_arrays(arrays: Mapping[str, FlatArray], former: Former = NO_FORMER) -> Any:
+    """Decode the value that `to_arrays` has encoded; `former` makes the values of classes that no longer exist.
 
     Raises:
         ProtocolError: the arrays do not come from `to_arrays`.
     """
     if STRUCTURE not in arrays:
         raise ProtocolError(f"the saved state cannot be read: it has no array {STRUCTURE!r}")
-    return from_bytes(arrays[STRUCTURE].tobytes(), arrays)
+    return from_bytes(arrays[STRUCTURE].tobytes(), arrays, former)
 
 
-def from_bytes(data: bytes, arrays: Mapping[str, FlatArray] = NO_ARRAYS) -> Any:
+def from_bytes(data: bytes, arrays: Mapping[str, FlatArray] = NO_ARRAYS, former: Former = NO_FORMER) -> Any:
     """Decode bytes that `to_bytes` returned; the result is equal bit for bit, and shares no memory with the
     original.
 
-    `arrays` holds the arrays to which the bytes refer, if `to_arrays` encoded the value.
+    `arrays` holds the arrays to which the bytes refer, if `to_arrays` encoded the value; `former` is as in
+    `from_arrays`.
 
     Raises:
         ProtocolError: the bytes do not come from `to_bytes`.
     """
     try:
-        return _Reader(arrays).value(msgspec.msgpack.decode(data))
+        return _Reader(arrays, former).value(msgspec.msgpack.decode(data))
     except _UNREADABLE as error:
         raise ProtocolError(f"the saved state cannot be read: {type(error).__name__}: {error}") from None
 
@@ -159,9 +161,10 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, arrays: Mapping[str, FlatArray]) -> None:
+    def __init__(self, arrays: Mapping[str, FlatArray], former: Former) -> None:
         self._read: dict[int, Any] = {}
         self._arrays = arrays
+        self._former = former
 
     def value(self, plain: Any) -> Any:
         if not isinstance(plain, list):
@@ -226,9 +229,10 @@ class _Reader:
         return np.array(found)
 
     def _data(self, number: int, module: str, name: str, parts: list[Any]) -> Any:
-        for former, current in FORMER.items():
-            if module.startswith(former):
-                module = current + module.removeprefix(former)
+        if module.startswith("flockstep.drivers."):  # as the folder was called in earlier versions
+            module = module.replace("drivers", "runtime", 1)
+        if (former := self._former.get(f"{module}.{name}")) is not None:
+            return former({field: self.value(one) for field, one in parts})
         kind: Any = sys.modules[module]
         for part in name.split("."):
             kind = getattr(kind, part)

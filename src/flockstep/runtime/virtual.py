@@ -23,10 +23,10 @@ from flockstep.nodes import Hosts, Node, Server, Worker
 from flockstep.programs import NeedGradient
 from flockstep.records.events import Event, LostEvent
 from flockstep.runtime.batched import BatchedGradients, ReplicaGradients
+from flockstep.runtime.cut import Cut, cut_of
 from flockstep.runtime.fault_injector import FaultInjector, wrong_gradients
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.node_metrics import Emit, NodeMetrics
-from flockstep.runtime.node_state import Saved, facts_of, restart_point, restore
 from flockstep.runtime.plan import Batches, LocalOptimizer, Plan
 from flockstep.runtime.replication import ProgramEvents, replicate
 from flockstep.runtime.runner import History, Runner
@@ -115,7 +115,7 @@ class Simulation:
         """Current virtual time in seconds."""
         return self._queue.now
 
-    def continue_from(self, saved: Mapping[Address, Saved]) -> None:
+    def continue_from(self, saved: Mapping[Address, Cut]) -> None:
         """Let the run continue from the result of `save`; call this before `run`."""
         for address, one in saved.items():
             self._restore(self.runners[address].node, copy.deepcopy(one))
@@ -165,12 +165,11 @@ class Simulation:
             waits = "; ".join(f"{node_name(r.node.address)} for {r.waiting} at step {r.node.step}" for r in stuck[:4])
             raise RunError(f"deadlock: every program waits for a message that no program will send: {waits}")
 
-    def drain(self, kept: Mapping[Address, Saved], before: Mapping[Address, int]) -> dict[Address, Saved]:
+    def drain(self, kept: Mapping[Address, Cut]) -> dict[Address, Cut]:
         """Run programs that were stopped between two steps to their end, without a further gradient.
 
         Nothing is evaluated or recorded. `kept` holds the state of each node that lives, with all messages that have
-        arrived, at a point where its program can restart. `before` is the number of steps that the run had taken when
-        each node's program last started.
+        arrived, at a point where its program can restart.
 
         Returns:
             The state of every node that lives, with all messages used.
@@ -185,7 +184,7 @@ class Simulation:
             node = runner.node
             self._restore(node, copy.deepcopy(saved))
             runner.ended = runner.send_snapshot = runner.progress = None
-            runner.recorded, node.before = False, before[address]
+            runner.recorded = False
             if isinstance(node, Worker):
                 node.steps = node.step
                 self._steppers[address].lr = self.plan.lr_at(node.run_step)
@@ -240,7 +239,7 @@ class Simulation:
             "in virtual time a node cannot wait alone, because all programs run together; call Simulation.run"
         )
 
-    def save(self) -> dict[Address, Saved]:
+    def save(self) -> dict[Address, Cut]:
         """Return the state of every node; another simulation, with a larger budget of steps, can continue from it.
 
         Call this after `run`, when all messages have been delivered.
@@ -287,7 +286,7 @@ class Simulation:
 
     def _state(self, runner: Runner) -> bytes:
         """State from which the node's program can restart, as bytes."""
-        return to_bytes(restart_point(runner.node, *self._of_worker(runner.node)))
+        return to_bytes(cut_of(runner.node, *self._of_worker(runner.node)))
 
     def _make_nodes(self) -> None:
         """Create the workers by rank, then the servers by index, each with its runner."""
@@ -334,18 +333,18 @@ class Simulation:
         if (kept := self._program_events.once(address, event)) is not None:
             self._emit(kept)
 
-    def _facts(self, node: Node) -> Saved:
+    def _facts(self, node: Node) -> Cut:
         """The current state of a node, not copied."""
-        return facts_of(node, *self._of_worker(node))
+        return cut_of(node, *self._of_worker(node), messages=False)
 
     def _of_worker(self, node: Node) -> tuple[LocalOptimizer | None, Batches | None]:
         """A worker's optimizer and its place in the data; servers have neither."""
         worker = isinstance(node, Worker)
         return (self._steppers[node.address], self._gradients.batches[node.address]) if worker else (None, None)
 
-    def _restore(self, node: Node, saved: Saved) -> None:
+    def _restore(self, node: Node, saved: Cut) -> None:
         """Give a node a saved state, which no other node shares."""
-        restore(node, saved, self._of_worker(node)[0])
+        saved.restore(node, self._of_worker(node)[0])
         if isinstance(node, Worker):
             self._gradients.restart(node.address, saved.batches)
 

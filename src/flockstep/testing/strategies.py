@@ -22,7 +22,7 @@ from flockstep.nodes import Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.options import Opt
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
-from flockstep.runtime.node_state import Saved
+from flockstep.runtime.cut import Cut
 from flockstep.runtime.plan import LocalOptimizer, Plan
 from flockstep.runtime.virtual import Simulation
 from flockstep.schedules.base import Schedule
@@ -453,7 +453,7 @@ class VirtualRun:
         ),
     ] = None
     resume: Annotated[
-        Mapping[Address, Saved] | None,
+        Mapping[Address, Cut] | None,
         Opt(help="state from `Simulation.save`, from which the run continues up to `steps`."),
     ] = None
     simulation: Annotated[type[Watched], Opt(help="a subclass of `Simulation` that inspects or changes messages.")] = (

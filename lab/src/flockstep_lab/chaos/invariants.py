@@ -13,8 +13,7 @@ from flockstep.messages import Address, node_name, server
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import Event, StepEvent, UpdateEvent
 from flockstep.records.summary import Summary
-from flockstep.runtime.checkpoints import NodeCheckpoint
-from flockstep.runtime.state import from_arrays
+from flockstep.runtime.cut import read_cut
 from flockstep_lab.chaos.base import Expected, Setting
 
 
@@ -197,11 +196,12 @@ def _first_wrong(numbers: Sequence[int]) -> int:
 def _mass_in(folder: Path, history: RunHistory) -> Iterator[str]:
     try:
         checkpoint = disk.Checkpoint(folder, disk.read_manifest(folder))
-        nodes = [from_arrays(checkpoint.arrays(shard.node)) for shard in checkpoint.manifest.shards if shard.node >= 0]
+        saved = [
+            read_cut(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards if shard.node >= 0
+        ]
     except FlockstepError as error:
         yield f"{folder.name}: {error}"
         return
-    saved = [node.saved for node in nodes if isinstance(node, NodeCheckpoint)]
     boxes = [one.mailbox for one in saved if one.mailbox is not None]
     waiting = [message for box in boxes for queue in box.queues.values() for _, message in queue]
     waiting += [message for one in saved for taken in one.taken.values() for message in taken]
