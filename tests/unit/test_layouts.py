@@ -8,10 +8,11 @@ import pytest
 
 from flockstep.cli.app import run
 from flockstep.collectives.layouts import LAYOUTS
+from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError
-from flockstep.report.layouts import Delays, ModelSize, speed
+from flockstep.report.layouts import Delays, speed
 
-VGG = ModelSize("VGG-A", 132_900_000, 4 * 132_900_000)
+VGG = reference("vgg-a")
 DELAYS = Delays((VGG,), 16, 1.25e9)
 
 

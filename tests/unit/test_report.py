@@ -20,8 +20,7 @@ from flockstep.records.config import SPLIT
 from flockstep.records.events import ClockEvent, EvaluationEvent, Event, LostEvent, UpdateEvent
 from flockstep.records.folder import Record
 from flockstep.report import formatting
-from flockstep.report.activity import per_step, per_worker, timeline
-from flockstep.report.figures import progress, staleness
+from flockstep.report.figures import per_step, per_worker, progress, staleness, timeline
 from flockstep.report.findings import findings
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels

@@ -75,21 +75,15 @@ def layouts(
 ) -> None:
     """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
     from flockstep.cli import show
-    from flockstep.report import formatting
-    from flockstep.report.layouts import Delays, ModelSize
-    from flockstep.report.terminal import TableColumn, TextTable
+    from flockstep.report.layouts import Delays
     from flockstep.simulation import units
 
-    shapes = [shape_named(name) for name in what or PUBLISHED]
-    models = tuple(ModelSize(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
-    delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
+    rate = units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth")
+    delays = Delays(tuple(shape_named(name) for name in what or PUBLISHED), workers, rate)
     if as_json:
         show.json(delays.document())
         return
-    headings = [f"{model.name}, {formatting.size(model.nbytes)}" for model in models]
-    columns = [TableColumn("layout", text=True), *(TableColumn(one, rank=i) for i, one in enumerate(headings))]
-    title = f"Lower bound of the delay per step, {workers} workers with links of {delays.link}"
     page = show.page()
-    page.print(TextTable(columns, delays.rows(), title))
+    page.print(delays.table())
     for sentence in delays.sentences():
         page.print(sentence, highlight=False, markup=False)

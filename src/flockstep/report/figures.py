@@ -1,16 +1,33 @@
-"""Figures of the quality of training: metrics and losses against seconds, bytes and samples or steps; staleness of
-updates.
+"""Figures of runs: metrics and losses against seconds, bytes and samples or steps; how workers spend their time per
+step, in total and on a timeline of the first steps; staleness of updates.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flockstep.messages import node_name
 from flockstep.records.curves import CurvePoint
-from flockstep.records.summary import Summary
-from flockstep.report.style import INK, Figure, Panels, Series, axis, key, layout, ref, safe, title_px
+from flockstep.records.events import SpanEvent
+from flockstep.report import formatting
+from flockstep.report.style import (
+    ACTIVITIES,
+    INK,
+    SQUARE,
+    Figure,
+    Series,
+    axis,
+    heading,
+    key,
+    layout,
+    ref,
+    safe,
+    small_multiples,
+)
 
 Axis = tuple[str, Callable[[CurvePoint], float | None]]
 """A horizontal axis: its title, and the place of a point on it."""
@@ -19,9 +36,16 @@ _BYTES: Axis = ("MB sent per worker", lambda point: point.sent_bytes / 1e6)
 _SAMPLES: Axis = ("samples, all workers", lambda point: point.samples)
 _STEPS: Axis = ("steps per worker", lambda point: point.step)
 _COLUMNS = 3
-_ROW_PX, _GAP_PX = 319, 76
-"""Height in pixels of a row of plots, and of the titles between two rows."""
+_CURVES_PX, _GAP_PX = 319, 76
+"""Height in pixels of a row of plots of curves, and of the titles between two rows."""
 _MOST_BARS = 40
+_MOST_WORKERS = (8, 4)
+"""Largest number of workers on a timeline: of a few runs, and of many."""
+_MOST_SERVERS = (2, 1)
+_MANY_RUNS = 5
+_MOST_SPANS = 600
+_ROW_PX, _TITLE_PX = 17, 34
+"""Height in pixels of a node on a timeline, and of the title of a run."""
 
 
 def progress(series: Sequence[Series]) -> Figure:
@@ -32,25 +56,55 @@ def progress(series: Sequence[Series]) -> Figure:
     legend of the page uses.
     """
     first, shown, across = series[0].record.summary, names(series), axes_across(series)
-    data: list[dict[str, Any]] = []
+    gap = _GAP_PX / (_CURVES_PX * len(shown))
+    height = (1 - gap * (len(shown) - 1)) / len(shown)
+    data, axes = list[dict[str, Any]](), dict[str, Any]()
+    for row, name in enumerate(shown):
+        top = 1 - row * (height + gap)
+        curves = [one.curves[name] for one in series if name in one.curves]
+        log = all(curve.is_loss and min(curve.finite) > 0 for curve in curves)
+        for column, (title, _) in enumerate(across):
+            panel, left = _COLUMNS * row + column, column * 0.345
+            x, y = key("x", panel), key("y", panel)
+            # plotly leaves axes that it is not told to fit at [0, 6] as soon as one axis beside them has a range
+            fit = {"autorange": True} if column or (last := _last_second(series)) is None else {"range": [0, last]}
+            title = "virtual seconds" if column == 0 and first.clock == "virtual" else title
+            domain = [left, min(left + 0.31, 1.0)]
+            axes[x] = axis(title, domain=domain, anchor=ref("y", panel), rangemode="tozero", **fit)
+            axes[y] = axis(
+                (safe(name) + " (log)" * log) if column == 0 else "",
+                domain=[max(top - height, 0.0), top],
+                anchor=ref("x", panel),
+                showticklabels=column == 0,
+                autorange=True,
+            )
+            if column:
+                axes[y]["matches"] = ref("y", _COLUMNS * row)
+            if log:
+                axes[y] |= {"type": "log", "tickformat": ".4~g"}
+            if row < len(shown) - 1:
+                axes[x]["matches"] = ref("x", _COLUMNS * (len(shown) - 1) + column)
     for one in series:
         for row, name in enumerate(shown):
             for column, by in enumerate(across):
                 data += _curve(one, name, by, _COLUMNS * row + column)
-    shapes = []
-    has_target = first.target is not None and shown[:1] == [first.metric]
-    for column in range(_COLUMNS if has_target else 0):
+    shapes, notes = [], []
+    if first.target is not None and shown[:1] == [first.metric]:
         line = {"color": INK, "width": 1, "dash": "4px,4px"}
-        place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
-        shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
+        for column in range(_COLUMNS):
+            place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
+            shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
+        place = {"xref": "x3 domain", "yref": "y3", "x": 1, "y": first.target, "xanchor": "right"}
+        below = {"yanchor": "top" if first.higher_is_better else "bottom", "showarrow": False, "font": {"size": 11}}
+        notes.append({"text": f"target {first.target:g}", **place, **below})
     made = layout(
-        72 + _ROW_PX * len(shown),
+        72 + _CURVES_PX * len(shown),
         shapes=shapes,
-        annotations=_target_note(first) if has_target else [],
+        annotations=notes,
         showlegend=False,
         margin={"l": 64, "r": 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(series),
+        **axes,
     )
     return {"data": data, "layout": made}
 
@@ -99,32 +153,6 @@ def _curve(one: Series, name: str, across: Axis, panel: int) -> list[dict[str, A
     return traces
 
 
-def _axes(series: Sequence[Series]) -> dict[str, Any]:
-    shown, across = names(series), axes_across(series)
-    virtual, last = series[0].record.summary.clock == "virtual", _last_second(series)
-    made: dict[str, Any] = {}
-    for panel in range(_COLUMNS * len(shown)):
-        row, column = divmod(panel, _COLUMNS)
-        x_domain, y_domain = _place(row, column, len(shown))
-        log = _logarithmic(series, shown[row])
-        title = "virtual seconds" if column == 0 and virtual else across[column][0]
-        # plotly leaves axes that it is not told to fit at [0, 6] as soon as one axis beside them has a range
-        until = {"autorange": True} if column or last is None else {"range": [0, last]}
-        made[key("x", panel)] = axis(title, domain=x_domain, anchor=ref("y", panel), rangemode="tozero", **until)
-        made[key("y", panel)] = axis(
-            (safe(shown[row]) + " (log)" * log) if column == 0 else "",
-            domain=y_domain,
-            anchor=ref("x", panel),
-            showticklabels=column == 0,
-            **({"matches": ref("y", _COLUMNS * row)} if column else {}),
-            autorange=True,
-            **({"type": "log", "tickformat": ".4~g"} if log else {}),
-        )
-        if row < len(shown) - 1:
-            made[key("x", panel)]["matches"] = ref("x", _COLUMNS * (len(shown) - 1) + column)
-    return made
-
-
 def _last_second(series: Sequence[Series]) -> float | None:
     """End of the axis of seconds: when the last run of several workers ended, or one worker reached the target; None
     for the end of the longest run.
@@ -137,67 +165,184 @@ def _last_second(series: Sequence[Series]) -> float | None:
     return 1.05 * max(end or 0.0 for end in ends) or None
 
 
-def _place(row: int, column: int, rows: int) -> tuple[list[float], list[float]]:
-    """Horizontal and vertical range of a plot, as shares of the plotting area."""
-    gap = _GAP_PX / (_ROW_PX * rows)
-    height = (1 - gap * (rows - 1)) / rows
-    left, top = column * 0.345, 1 - row * (height + gap)
-    return [left, min(left + 0.31, 1.0)], [max(top - height, 0.0), top]
-
-
-def _logarithmic(series: Sequence[Series], name: str) -> bool:
-    """Whether the curves of this name are losses, all above 0."""
-    found = [one.curves[name] for one in series if name in one.curves]
-    return all(curve.is_loss and min(curve.finite) > 0 for curve in found)
-
-
-def _target_note(first: Summary) -> list[dict[str, Any]]:
-    if first.target is None:
-        return []
-    text = f"target {first.target:g}"
-    place = {"xref": "x3 domain", "yref": "y3", "x": 1, "y": first.target, "xanchor": "right"}
-    below = {"yanchor": "top" if first.higher_is_better else "bottom", "showarrow": False, "font": {"size": 11}}
-    return [{"text": text, **place, **below}]
-
-
 def staleness(series: Sequence[Series]) -> Figure | None:
     """Return a histogram of staleness for each run with recorded staleness; None if no run has any."""
     shown = [one for one in series if one.record.summary.staleness_counts]
     if not shown:
         return None
-    titles = [one.title(32) for one in shown]
-    columns = min(4, len(shown))
-    panels = Panels(len(shown), columns, title_px=title_px(titles), panel_px=120, bottom_px=56)
     largest = max(one.record.summary.staleness_max or 0 for one in shown)
     width = max(1, -(-(largest + 1) // _MOST_BARS))
-    data, notes = [], []
-    made: dict[str, Any] = {}
-    for index, one in enumerate(shown):
-        data.append(_histogram(one, index, width))
+
+    def draw(one: Series) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        counts = one.record.summary.staleness_counts
+        bins: Counter[int] = Counter()
+        for late, count in counts.items():
+            bins[late // width] += count
+        bars = sorted(bins.items())
+        trace = {
+            "type": "bar",
+            "name": one.name,
+            "x": [start * width + (width - 1) / 2 for start, _ in bars],
+            "y": [count / bins.total() for _, count in bars],
+            "width": width * 0.86,
+            "marker": {"color": one.color},
+            "customdata": [
+                [str(s) if width == 1 else f"{s * width} to {s * width + width - 1}", count] for s, count in bars
+            ],
+            "hovertemplate": "staleness %{customdata[0]}<br>%{customdata[1]:,} updates (%{y:.1%})<extra></extra>",
+        }
         x = {"range": [-0.6 * width, largest + 0.6 * width], **({"dtick": 1} if largest < 9 else {})}
-        y = {"tickformat": ".0%", "rangemode": "tozero", "matches": "y" if index else None, "nticks": 4}
-        made |= panels.axes(index, "staleness [updates]", "share of updates", x, y)
-        notes.append(panels.heading(index, titles[index], one.color))
-    margin = {"l": 64, "r": 24, "t": 8, "b": 56}
-    return {"data": data, "layout": layout(panels.height, annotations=notes, showlegend=False, margin=margin, **made)}
+        matches = None if one is shown[0] else "y"
+        return [trace], x, {"tickformat": ".0%", "rangemode": "tozero", "matches": matches, "nticks": 4}
+
+    return small_multiples(shown, ("staleness [updates]", "share of updates"), 120, draw)
 
 
-def _histogram(one: Series, index: int, width: int) -> dict[str, Any]:
-    counts = one.record.summary.staleness_counts
-    total = sum(counts.values())
-    bins: dict[int, int] = {}
-    for late, count in counts.items():
-        bins[late // width] = bins.get(late // width, 0) + count
-    starts = sorted(bins)
+def per_step(series: Sequence[Series]) -> Figure:
+    """Return a figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and
+    waited.
+    """
+    shown = [one for one in series if one.record.summary.steps]
+    labels = [f"{SQUARE.format(color=one.color)} {one.title(46)}" for one in shown]
+    data = []
+    totals = [sum(_ms_per_step(one, kind) for kind in ACTIVITIES) for one in shown]
+    for kind, (name, color) in ACTIVITIES.items():
+        amounts = [_ms_per_step(one, kind) for one in shown]
+        shares = [formatting.share(a / t if t else None) for a, t in zip(amounts, totals, strict=True)]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "y": labels,
+                "x": amounts,
+                "text": [t if a > 0.045 * max(totals) else "" for a, t in zip(amounts, shares, strict=True)],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "textfont": {"color": "#ffffff" if kind == "compute" else "#1d2733", "size": 12},
+                "marker": {"color": color},
+                "customdata": shares,
+                "hovertemplate": f"{name}: %{{x:.4~g}} ms a step (%{{customdata}})<extra>%{{y}}</extra>",
+            }
+        )
+    clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
+    place = {"xanchor": "left", "showarrow": False, "xshift": 5, "font": {"size": 12}}
+    notes = [
+        {"text": f"{formatting.number(total)} ms", "x": total, "y": name, **place}
+        for total, name in zip(totals, labels, strict=True)
+    ]
+    made = layout(
+        130 + 34 * len(shown),
+        barmode="stack",
+        bargap=0.28,
+        uniformtext={"minsize": 10, "mode": "hide"},
+        xaxis=axis(f"{clock} per local step, mean over workers", rangemode="tozero"),
+        yaxis=axis(autorange="reversed", showline=False, ticks=""),
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        margin={"l": 64, "r": 70, "t": 40, "b": 56},
+        annotations=notes,
+    )
+    return {"data": data, "layout": made}
+
+
+def _ms_per_step(one: Series, kind: str) -> float:
+    summary = one.record.summary
+    total: float = sum(getattr(worker, f"{kind}_seconds") for worker in summary.per_worker)
+    return 1e3 * total / max(summary.steps, 1)
+
+
+def per_worker(series: Sequence[Series]) -> Figure:
+    """Return a figure with one panel per run and one stacked bar per worker: the shares of computing, communicating
+    and waiting.
+    """
+
+    def draw(one: Series) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        workers = [worker for worker in one.record.summary.per_worker if worker.seconds > 0]
+        traces = []
+        for kind, (name, color) in ACTIVITIES.items():
+            spent = [getattr(worker, f"{kind}_seconds") for worker in workers]
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": name,
+                    "x": [worker.rank for worker in workers],
+                    "y": [time / worker.seconds for time, worker in zip(spent, workers, strict=True)],
+                    "width": 0.86 if len(workers) <= 32 else 1.0,
+                    "marker": {"color": color, "line": {"width": 0}},
+                    "customdata": [[formatting.seconds(t), w.steps] for t, w in zip(spent, workers, strict=True)],
+                    "hovertemplate": f"worker %{{x}}, {name}: %{{customdata[0]}} (%{{y:.1%}})"
+                    "<br>%{customdata[1]:,} steps<extra></extra>",
+                }
+            )
+        count = one.record.summary.workers
+        x = {"range": [-0.6, count - 0.4], "ticks": "", **({"dtick": 1} if count <= 16 else {"nticks": 6})}
+        return traces, x, {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1]}
+
+    return small_multiples(series, ("worker", "share of time"), 110, draw, barmode="stack")
+
+
+def timeline(series: Sequence[Series]) -> Figure | None:
+    """Return a figure of the activity of every node during the first steps, with all runs on one time axis; None if no
+    run recorded spans.
+    """
+    many, shown = len(series) >= _MANY_RUNS, []
+    for one in series:  # its first few nodes
+        spans = [
+            event
+            for event in one.record.events
+            if isinstance(event, SpanEvent)
+            and -_MOST_SERVERS[many] <= event.node < _MOST_WORKERS[many]
+            and event.kind in ACTIVITIES
+        ]
+        if spans:
+            shown.append((one, sorted(spans, key=lambda span: span.start)[:_MOST_SPANS]))
+    if not shown:
+        return None
+    nodes = [sorted({span.node for span in spans}, key=lambda n: (n < 0, abs(n))) for _, spans in shown]
+    plot_px = sum(_TITLE_PX + _ROW_PX * len(names) for names in nodes)
+    data, made, notes, used = [], {}, [], 0
+    for index, ((one, spans), names) in enumerate(zip(shown, nodes, strict=True)):
+        top = 1 - (used + _TITLE_PX) / plot_px
+        used += _TITLE_PX + _ROW_PX * len(names)
+        made[key("y", index)] = axis(
+            domain=[max(1 - used / plot_px, 0.0), top],
+            anchor="x",
+            range=[len(names) - 0.5, -0.5],
+            tickvals=list(range(len(names))),
+            ticktext=[node_name(node) for node in names],
+            tickfont={"size": 10},
+            ticks="",
+            showgrid=False,
+        )
+        notes.append(heading(one.name, 0, top, one.color))
+        data += [trace for kind in ACTIVITIES if (trace := _bars(spans, kind, names, index))]
+    clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
+    # A few slow runs do not hide the others.
+    ends = [max(span.end for span in spans) for _, spans in shown]
+    until = min(max(ends), 2.5 * statistics.median(ends)) or 1.0
+    x = axis(f"{clock} since the start", range=[0, 1e3 * until], anchor=ref("y", len(shown) - 1))
+    margin = {"l": 76, "r": 24, "t": 8, "b": 56}
+    more = {"barmode": "overlay", "annotations": notes, "margin": margin, "showlegend": False}
+    return {"data": data, "layout": layout(plot_px + 70, **more, xaxis=x, **made)}
+
+
+def _bars(spans: Sequence[SpanEvent], kind: str, nodes: Sequence[int], index: int) -> dict[str, Any] | None:
+    chosen = [span for span in spans if span.kind == kind]
+    if not chosen:
+        return None
+    name, color = ACTIVITIES[kind]
     return {
         "type": "bar",
-        "name": one.name,
-        "x": [start * width + (width - 1) / 2 for start in starts],
-        "y": [bins[start] / total for start in starts],
-        "width": width * 0.86,
-        "marker": {"color": one.color},
-        "customdata": [[str(s) if width == 1 else f"{s * width} to {s * width + width - 1}", bins[s]] for s in starts],
-        "hovertemplate": "staleness %{customdata[0]}<br>%{customdata[1]:,} updates (%{y:.1%})<extra></extra>",
-        "xaxis": ref("x", index),
+        "orientation": "h",
+        "name": name,
+        "y": [nodes.index(span.node) for span in chosen],
+        "base": [1e3 * span.start for span in chosen],
+        "x": [1e3 * (span.end - span.start) for span in chosen],
+        "width": 0.8,
+        "marker": {"color": color, "line": {"color": "#ffffff", "width": 0.4}},
+        "customdata": [node_name(span.node) for span in chosen],
+        "hovertemplate": f"%{{customdata}} {name}<br>%{{base:.4~g}} ms + %{{x:.4~g}} ms<extra></extra>",
+        "xaxis": "x",
         "yaxis": ref("y", index),
     }

@@ -15,7 +15,7 @@ from flockstep.records.events import ClockEvent
 from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
 from flockstep.records.summary import LACKS
-from flockstep.report import activity, figures, formatting
+from flockstep.report import figures, formatting
 from flockstep.report.findings import apart, findings, ties
 from flockstep.report.medians import RepeatedRuns, caveats, spreads
 from flockstep.report.page import Drawing, filled, write
@@ -210,13 +210,13 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         caption = _PROGRESS.format(third=third) + (_OF_SCRIPTS if third == "steps" else "")
         drawn.append(Drawing("progress", f"{title[:1].upper()}{title[1:]}", caption, figures.progress(series)))
     if any(one.record.summary.steps for one in series):
-        drawn.append(Drawing("per-step", "Time per local step of a worker", _PER_STEP, activity.per_step(series)))
-        drawn.append(Drawing("per-worker", "How each worker spent its time", _PER_WORKER, activity.per_worker(series)))
+        drawn.append(Drawing("per-step", "Time per local step of a worker", _PER_STEP, figures.per_step(series)))
+        drawn.append(Drawing("per-worker", "How each worker spent its time", _PER_WORKER, figures.per_worker(series)))
     if (histogram := figures.staleness(series)) is not None:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness was recorded for these runs: {', '.join(without)}." if without else ""
         drawn.append(Drawing("staleness", "Staleness of updates", _STALENESS + note, histogram))
-    first = activity.timeline(series)
+    first = figures.timeline(series)
     if first:
         caption = _TIMELINE + _clocks(series)
         drawn.append(Drawing("timeline", "Timeline of the first steps", caption, first))

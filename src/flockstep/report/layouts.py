@@ -6,27 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.collectives.layouts import LAYOUTS, Times
+from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
+from flockstep.report.terminal import TableColumn, TextTable
 
 MOST = 4
 """Largest number of models in one table."""
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """A model that is described only by its size in bytes."""
-
-    name: str
-    parameters: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Delays:
     """Communication delays of models on `workers` workers, each with a link of `bandwidth` bytes per second."""
 
-    models: tuple[ModelSize, ...]
+    models: tuple[ModelShape, ...]
     workers: int
     bandwidth: float
 
@@ -36,24 +29,29 @@ class Delays:
         if not 1 <= len(self.models) <= MOST:
             raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; give for example vgg-a")
 
-    def seconds(self, model: ModelSize, name: str) -> float:
+    def seconds(self, model: ModelShape, name: str) -> float:
         """Return the seconds per step of the layout `name` for one model."""
-        return LAYOUTS[name](self.workers, Times.of(model.nbytes, self.bandwidth))
-
-    @property
-    def link(self) -> str:
-        """Bandwidth of the link as text, for example "1 Gbit/s"."""
-        return speed(self.bandwidth)
+        return LAYOUTS[name](self.workers, Times.of(model.gradient_bytes(), self.bandwidth))
 
     def document(self) -> dict[str, Any]:
         """Return models, bandwidth and the seconds of every layout as a dictionary, for JSON."""
         found = {model.name: {name: self.seconds(model, name) for name in LAYOUTS} for model in self.models}
-        sizes = {model.name: {"parameters": model.parameters, "bytes": model.nbytes} for model in self.models}
+        sizes = {model.name: {"parameters": model.parameters, "bytes": model.gradient_bytes()} for model in self.models}
         return {"workers": self.workers, "bandwidth": self.bandwidth, "models": sizes, "seconds": found}
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Rows of the table of delays: one row for each layout, one column for each model."""
-        return [(name, *(formatting.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
+    def table(self) -> TextTable:
+        """Return the table of delays: one row for each layout, one column for each model."""
+        columns = [
+            TableColumn(
+                f"{model.name}, {formatting.size(model.gradient_bytes())}",
+                rank=rank,
+                cell=lambda name, model=model: formatting.seconds(self.seconds(model, name)),  # type: ignore[misc]
+            )
+            for rank, model in enumerate(self.models)
+        ]
+        link = speed(self.bandwidth)
+        title = f"Lower bound of the delay per step, {self.workers} workers with links of {link}"
+        return TextTable.of([TableColumn("layout", text=True), *columns], LAYOUTS, title=title)
 
     def sentences(self) -> list[str]:
         """Sentences with the main results of the table of delays."""
@@ -62,11 +60,11 @@ class Delays:
         for model in self.models:
             least, most = min(shared, key=lambda n: self.seconds(model, n)), "naive server"
             times = self.seconds(model, most) / self.seconds(model, least)
+            longest, shortest = (formatting.seconds(self.seconds(model, name)) for name in (most, least))
             said.append(
-                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with links of "
-                f"{self.link}: a step takes at least {formatting.seconds(self.seconds(model, most))} with the layout "
-                f"{most} and at least {formatting.seconds(self.seconds(model, least))} with the layout {least}, "
-                f"which is {formatting.number(times)} times less."
+                f"{model.name} ({formatting.size(model.gradient_bytes())}) on {self.workers} workers with links of "
+                f"{speed(self.bandwidth)}: a step takes at least {longest} with the layout {most} and at least "
+                f"{shortest} with the layout {least}, which is {formatting.number(times)} times less."
             )
         return said
 

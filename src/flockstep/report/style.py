@@ -1,10 +1,9 @@
-"""The common style of all figures: color, dash and symbol of each run, fonts, axes, and grids of panels."""
+"""The common style of all figures: color and dash of each run, fonts, axes, and a panel for each run."""
 
 from __future__ import annotations
 
 import functools
 import html
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +40,6 @@ ACTIVITIES = {
 }
 SQUARE = '<span style="color:{color}">■</span>'
 """Character that is drawn in a run's color before the run's name."""
-WIDE = 100.0
-"""Ratio of an axis's largest to its smallest value above which ticks are only at powers of ten."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
 
 
@@ -88,13 +85,6 @@ class Series:
         return wrapped(self.label, width)
 
 
-def title_px(titles: Sequence[str]) -> int:
-    """Return the height in pixels of the strip above each panel, which holds the panel's title (one of `titles`) and
-    the labels of the axis of the panel above.
-    """
-    return 24 + 16 * max(title.count("<br>") + 1 for title in titles)
-
-
 def safe(text: str) -> str:
     """Escape everything in `text` that plotly would read as markup."""
     return html.escape(text, quote=False)
@@ -135,17 +125,6 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
     return made
 
 
-def decades(values: Sequence[float], said: Callable[[float], str], unit: float = 1.0) -> dict[str, Any]:
-    """Return the keys of `axis` for ticks at powers of ten of `unit`, within the range of `values`; in a narrow range,
-    also at 2 and 5.
-    """
-    low, high = (math.log10(end / unit) for end in (min(values), max(values)))
-    steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
-    every = [unit * step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
-    ticks = [tick for tick in every if min(values) * 0.9 <= tick <= max(values) * 1.1]
-    return {"tickvals": ticks, "ticktext": [said(tick) for tick in ticks]}
-
-
 def key(letter: str, index: int) -> str:
     """Return plotly's name of the axis number `index` in a layout: xaxis, xaxis2, and so on."""
     return f"{letter}axis{index + 1 if index else ''}"
@@ -156,63 +135,43 @@ def ref(letter: str, index: int) -> str:
     return f"{letter}{index + 1 if index else ''}"
 
 
-@dataclass(frozen=True)
-class Panels:
-    """A grid of small plots, filled row by row from the top left."""
+def small_multiples(
+    series: Sequence[Series],
+    titles: tuple[str, str],
+    panel_px: int,
+    draw: Callable[[Series], tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]],
+    **more: Any,
+) -> Figure:
+    """Return a figure with a panel of `panel_px` pixels below the name of each run, row by row from the top left.
 
-    count: int
-    columns: int
-    gap_x: float = 0.035
-    title_px: int = 40
-    panel_px: int = 150
-    bottom_px: int = 60
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the grid."""
-        return -(-self.count // self.columns)
-
-    @property
-    def plot_px(self) -> int:
-        """Height of the plotting area in pixels."""
-        return self.rows * (self.title_px + self.panel_px)
-
-    @property
-    def height(self) -> int:
-        """Height of the figure in pixels, including margins."""
-        return self.plot_px + self.bottom_px + 30
-
-    def domain(self, index: int) -> tuple[list[float], list[float]]:
-        """Return the x range and the y range of panel `index`, as fractions of the plotting area."""
-        row, column = divmod(index, self.columns)
-        width = (1 - self.gap_x * (self.columns - 1)) / self.columns
-        left = column * (width + self.gap_x)
-        top = 1 - (row * (self.title_px + self.panel_px) + self.title_px) / self.plot_px
-        return [left, min(left + width, 1.0)], [max(top - self.panel_px / self.plot_px, 0.0), top]
-
-    def axes(self, index: int, across: str, up: str, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
-        """Return the axes of panel `index`; their titles are shown only at the bottom and at the left of the grid."""
-        (x_domain, y_domain), first = self.domain(index), index % self.columns == 0
-        below = "" if index + self.columns < self.count else across
-        beside = {"domain": y_domain, "anchor": ref("x", index), "showticklabels": first}
-        return {
-            key("x", index): axis(below, domain=x_domain, anchor=ref("y", index), **x),
-            key("y", index): axis(up if first else "", **beside, **y),
-        }
-
-    def heading(self, index: int, text: str, color: str) -> dict[str, Any]:
-        """Return the title of panel `index` as an annotation."""
-        (left, _), (_, top) = self.domain(index)
-        return heading(text, left, top, color)
+    `titles`: of the horizontal and the vertical axes, shown only at the bottom and at the left; `draw`: returns the
+    traces of a run, and further keys of the two axes of its panel; `more`: further keys of the layout.
+    """
+    names, columns, gap = [one.title(32) for one in series], min(4, len(series)), 0.035
+    # A strip above each panel holds its title, and the labels of the axis of the panel above.
+    title_px = 24 + 16 * max(name.count("<br>") + 1 for name in names)
+    plot_px = -(-len(series) // columns) * (title_px + panel_px)
+    width = (1 - gap * (columns - 1)) / columns
+    data, notes = list[dict[str, Any]](), list[dict[str, Any]]()
+    for index, (one, name) in enumerate(zip(series, names, strict=True)):
+        row, column = divmod(index, columns)
+        left, top = column * (width + gap), 1 - (row * (title_px + panel_px) + title_px) / plot_px
+        x_ref, y_ref = ref("x", index), ref("y", index)
+        traces, x, y = draw(one)
+        data += [{**trace, "xaxis": x_ref, "yaxis": y_ref} for trace in traces]
+        across = titles[0] if index + columns >= len(series) else ""
+        domain = [max(top - panel_px / plot_px, 0.0), top]
+        more[key("x", index)] = axis(across, domain=[left, min(left + width, 1.0)], anchor=y_ref, **x)
+        more[key("y", index)] = axis(
+            "" if column else titles[1], domain=domain, anchor=x_ref, showticklabels=column == 0, **y
+        )
+        notes.append(heading(name, left, top, one.color))
+    margin = {"l": 64, "r": 24, "t": 8, "b": 56}
+    return {"data": data, "layout": layout(plot_px + 86, annotations=notes, showlegend=False, margin=margin, **more)}
 
 
 def heading(text: str, left: float, top: float, color: str) -> dict[str, Any]:
     """Return an annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
+    place = {"x": left, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     marked = f"{SQUARE.format(color=color)} {text}"
-    return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
-
-
-def above(text: str, left: float, top: float) -> dict[str, Any]:
-    """Return an annotation above a plot, aligned left; `text` must be escaped."""
-    paper = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-    return {"text": text, "x": left, "y": top, **paper, "showarrow": False}
+    return {"text": marked, **place, "showarrow": False, "align": "left", "font": {"size": 12, "color": INK}}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from flockstep.report import formatting
 from flockstep.report import page as report
 from flockstep.report.page import Page
-from flockstep.report.style import COLORS, INK, Panels, axis, decades, key, layout, ref
+from flockstep.report.style import COLORS, INK, axis, key, layout, ref
 from flockstep.report.style import Figure as Drawing
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep_lab.bench.codecs import CodecFigure
@@ -33,6 +35,8 @@ PREDICTED = (
     "dotted lines the prediction differs from the measured time by less than a fifth."
 )
 
+WIDE = 100.0
+"""Ratio of an axis's largest to its smallest value above which ticks are only at powers of ten."""
 _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
@@ -43,26 +47,25 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
     """
     counts = sorted({one.workers for one in figures})
     implementations = list(dict.fromkeys(one.implementation for one in figures))
-    panels = Panels(len(counts), min(2, len(counts)), gap_x=0.09, panel_px=360)
+    columns = min(2, len(counts))
+    rows = -(-len(counts) // columns)
+    grid = {"rows": rows, "columns": columns, "pattern": "independent", "xgap": 0.18, "ygap": 0.1}
     made: dict[str, object] = {}
     data: list[dict[str, object]] = []
     for index, count in enumerate(counts):
-        left_right, low_high = panels.domain(index)
         title = f"size of the array in bytes, {count} processes"
         sizes = sorted({one.bytes for one in figures if one.workers == count})
         rates = [one.bytes / one.seconds / 1e9 for one in figures if one.workers == count and one.seconds] or [1.0]
         ticks = {"tickvals": sizes, "ticktext": [formatting.size(size) for size in sizes]}
-        made[key("x", index)] = axis(title, type="log", domain=left_right, anchor=ref("y", index), **ticks)
-        made[key("y", index)] = axis(
-            "GB/s" if index == 0 else "", type="log", domain=low_high, anchor=ref("x", index), **decades(rates, _plain)
-        )
+        made[key("x", index)] = axis(title, type="log", **ticks)
+        made[key("y", index)] = axis("GB/s" if index == 0 else "", type="log", **_decades(rates))
         for place, implementation in enumerate(implementations):
             mine = [
                 one for one in figures if one.implementation == implementation and one.workers == count and one.seconds
             ]
             if mine:
                 data.append(_line(mine, implementation, place, index, first=index == 0))
-    return {"data": data, "layout": layout(panels.height + 80, legend=_ABOVE, **made)}
+    return {"data": data, "layout": layout(400 * rows + 170, legend=_ABOVE, grid=grid, **made)}
 
 
 def _line(mine: Sequence[Measurement], implementation: str, place: int, index: int, first: bool) -> dict[str, object]:
@@ -92,8 +95,15 @@ def _line(mine: Sequence[Measurement], implementation: str, place: int, index: i
     }
 
 
-def _plain(value: float) -> str:
-    return f"{value:,.10g}"
+def _decades(values: Sequence[float]) -> dict[str, Any]:
+    """The keys of `axis` for ticks at powers of ten, within the range of `values`; in a narrow range,
+    also at 2 and 5.
+    """
+    low, high = (math.log10(end) for end in (min(values), max(values)))
+    steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
+    every = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+    ticks = [tick for tick in every if min(values) * 0.9 <= tick <= max(values) * 1.1]
+    return {"tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
 def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
@@ -112,7 +122,7 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
     ]
     rates = [rate for one in figures for what in SPEEDS if (rate := getattr(one, what))] or [1.0]
     axes = {
-        "xaxis": axis("rate relative to copying the array", type="log", **decades(rates, _plain)),
+        "xaxis": axis("rate relative to copying the array", type="log", **_decades(rates)),
         "yaxis": axis(autorange="reversed"),
     }
     height = 120 + 48 * len(figures)
@@ -139,7 +149,7 @@ def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
     counts = sorted({one.replicas for one in figures})
     axes = {
         "xaxis": axis("replicas", type="log", tickvals=counts, ticktext=[f"{count:,}" for count in counts]),
-        "yaxis": axis("worker-steps per second", type="log", **decades([one.rate for one in figures], _plain)),
+        "yaxis": axis("worker-steps per second", type="log", **_decades([one.rate for one in figures])),
     }
     return {"data": data, "layout": layout(480, legend=_ABOVE, **axes)}
 
