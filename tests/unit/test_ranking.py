@@ -75,8 +75,3 @@ def test_labels_add_only_what_tells_runs_apart() -> None:
     assert labels([made("a"), made("a")]) == ["a", "a · #2"]
     pairs = [made("a", workers=n, seed=s) for n in (4, 8) for s in (1, 2)]
     assert len(set(labels(pairs))) == 4
-
-
-def test_nothing_to_rank_is_nothing() -> None:
-    assert rank([]) == []
-    assert labels([]) == []

@@ -124,11 +124,6 @@ def test_a_configuration_survives_toml_exactly(config: RunConfig) -> None:
     assert RunConfig.from_toml(config.to_toml()) == config
 
 
-def test_none_is_left_out_of_the_file() -> None:
-    assert "network" not in CONFIG.to_toml()
-    assert "lr = 0.1" in CONFIG.to_toml()
-
-
 def test_an_unknown_setting_is_named_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"no setting in config\.toml is called 'workesr'; did you mean 'workers'"):
         RunConfig.from_toml(CONFIG.to_toml().replace("workers", "workesr"))
@@ -174,18 +169,6 @@ def test_a_launched_script_is_repeated_with_the_launcher_s_options_only() -> Non
     )
     assert config.command == "flockstep launch --workers 2 --seed 0 --heartbeat 5 --transport ipc train.py"
     assert config.clock == "real"
-
-
-def test_the_clock_follows_from_the_kind() -> None:
-    assert CONFIG.clock == "real"
-    assert RunConfig(kind="simulate", job="j", strategy="s", workers=1).clock == "virtual"
-
-
-def test_events_survive_the_file(tmp_path: Path) -> None:
-    with EventWriter(tmp_path / "e.jsonl") as writer:
-        for event in EVENTS:
-            writer.write(event)
-    assert read_event_file(tmp_path / "e.jsonl") == EVENTS
 
 
 def test_a_loss_that_is_not_finite_comes_back_as_nan(tmp_path: Path) -> None:
@@ -242,12 +225,19 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"[]", b"{}", b'{"type":"step"}', b'{"type":"step","seconds":null}', b'{"type":"other"}']
+    "line",
+    [
+        b"[]",
+        b"{}",
+        b'{"type":"step"}',
+        b'{"type":"step","seconds":null}',
+        b'{"type":"lost","t":1,"node":1,"reason":""}',
+    ],
 )
 def test_json_that_is_no_event_is_an_error(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "e.jsonl"
     path.write_bytes(line + b"\n")
-    with pytest.raises(ConfigurationError, match="line 1"):
+    with pytest.raises(ConfigurationError, match=r"line 1 of .* is not an event: .* flockstep that wrote it"):
         read_event_file(path)
 
 
@@ -340,11 +330,6 @@ def test_without_a_summary_the_run_reads_as_interrupted(tmp_path: Path) -> None:
     assert record.events == [EVENTS[3]]
 
 
-def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"config\.toml is missing"):
-        RunFolder(tmp_path).read()
-
-
 def test_the_result_survives_with_its_schema(tmp_path: Path) -> None:
     schema = Schema.of({"w": (2, 3), "b": ()})
     assert schema.size == 7  # also fills the cached properties, which must not reach the file
@@ -417,17 +402,3 @@ def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -
 def test_a_configuration_that_no_process_could_work_with(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=name):
         replace(CONFIG, **{name: value})
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"type":"lost","t":1.0,"node":1,"reason":"x"}',
-        b'{"type":"figure","seconds":1.0,"node":0,"name":"x","value":1.0}',
-    ],
-)
-def test_an_event_of_another_version_is_refused(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(line + b"\n")
-    with pytest.raises(ConfigurationError, match=r"line 1 of .* is not an event: .* flockstep that wrote it"):
-        read_event_file(path)

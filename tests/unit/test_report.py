@@ -24,7 +24,7 @@ from flockstep.report.figures import per_step, per_worker, progress, staleness, 
 from flockstep.report.findings import findings
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels
-from flockstep.report.style import Series, wrapped
+from flockstep.report.style import Series
 from flockstep.report.table import table
 from support.records import RUNS, invent
 
@@ -127,16 +127,6 @@ const document = {
     command = ["node", str(tmp_path / "page.js"), str(tmp_path / "packed")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "1 * plotly.js (cartesian - minified) v4.1.1\n"
-
-
-@pytest.mark.parametrize("width", [8, 12, 20, 32, 80])
-def test_names_are_broken_between_words_only(width: int) -> None:
-    text = "ps(consistency=asynchronous, server_update=delay_compensated(form='constant', lambda0=0.5))"
-    words = re.findall(r"[\w.']+", text)
-    lines = html.unescape(wrapped(text, width)).split("<br>")
-    assert [word for line in lines for word in re.findall(r"[\w.']+", line)] == words
-    assert all(len(line) <= width or len(re.findall(r"[\w.']+", line)) == 1 for line in lines)
-    assert (len(lines) > 1) == (width < len(text))
 
 
 def test_every_strategy_is_in_the_table_and_in_the_details(page: str, records: list[Record]) -> None:
@@ -417,13 +407,6 @@ def test_the_terminal_table_shows_every_run(records: list[Record], width: int) -
     lines = [line.strip() for line in text.splitlines()]
     assert any(line.startswith("1= ") for line in lines)
     assert any(line.startswith(f"{formatting.NONE} ") and "failed" in line for line in lines)
-
-
-def test_markup_in_a_strategy_stays_text() -> None:
-    record = invent(replace(RUNS[0], strategy="[red]x[/red]"))
-    console = Console(width=180, record=True, file=io.StringIO())
-    console.print(table([record.summary]))
-    assert "[red]x[/red]" in console.export_text()
 
 
 def test_a_table_of_no_runs_is_empty() -> None:

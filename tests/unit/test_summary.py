@@ -43,10 +43,6 @@ def test_nothing_on_the_record_is_no_figure() -> None:
     assert summary.staleness_counts == {}
 
 
-def test_the_clock_is_virtual_for_a_simulation() -> None:
-    assert of(config=replace(CONFIG, kind="simulate")).clock == "virtual"
-
-
 def test_the_target_is_reached_at_the_first_evaluation_that_is_good_enough() -> None:
     summary = of(shot(3.0, 0.95, 30, 300.0), shot(2.0, 0.9, 20, 200.0), shot(1.0, 0.899, 10, 100.0), shot(4.0, 0.8, 40))
     assert (summary.seconds_to_target, summary.samples_to_target, summary.bytes_to_target) == (2.0, 20, 200.0)
