@@ -69,18 +69,21 @@ def curves(config: RunConfig, events: Iterable[Event]) -> list[MetricCurve]:
         name = config.metric or "metric"
         return [MetricCurve(name, config.higher_is_better, metric), MetricCurve(TEST_LOSS, False, loss, is_loss=True)]
     steps = [event for event in events if isinstance(event, StepEvent)]
-    sent = _sent_bytes(steps, config.workers)
-    return [*_metrics(config.workers, events, sent), *_training_loss(steps, sent)]
+    times, totals = [event.seconds for event in steps], [0, *accumulate(event.sent_bytes for event in steps)]
 
+    def sent(seconds: float) -> float:
+        """Bytes that a worker has sent until then, as the mean over the workers."""
+        return totals[bisect_right(times, seconds)] / config.workers
 
-def _metrics(workers: int, events: Iterable[Event], sent: Callable[[float], float]) -> Iterator[MetricCurve]:
-    means = MetricMeans(workers)
-    found = [m for event in events if isinstance(event, MetricEvent) for m in means.add(event)]
-    found = sorted([*found, *means.rest()], key=lambda event: event.seconds)
-    for name in dict.fromkeys(event.name for event in found):
-        own = [event for event in found if event.name == name]
+    means = MetricMeans(config.workers)
+    recorded = [m for event in events if isinstance(event, MetricEvent) for m in means.add(event)]
+    recorded = sorted([*recorded, *means.rest()], key=lambda event: event.seconds)
+    found = []
+    for name in dict.fromkeys(event.name for event in recorded):
+        own = [event for event in recorded if event.name == name]
         points = [CurvePoint(event.seconds, event.step, sent(event.seconds), event.value) for event in own]
-        yield MetricCurve(name, own[-1].higher_is_better, points)
+        found.append(MetricCurve(name, own[-1].higher_is_better, points))
+    return [*found, *_training_loss(steps, sent)]
 
 
 def _training_loss(steps: Iterable[StepEvent], sent: Callable[[float], float]) -> Iterator[MetricCurve]:
@@ -98,12 +101,6 @@ def _training_loss(steps: Iterable[StepEvent], sent: Callable[[float], float]) -
         for last in [max(group, key=lambda event: event.seconds)]
     ]
     yield MetricCurve(TRAINING_LOSS, False, sorted(points), is_loss=True)
-
-
-def _sent_bytes(steps: Sequence[StepEvent], workers: int) -> Callable[[float], float]:
-    """Function from a time to the bytes that a worker has sent until then, as the mean over the workers."""
-    times, totals = [event.seconds for event in steps], [0, *accumulate(event.sent_bytes for event in steps)]
-    return lambda seconds: totals[bisect_right(times, seconds)] / workers
 
 
 class MetricMeans:

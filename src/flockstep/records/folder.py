@@ -50,6 +50,7 @@ FUNCTION = "function"
 """Name of the subfolder that holds the program and the results of a launched function."""
 ENDED = ("finished", "diverged")
 """Statuses of runs that have ended and need not be repeated."""
+_DAMAGE = (OSError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError, MemoryError, TokenError, Warning)
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
@@ -392,17 +393,7 @@ def _lost_steps(events: Sequence[Event], steps: Mapping[Address, int], changed: 
 def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-        SyntaxError,
-        MemoryError,
-        TokenError,
-        UserWarning,
-    ) as error:
+    except _DAMAGE as error:
         raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to write a new file") from None
 
 

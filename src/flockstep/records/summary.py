@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -358,48 +359,33 @@ def trained_apart(summary: Summary) -> str | None:
 def _apart(workers: Sequence[WorkerTotals], agree: bool | None, strategy: str) -> str | None:
     if len(workers) < 2 or agree is not False:  # equal parameters: one worker is left, or all write to one array
         return None
+    found: Strategy | None = None
+    with contextlib.suppress(ConfigurationError):  # a custom strategy that this process has not imported
+        found = Strategy.parse(strategy)
     # Bytes of arrays, not messages: workers that never exchanged still tell each other that they have finished.
     silent = [one for one in workers if one.steps and not one.sent_bytes + one.received_bytes]
+    if not silent and found is not None and found.traits.alike:
+        return (
+            f"The workers ended with different parameters, although {found} keeps the parameters of all workers equal: "
+            "a script has changed parameters or settings of its optimizer on some workers only, or the workers' "
+            "processors round differently; let all ranks make the same changes."
+        )
     if not silent:
-        return _unequal(strategy)
+        return None
     steps = max(one.steps for one in silent)
     taken = f"{steps} step{'s' * (steps > 1)}"
     if len(silent) == len(workers):
+        sends = None if found is None else found.expected_sends(len(workers), steps)  # of strategies that draw them
+        expected = "" if sends is None else f", where {strategy} is expected to send {sends:.3g} times"
         return (
-            f"No worker sent or received parameters in {taken}{_expected(strategy, len(workers), steps)}: each worker "
-            "trained by itself, so the result is not that of the strategy; train longer (--epochs, --steps), or let "
-            "the strategy exchange more often."
+            f"No worker sent or received parameters in {taken}{expected}: each worker trained by itself, so the result "
+            "is not that of the strategy; train longer (--epochs, --steps), or let the strategy exchange more often."
         )
     ranks = ", ".join(str(one.rank) for one in silent)
-    many = len(silent) > 1
     return (
-        f"Worker{'s' * many} {ranks} sent and received no parameters in {taken}, and therefore trained independently "
-        "of the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
+        f"Worker{'s' * (len(silent) > 1)} {ranks} sent and received no parameters in {taken}, and therefore trained "
+        "independently of the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
     )
-
-
-def _unequal(strategy: str) -> str | None:
-    """Sentence about replicas that differ at the end, if the strategy keeps all replicas equal."""
-    try:
-        found = Strategy.parse(strategy)
-    except ConfigurationError:  # a custom strategy that this process has not imported
-        return None
-    if not found.traits.alike:
-        return None
-    return (
-        f"The workers ended with different parameters, although {found} keeps the parameters of all workers equal: a "
-        "script has changed parameters or settings of its optimizer on some workers only, or the workers' processors "
-        "round differently; let all ranks make the same changes."
-    )
-
-
-def _expected(strategy: str, workers: int, steps: int) -> str:
-    """Clause with the number of exchanges that a strategy which draws them is expected to make."""
-    try:
-        expected = Strategy.parse(strategy).expected_sends(workers, steps)
-    except ConfigurationError:  # of a custom strategy that this process has not imported
-        return ""
-    return "" if expected is None else f", where {strategy} is expected to send {expected:.3g} times"
 
 
 def measure(config: RunConfig, metrics: Sequence[MetricCurve]) -> dict[str, Any]:

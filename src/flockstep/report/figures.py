@@ -316,7 +316,24 @@ def timeline(series: Sequence[Series]) -> Figure | None:
             showgrid=False,
         )
         notes.append(heading(one.name, 0, top, one.color))
-        data += [trace for kind in ACTIVITIES if (trace := _bars(spans, kind, names, index))]
+        for kind, (name, color) in ACTIVITIES.items():
+            if chosen := [span for span in spans if span.kind == kind]:
+                data.append(
+                    {
+                        "type": "bar",
+                        "orientation": "h",
+                        "name": name,
+                        "y": [names.index(span.node) for span in chosen],
+                        "base": [1e3 * span.start for span in chosen],
+                        "x": [1e3 * (span.end - span.start) for span in chosen],
+                        "width": 0.8,
+                        "marker": {"color": color, "line": {"color": "#ffffff", "width": 0.4}},
+                        "customdata": [node_name(span.node) for span in chosen],
+                        "hovertemplate": f"%{{customdata}} {name}<br>%{{base:.4~g}} ms + %{{x:.4~g}} ms<extra></extra>",
+                        "xaxis": "x",
+                        "yaxis": ref("y", index),
+                    }
+                )
     clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
     # A few slow runs do not hide the others.
     ends = [max(span.end for span in spans) for _, spans in shown]
@@ -325,24 +342,3 @@ def timeline(series: Sequence[Series]) -> Figure | None:
     margin = {"l": 76, "r": 24, "t": 8, "b": 56}
     more = {"barmode": "overlay", "annotations": notes, "margin": margin, "showlegend": False}
     return {"data": data, "layout": layout(plot_px + 70, **more, xaxis=x, **made)}
-
-
-def _bars(spans: Sequence[SpanEvent], kind: str, nodes: Sequence[int], index: int) -> dict[str, Any] | None:
-    chosen = [span for span in spans if span.kind == kind]
-    if not chosen:
-        return None
-    name, color = ACTIVITIES[kind]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": [nodes.index(span.node) for span in chosen],
-        "base": [1e3 * span.start for span in chosen],
-        "x": [1e3 * (span.end - span.start) for span in chosen],
-        "width": 0.8,
-        "marker": {"color": color, "line": {"color": "#ffffff", "width": 0.4}},
-        "customdata": [node_name(span.node) for span in chosen],
-        "hovertemplate": f"%{{customdata}} {name}<br>%{{base:.4~g}} ms + %{{x:.4~g}} ms<extra></extra>",
-        "xaxis": "x",
-        "yaxis": ref("y", index),
-    }

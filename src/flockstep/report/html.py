@@ -117,9 +117,12 @@ def render(
     further = [] if spread is None else [("spread", spreads(*spread))]
     if pairs := [(one.label, found) for one, index in zip(series, ranking, strict=True) if (found := told[index])]:
         further.append(("predicted", TextTable.of(COLUMNS, pairs, title="Predicted and measured")))
+    counts = compared_workers(summaries)
+    workers = " and ".join(map(str, counts)) + (" worker" if counts == [1] else " workers")
+    runs = "1 run" if len(series) == 1 else f"{len(series)} runs"
     return filled(
         "report.html.j2",
-        title=_title(series),
+        title=f"{summaries[0].job} on {workers}: {runs} compared",
         clock=ranked[0].summary.clock,
         facts=_facts(configs, [] if spread is None else [run.seed for group in spread[0] for run in group.runs]),
         findings=[
@@ -144,13 +147,6 @@ def _sentence(text: str) -> str:
     """Return a note as a sentence; a component at its beginning, such as grid(2, 2), is not capitalized."""
     begin = text if re.match(r"\w+\(", text) else f"{text[:1].upper()}{text[1:]}"
     return begin if begin.endswith(".") else f"{begin}."
-
-
-def _title(series: Sequence[Series]) -> str:
-    counts = compared_workers([one.record.summary for one in series])
-    workers = " and ".join(map(str, counts)) + (" worker" if counts == [1] else " workers")
-    runs = "1 run" if len(series) == 1 else f"{len(series)} runs"
-    return f"{series[0].record.summary.job} on {workers}: {runs} compared"
 
 
 def _facts(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[tuple[str, str]]:
@@ -180,25 +176,15 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
     """Runs that did not finish or lost nodes: the series, what happened, and details."""
     found = []
     for one in series:
-        summary = one.record.summary
-        lost = [
-            text
-            for e in summary.lost
-            for text in (
-                f"{node_name(e.node)} lost after {formatting.seconds(e.seconds)}: {e.reason}",
-                *last_heard(one.record.flight, e),
-            )
-        ]
+        summary, what, details = one.record.summary, "the run finished, but lost nodes", list[str]()
+        for lost in summary.lost:
+            details.append(f"{node_name(lost.node)} lost after {formatting.seconds(lost.seconds)}: {lost.reason}")
+            details += last_heard(one.record.flight, lost)
         if summary.status != "finished":
-            found.append(
-                (
-                    one,
-                    f"{summary.status} after {formatting.seconds(summary.seconds)}",
-                    [*filter(None, [summary.error]), *lost],
-                )
-            )
-        elif lost:
-            found.append((one, "the run finished, but lost nodes", lost))
+            what = f"{summary.status} after {formatting.seconds(summary.seconds)}"
+            details[:0] = filter(None, [summary.error])
+        if details or summary.status != "finished":
+            found.append((one, what, details))
     return found
 
 
@@ -216,19 +202,13 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness was recorded for these runs: {', '.join(without)}." if without else ""
         drawn.append(Drawing("staleness", "Staleness of updates", _STALENESS + note, histogram))
-    first = figures.timeline(series)
-    if first:
-        caption = _TIMELINE + _clocks(series)
+    if (first := figures.timeline(series)) is not None:
+        caption = _TIMELINE
+        clocks = [e.uncertainty_seconds for one in series for e in one.record.events if isinstance(e, ClockEvent)]
+        if clocks:  # of a real run
+            caption += (
+                " The clock of every node agrees with the launcher's clock to within "
+                f"{formatting.seconds(max(clocks))}, as measured at the start."
+            )
         drawn.append(Drawing("timeline", "Timeline of the first steps", caption, first))
     return drawn
-
-
-def _clocks(series: Sequence[Series]) -> str:
-    """Sentence on how well times of several nodes compare; empty if no run is real."""
-    found = [e.uncertainty_seconds for one in series for e in one.record.events if isinstance(e, ClockEvent)]
-    if not found:
-        return ""
-    return (
-        f" The clock of every node agrees with the launcher's clock to within {formatting.seconds(max(found))}, as "
-        "measured at the start."
-    )

@@ -41,7 +41,14 @@ def order(summaries: Sequence[Summary]) -> list[int]:
     """Return the indices of the summaries in order of rank, best first; in the given order if nothing ranks them."""
     if unranked(summaries) is not None:
         return list(range(len(summaries)))
-    return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
+
+    def badness(index: int) -> tuple[bool, float, float, float, str, int]:
+        one, metric = summaries[index], summaries[index].final_metric
+        time = math.inf if one.seconds_to_target is None else one.seconds_to_target
+        loss = math.inf if metric is None else -metric if one.higher_is_better else metric
+        return not one.useful, time, loss, one.bytes_per_worker, one.strategy, one.seed
+
+    return sorted(range(len(summaries)), key=badness)
 
 
 def places(ranked: Sequence[Summary]) -> list[str]:
@@ -169,10 +176,3 @@ def labels(summaries: Sequence[Summary]) -> list[str]:
         seen[name] += 1
         numbered.append(f"{name} · #{seen[name]}" if seen[name] > 1 else name)
     return numbered
-
-
-def _key(summary: Summary) -> tuple[bool, float, float, float, str, int]:
-    metric = summary.final_metric
-    badness = math.inf if metric is None else -metric if summary.higher_is_better else metric
-    time = math.inf if summary.seconds_to_target is None else summary.seconds_to_target
-    return (not summary.useful, time, badness, summary.bytes_per_worker, summary.strategy, summary.seed)

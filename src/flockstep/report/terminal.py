@@ -117,12 +117,12 @@ class TextTable:
         width = options.max_width
         if self.title:
             yield Text("\n".join(lines(self.title, width)), style="bold")
-        yield self._made(width)
+        yield self._rows(width)
         explained = [one.note for place in self.shown(width) if (one := self.columns[place]).note]
         for sentence in [*filter(None, [self.left_out(width)]), *explained, *self.notes]:
             yield Text("\n".join(lines(sentence, width)), style="dim")
 
-    def _made(self, width: int) -> Table:
+    def _rows(self, width: int) -> Table:
         kept = self.shown(width)
         widths = dict(zip(kept, self._widths(kept, width), strict=True))
         made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))

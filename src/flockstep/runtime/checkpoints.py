@@ -168,13 +168,13 @@ class NodeCheckpoints:
         node, wave, self._wave = self._runner.node, self._wave, 0
         others = node.lost | {node.address}  # what a lost node has sent or received, no node counts
         sent = sum(count for to, count in node.sent.items() if to not in others)
-        here = (
-            STOPPED
-            if self._at_rest() and not self._connection.unsettled
-            else ENDED
-            if self._ended or self._took_all_steps()
-            else RUNNING
-        )
+        if isinstance(node, Worker):
+            at_rest, ended = self._stopped, self._ended or not node.has_steps
+        else:
+            waits = self._runner.at_rest and self._runner.waiting == ANYTHING
+            at_rest, ended = self._stopped or waits, self._ended
+        # A worker that has taken its last step may have no point to stop at.
+        here = STOPPED if at_rest and not self._connection.unsettled else ENDED if ended else RUNNING
         received = sum(count for source, count in node.mailbox.received().items() if source not in others)
         counts: Fields = {"sent": sent, "received": received} if self._connection.leads else {"sent": 0, "received": 0}
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
@@ -230,15 +230,6 @@ class NodeCheckpoints:
             self._stopped = True
             self._connection.attend_stopped()
         self._stopped = self._runner.at_rest = False
-
-    def _at_rest(self) -> bool:
-        runner = self._runner
-        return self._stopped or (not isinstance(runner.node, Worker) and runner.at_rest and runner.waiting == ANYTHING)
-
-    def _took_all_steps(self) -> bool:
-        """Whether a worker has taken its last step, after which its program may have no point to stop at."""
-        node = self._runner.node
-        return isinstance(node, Worker) and not node.has_steps
 
     def _place(self, folder: str) -> Path:
         """The folder of a checkpoint; on another host than the coordinator's, the coordinator names no path and fetches
