@@ -18,7 +18,7 @@ LONGEST = 500
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LibraryRun:
     """A run in a tracker, as the two calls in which the trackers differ."""
 
     log: Callable[[Sequence[Point]], object]
@@ -55,7 +55,7 @@ class TensorBoard(ExperimentTracker):
                     writer.add_scalar(curve, value, point.step, wall_time=started + point.seconds)
             writer.flush()
 
-        return _Run(log, lambda failed: writer.close())
+        return _LibraryRun(log, lambda failed: writer.close())
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MLflow(ExperimentTracker):
             for first in range(0, len(metrics), BATCH):
                 client.log_batch(run, metrics=metrics[first : first + BATCH])
 
-        return _Run(log, lambda failed: client.set_terminated(run, "FAILED" if failed else "FINISHED"))
+        return _LibraryRun(log, lambda failed: client.set_terminated(run, "FAILED" if failed else "FINISHED"))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class WeightsAndBiases(ExperimentTracker):
                     run.define_metric(f"{point.group}/*", step_metric=axis)
                 run.log({**point.named(), axis: point.step, f"{point.group}/seconds": point.seconds})
 
-        return _Run(log, lambda failed: run.finish(exit_code=int(failed)))
+        return _LibraryRun(log, lambda failed: run.finish(exit_code=int(failed)))
 
 
 @dataclass(frozen=True)
@@ -155,4 +155,4 @@ class Trackio(ExperimentTracker):
             for point in points:
                 run.log({**point.named(), f"{point.group}/seconds": point.seconds}, step=point.step)
 
-        return _Run(log, lambda failed: run.finish())
+        return _LibraryRun(log, lambda failed: run.finish())
