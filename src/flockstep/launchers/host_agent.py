@@ -261,7 +261,7 @@ class HostAgent:
         backlog = self._links.bus.backlog(COORDINATOR)
         full, sends = backlog > BACKLOG, self._files.waiting and backlog <= AHEAD
         sources = () if full else self._frames.values()
-        self._control.wait(sources, 0.0 if sends else seconds, {self._links.bus.fileno(): False})
+        self._control.wait(sources, 0.0 if sends else seconds, (self._links.bus.fileno(),))
         with undisturbed():  # half a message would look like a broken protocol
             self._exchange(full)
 

@@ -485,9 +485,9 @@ class OtherHosts:
             host.left, host.waits = True, False
         self._newest.clear()
 
-    def descriptors(self) -> dict[int, bool]:
-        """Return file descriptor → whether to wait until it accepts output, for all connections to other hosts."""
-        return {} if self.here else {self._links.bus.fileno(): False}
+    def descriptors(self) -> tuple[int, ...]:
+        """Return the file descriptors that are readable when `pump` has something to do."""
+        return () if self.here else (self._links.bus.fileno(),)
 
     def heard(self) -> Iterator[tuple[bytes, Frames]]:
         """Return what processes of other hosts have said first since the last call, with the connection of each."""

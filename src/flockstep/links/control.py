@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -225,12 +225,9 @@ class Control:
             elif gone:
                 connection.close()
 
-    def wait(self, connections: Iterable[Frames], seconds: float, also: Mapping[int, bool] | None = None) -> bool:
-        """Wait up to `seconds` until a process connects or a message arrives; return whether one has. `flush` is due
-        afterwards.
-
-        `also` holds further file descriptors to wait for: file descriptor → whether to wait also until the descriptor
-        accepts output.
+    def wait(self, connections: Iterable[Frames], seconds: float, also: Iterable[int] = ()) -> bool:
+        """Wait up to `seconds` until a process connects, a message arrives or a descriptor of `also` becomes readable;
+        return whether one has. `flush` is due afterwards.
         """
         poll, own = select.poll(), set[int]()
         poll.register(self._socket, select.POLLIN)
@@ -238,8 +235,8 @@ class Control:
             if isinstance(one, LocalFrames) and not one.ended:
                 own.add(one.fileno())
                 poll.register(one, select.POLLIN | (select.POLLOUT if one.blocked else 0))
-        for descriptor, writes in (also or {}).items():
-            poll.register(descriptor, select.POLLIN | (select.POLLOUT if writes else 0))
+        for descriptor in also:
+            poll.register(descriptor, select.POLLIN)
         ready = poll.poll(seconds * 1000)
         return any(what & ~select.POLLOUT or descriptor not in own for descriptor, what in ready)
 
