@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch import Tensor, nn, optim
+    from torch import nn, optim
 
-    from flockstep.communicator.communicator import Communicator
+    from flockstep.communicator.joining import join as join
     from flockstep.errors import ConfigurationError as ConfigurationError
     from flockstep.experiments.clusters import on_ray as on_ray
     from flockstep.experiments.clusters import on_spark as on_spark
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flockstep.registry import register as register
     from flockstep.runtime.shards import shard as shard
     from flockstep.runtime.torch_buffers import Policy
+    from flockstep.runtime.torch_clipping import clip_grad_norm_ as clip_grad_norm_
     from flockstep.runtime.torch_loop import DistributedOptimizer
     from flockstep.strategies.base import Strategy as Strategy
     from flockstep.strategies.traits import Traits as Traits
@@ -56,7 +57,9 @@ _HOMES = {
     "Traits": "strategies.traits",
     "Worker": "nodes",
     "check_strategy": "testing.strategies",
+    "clip_grad_norm_": "runtime.torch_clipping",
     "compare": "experiments.comparison",
+    "join": "communicator.joining",
     "launch": "experiments.function",
     "on_ray": "experiments.clusters",
     "on_spark": "experiments.clusters",
@@ -74,10 +77,8 @@ __all__ = [
     "__version__",
     "barrier",
     "checkpoint",
-    "clip_grad_norm_",
     "distribute",
     "is_main",
-    "join",
     "rank",
     "resumed",
     "seed",
@@ -202,58 +203,6 @@ def barrier() -> None:
         barrier()
 
 
-def clip_grad_norm_(
-    of: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-) -> Tensor:
-    """Clip the gradients that the optimizer uses, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
-
-    Call `clip_grad_norm_` between `backward()` and `step()`. If the strategy combines gradients, the combined gradient
-    is clipped in `step()`; otherwise each worker's own gradient is clipped at once. docs/explanation/strategies.md has
-    the behavior of each strategy.
-
-    Args:
-        of: the optimizer returned by `distribute`, or parameters.
-        max_norm: largest norm after clipping.
-        norm_type: order of the norm; inf for the largest magnitude.
-        error_if_nonfinite: raise torch's RuntimeError, in `step()` if gradients are combined, if the norm is not
-            finite.
-        foreach: use torch's implementation for lists of tensors; None lets torch choose.
-
-    Returns:
-        The norm before clipping. With several workers, the norm of a combined gradient is NaN until `step()` has
-        computed it,
-        and stays NaN if a server clips.
-
-    Raises:
-        CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip in this
-            way.
-        ConfigurationError: `max_norm` is not > 0, or `of` is neither an optimizer nor parameters.
-        MissingDependency: PyTorch is not installed.
-    """
-    _require_torch("clip_grad_norm_")
-    from flockstep.runtime.torch_clipping import clip_grad_norm_
-
-    return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
-    """Return the communicator of this process, which sends arrays of up to `max_bytes` bytes between the ranks of the
-    run.
-
-    In a script that `flockstep launch -n 4` started, the process has rank 0, 1, 2 or 3 of 4; otherwise, it has rank 0
-    of 1. Every rank must call `join`, after `distribute` if the rank follows a strategy; the call returns when all
-    ranks have called `join`. Processes that torchrun, mpirun or srun started must all make their first call,
-    `distribute` or `join`, within `timeout` seconds.
-
-    Raises:
-        ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
-        PeerLost: another rank died, or left without calling `join`.
-    """
-    from flockstep.communicator import joining
-
-    return joining.join(max_bytes, timeout)
-
-
 def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
     """Mark the place in a script's loop at which `flockstep launch` may take a checkpoint, and from which `flockstep
     resume` continues.
@@ -311,6 +260,8 @@ def _require_torch(name: str) -> None:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flockstep' has no attribute {name!r}")
+    if "torch" in _HOMES[name]:
+        _require_torch(name)
     value = globals()[name] = getattr(import_module(f"flockstep.{_HOMES[name]}"), name)
     return value
 

@@ -108,7 +108,7 @@ class FlockstepAccelerator(Coordinated, accelerate.Accelerator):  # type: ignore
         self.unscale_gradients()
         if math.isinf(max_norm) and self.coordination.traits.clips == "none":
             return tensor(math.nan)  # no node knows it
-        return clip_grad_norm_(parameters, max_norm, norm_type, False, None)
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the gradients to [-clip_value, clip_value], if the strategy does not combine gradients.

@@ -237,7 +237,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
             clip_values(self.precision_plugin.main_params(optimizer), clip_val, self.coordination)
         else:
             self._require_unscaled(self.precision_plugin)
-            clip_grad_norm_(optimizer, clip_val, 2.0, False, None)
+            clip_grad_norm_(optimizer, clip_val)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Return a context manager in which backward passes only add to the gradients, without an exchange."""
@@ -315,7 +315,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy, _fabric.strategy
     ) -> torch.Tensor:
         """Clip the gradient that the optimizer uses, as `flockstep.clip_grad_norm_` does."""
         self._require_unscaled(self.precision)
-        return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite, None)
+        return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Clip each element of the gradients, if the strategy does not combine gradients."""

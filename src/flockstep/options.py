@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -24,11 +24,14 @@ MOST_WORKERS = 100_000
 """Largest number of workers of a run; readers of records make a row for each worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Opt:
-    """What is known about an option or an argument; annotates a field of a structure or a parameter of a command."""
+    """What is known about an option or an argument: of a field of a structure, or of a parameter of a command, which it
+    annotates. A field with a default is written `steps: int = Opt("…").default(20)`.
+    """
 
     help: str
+    _: KW_ONLY
     names: tuple[str, ...] = ()
     """Names on the command line; empty for the field's name with hyphens. A switch that can be turned off has the name
     `--yes/--no`.
@@ -56,6 +59,10 @@ class Opt:
     python: bool = False
     """Whether the field is an argument of Python functions only."""
 
+    def default(self, value: object = None) -> Any:
+        """Return a field of a structure with this option and with a default."""
+        return dataclasses.field(default=value, metadata={Opt: self})
+
     def written(self, field: str) -> str:
         """Return the name of the field on the command line."""
         usual = field if self.positional else f"--{field.replace('_', '-')}"
@@ -80,22 +87,14 @@ _training, _processes, _virtual, _output = (
 
 Workers = Annotated[
     int,
-    Opt(
-        help="Number of workers.",
-        names=("--workers", "-n"),
-        least=1,
-        most=MOST_WORKERS,
-        advice="use 1 for plain training",
-    ),
+    Opt("Number of workers.", names=("--workers", "-n"), least=1, most=MOST_WORKERS, advice="use 1 for plain training"),
 ]
 _threads = partial(
     _processes, help="Number of threads of the numerical libraries in each process.", least=1, advice="1 is usual"
 )
 Target = Annotated[
     float | str | None,
-    _training(
-        help="Value of the metric to which the time to target refers: 0.95, or accuracy=0.95 (default: the job's)."
-    ),
+    _training("Value of the metric to which the time to target refers: 0.95, or accuracy=0.95 (default: the job's)."),
 ]
 
 
@@ -104,22 +103,16 @@ class CommonOptions:
     """Options of every run."""
 
     workers: Workers = 4
-    seed: Annotated[
-        int,
-        Opt(
-            help="Seed of initial weights, sampling and every random choice. A script seeds its own model and data.",
-            least=0,
-            advice="use any whole number >= 0",
-        ),
-    ] = 0
-    threads: Annotated[int | None, _threads(shown="OMP_NUM_THREADS or 1")] = None
-    imports: Annotated[
-        Sequence[str],
-        Opt(help="Python file that registers components; repeat the option for several.", names=("--import",)),
-    ] = ()
-    shared: Annotated[
-        bool | None, _output(help="Let all users of this host read the record (default: only its owner).")
-    ] = None
+    seed: int = Opt(
+        "Seed of initial weights, sampling and every random choice. A script seeds its own model and data.",
+        least=0,
+        advice="use any whole number >= 0",
+    ).default(0)
+    threads: int | None = _threads(shown="OMP_NUM_THREADS or 1").default()
+    imports: Sequence[str] = Opt(
+        "Python file that registers components; repeat the option for several.", names=("--import",)
+    ).default(())
+    shared: bool | None = _output("Let all users of this host read the record (default: only its owner).").default()
     target: Target = None
 
 
@@ -127,208 +120,155 @@ class CommonOptions:
 class TrainingOptions(CommonOptions):
     """Options of every job; a script chooses these values itself."""
 
-    threads: Annotated[int | None, _threads()] = 1
+    threads: int | None = _threads().default(1)
 
-    epochs: Annotated[
-        float | None,
-        _training(help="Number of passes of all workers together over the training data (default: the job's)."),
-    ] = None
-    steps: Annotated[int | None, _training(help="Number of local steps per worker, instead of --epochs.")] = None
-    batch: Annotated[int | None, _training(help="Number of samples per worker and step (default: the job's).")] = None
-    lr: Annotated[float | None, _training(help="Learning rate (default: the job's).")] = None
-    schedule: Annotated[
-        str | None,
-        _training(
-            help="How the learning rate or the batch changes: goyal, cosine, batch_increase, ….", nouns=("schedule",)
-        ),
-    ] = None
-    evaluate_every: Annotated[
-        float | None,
-        _training(help="Number of steps per worker between evaluations (default: 40 evaluations per run)."),
-    ] = None
-    result: Annotated[
-        str | None, _training(help="Model that the run returns: server, mean, rank0, best, ensemble.")
-    ] = None
+    epochs: float | None = _training(
+        "Number of passes of all workers together over the training data (default: the job's)."
+    ).default()
+    steps: int | None = _training("Number of local steps per worker, instead of --epochs.").default()
+    batch: int | None = _training("Number of samples per worker and step (default: the job's).").default()
+    lr: float | None = _training("Learning rate (default: the job's).").default()
+    schedule: str | None = _training(
+        "How the learning rate or the batch changes: goyal, cosine, batch_increase, ….", nouns=("schedule",)
+    ).default()
+    evaluate_every: float | None = _training(
+        "Number of steps per worker between evaluations (default: 40 evaluations per run)."
+    ).default()
+    result: str | None = _training("Model that the run returns: server, mean, rank0, best, ensemble.").default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributionOptions:
     """Options about which worker has which part of the data and of the model."""
 
-    split: Annotated[
-        str, _training(help="How data is split over workers: iid, by-label, dirichlet(alpha).", nouns=("split",))
-    ] = "iid"
-    partition: Annotated[
-        str | None,
-        _training(
-            help="How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
-            nouns=("partition",),
-        ),
-    ] = None
-    faults: Annotated[
-        Sequence[str],
-        _training(
-            help="Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable. Runs on real "
-            "processes take only faults of gradients.",
-            names=("--fault",),
-        ),
-    ] = ()
+    split: str = _training(
+        "How data is split over workers: iid, by-label, dirichlet(alpha).", nouns=("split",)
+    ).default("iid")
+    partition: str | None = _training(
+        "How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
+        nouns=("partition",),
+    ).default()
+    faults: Sequence[str] = _training(
+        "Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable. Runs on real "
+        "processes take only faults of gradients.",
+        names=("--fault",),
+    ).default(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadGradientOptions:
     """Options about gradients that are not finite or too large."""
 
-    on_bad_gradient: Annotated[
-        BadGradientAction,
-        _training(
-            help="What happens to a gradient that is not finite or too large: stop the run, skip the gradient, or "
-            "quarantine the worker."
-        ),
-    ] = "stop"
-    max_gradient_norm: Annotated[
-        float | None,
-        _training(
-            help="Largest norm of a gradient, or of its slice on a shard; a gradient with a larger norm counts as bad "
-            "(default: no limit)."
-        ),
-    ] = None
-    strikes: Annotated[int, _training(help="Number of bad gradients after which a worker is quarantined.")] = 3
+    on_bad_gradient: BadGradientAction = _training(
+        "What happens to a gradient that is not finite or too large: stop the run, skip the gradient, or "
+        "quarantine the worker."
+    ).default("stop")
+    max_gradient_norm: float | None = _training(
+        "Largest norm of a gradient, or of its slice on a shard; a gradient with a larger norm counts as bad "
+        "(default: no limit)."
+    ).default()
+    strikes: int = _training("Number of bad gradients after which a worker is quarantined.").default(3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeoutOptions:
     """Options about processes that do not answer."""
 
-    heartbeat: Annotated[
-        float | None,
-        _processes(
-            help="Seconds of silence after which a process counts as lost.",
-            least=1,
-            most=LONGEST_HEARTBEAT,
-            unit="s",
-            advice="5 is usual",
-            usual=5.0,
-        ),
-    ] = None
-    link_timeout: Annotated[
-        float | None,
-        _processes(
-            help="Seconds for which the connection between two hosts may be interrupted before a process counts as "
-            "lost.",
-            least=0,
-            unit="s",
-            advice="60 is usual, with 0 a node is lost as soon as its connection breaks",
-            usual=60.0,
-        ),
-    ] = None
-    step_timeout: Annotated[
-        float | None,
-        _processes(
-            help="Seconds a step, or joining the run, may take before the run ends with an error (default: no limit).",
-            above=0,
-            unit="s",
-            advice="leave it out for no limit",
-        ),
-    ] = None
+    heartbeat: float | None = _processes(
+        "Seconds of silence after which a process counts as lost.",
+        least=1,
+        most=LONGEST_HEARTBEAT,
+        unit="s",
+        advice="5 is usual",
+        usual=5.0,
+    ).default()
+    link_timeout: float | None = _processes(
+        "Seconds for which the connection between two hosts may be interrupted before a process counts as lost.",
+        least=0,
+        unit="s",
+        advice="60 is usual, with 0 a node is lost as soon as its connection breaks",
+        usual=60.0,
+    ).default()
+    step_timeout: float | None = _processes(
+        "Seconds a step, or joining the run, may take before the run ends with an error (default: no limit).",
+        above=0,
+        unit="s",
+        advice="leave it out for no limit",
+    ).default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions(TimeoutOptions):
     """Options about processes, and about how they exchange messages."""
 
-    transport: Annotated[
-        str | None,
-        _processes(
-            help="How processes exchange messages: shared_memory, ipc, tcp or namespaces(…).",
-            nouns=("transport",),
-            usual="shared_memory",
-        ),
-    ] = None
+    transport: str | None = _processes(
+        "How processes exchange messages: shared_memory, ipc, tcp or namespaces(…).",
+        nouns=("transport",),
+        usual="shared_memory",
+    ).default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """Options about checkpoints, and about runs whose number of workers changes."""
 
-    checkpoint_every: Annotated[
-        str | int | None,
-        _output(
-            help="Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
-            "newest checkpoint (default: a checkpoint only if a signal stops the run).",
-            metavar="STEPS|TIME",
-        ),
-    ] = None
-    keep: Annotated[
-        int | None, _output(help="Number of checkpoints to keep (default: 2).", least=1, advice="2 is usual")
-    ] = None
-    min_workers: Annotated[
-        int | None,
-        _processes(
-            help="Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
-            "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
-            "after SIGTERM).",
-            least=1,
-            advice="use for example 2",
-        ),
-    ] = None
-    max_workers: Annotated[
-        int | None,
-        _processes(
-            help="Largest number of workers with which the run continues when flockstep join adds workers.",
-            least=1,
-            advice="use for example 8",
-        ),
-    ] = None
+    checkpoint_every: str | int | None = _output(
+        "Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
+        "newest checkpoint (default: a checkpoint only if a signal stops the run).",
+        metavar="STEPS|TIME",
+    ).default()
+    keep: int | None = _output("Number of checkpoints to keep (default: 2).", least=1, advice="2 is usual").default()
+    min_workers: int | None = _processes(
+        "Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
+        "worker is lost the other workers go back to the newest checkpoint (in a run of flockstep launch, also "
+        "after SIGTERM).",
+        least=1,
+        advice="use for example 2",
+    ).default()
+    max_workers: int | None = _processes(
+        "Largest number of workers with which the run continues when flockstep join adds workers.",
+        least=1,
+        advice="use for example 8",
+    ).default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualTimeOptions:
     """Options about modeled seconds."""
 
-    network: Annotated[
-        str | None,
-        _virtual(
-            help="Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
-            nouns=("network",),
-            usual="1gbit",
-        ),
-    ] = None
-    compute: Annotated[
-        str | None,
-        _virtual(
-            help="Distribution of the seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), "
-            "constant(0.01), …; `flockstep calibrate` measures the distribution of a machine.",
-            nouns=("compute",),
-            usual="lognormal(mean=0.01)",
-        ),
-    ] = None
-    until_target: Annotated[
-        bool, _virtual(help="Stop at the first evaluation that reaches the target (virtual time only).")
-    ] = False
+    network: str | None = _virtual(
+        "Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
+        nouns=("network",),
+        usual="1gbit",
+    ).default()
+    compute: str | None = _virtual(
+        "Distribution of the seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), "
+        "constant(0.01), …; `flockstep calibrate` measures the distribution of a machine.",
+        nouns=("compute",),
+        usual="lognormal(mean=0.01)",
+    ).default()
+    until_target: bool = _virtual("Stop at the first evaluation that reaches the target (virtual time only).").default(
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArguments:
     """The arguments of a script."""
 
-    arguments: Annotated[Sequence[str], Arg(help="Arguments for the script.")] = ()
+    arguments: Sequence[str] = Arg("Arguments for the script.").default(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions(ScriptArguments):
     """Options of a launched script."""
 
-    module: Annotated[bool | None, Opt(help="SCRIPT is the name of a module, as with python -m.", names=("-m",))] = None
-    output: Annotated[
-        OutputRanks | None, _output(help="Ranks whose output is shown: all, rank0 or none.", shown="all")
-    ] = None
-    prefix: Annotated[
-        bool | None, _output(help="Begin each line of the script's output with the rank of its worker.")
-    ] = None
-    rank_output: Annotated[
-        Path | str | None, _output(help="Folder for the output of each rank, in files rank-0.out, rank-0.err, ….")
-    ] = None
+    module: bool | None = Opt("SCRIPT is the name of a module, as with python -m.", names=("-m",)).default()
+    output: OutputRanks | None = _output("Ranks whose output is shown: all, rank0 or none.", shown="all").default()
+    prefix: bool | None = _output("Begin each line of the script's output with the rank of its worker.").default()
+    rank_output: Path | str | None = _output(
+        "Folder for the output of each rank, in files rank-0.out, rank-0.err, …."
+    ).default()
 
 
 GROUPS: Mapping[str, tuple[type, ...]] = {
@@ -351,12 +291,11 @@ GROUPS: Mapping[str, tuple[type, ...]] = {
 @cache
 def options_of(structure: type) -> dict[str, tuple[Opt, Any, dataclasses.Field[Any]]]:
     """Return the options of a structure: name of the field → the option, its type, and the field."""
-    hints = get_type_hints(structure, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(structure)}
+    hints, plain = get_type_hints(structure, include_extras=True), get_type_hints(structure)
     return {
-        name: (option, hints[name].__origin__, field)
-        for name, field in fields.items()
-        for option in getattr(hints[name], "__metadata__", ())
+        field.name: (option, plain[field.name], field)
+        for field in dataclasses.fields(structure)
+        for option in (field.metadata.get(Opt), *getattr(hints[field.name], "__metadata__", ()))
         if isinstance(option, Opt)
     }
 

@@ -14,8 +14,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.errors import Diverged
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
-from flockstep.testing.codec_tensors import check_tensors
-from flockstep.testing.codecs import check_codec
+from flockstep.testing.codecs import check_codec, check_tensors
 from flockstep.testing.feedback import check_feedback
 
 

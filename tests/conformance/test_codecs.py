@@ -11,8 +11,7 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import check_composition
-from flockstep.testing.codec_tensors import check_tensors
-from flockstep.testing.codecs import check_codec
+from flockstep.testing.codecs import check_codec, check_tensors
 from flockstep.testing.expressions import check_component
 from flockstep.testing.feedback import check_feedback
 from support.matrix import few

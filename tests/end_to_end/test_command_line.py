@@ -194,36 +194,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
     assert any(isinstance(event, StepEvent) for event in RunFolder("r").read_events())
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, err = outcome(["simulate", "digits", "-s", "gossip"], capsys)
-    assert code == 2
-    assert "pip install 'flockstep[torch]'" in err
-    code, _, _ = outcome(["simulate", "softmax", "-s", "gossip", "-n", "2", *FAST], capsys)
-    assert code == 0
-
-
-def test_a_comparison_ranks_writes_a_report_and_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compare", "softmax", "--simulate", "-n", "4", *FAST, "--out", "c"]
-    code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip"], capsys)
-    assert code == 0
-    assert "1  bsp " in out or "2  bsp " in out  # as it was written
-    assert "c/report.html" in out
-    assert "<html" in Path("c/report.html").read_text()[:200]
-    events = Path("c/gossip-p-0-1/events.jsonl") if Path("c/gossip-p-0-1").exists() else Path("c/gossip/events.jsonl")
-    before = events.stat().st_mtime_ns
-    code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip", "-s", "easgd", "--json"], capsys)
-    assert code == 0
-    assert err.count("kept from before") == 3  # one worker alone is the third
-    assert events.stat().st_mtime_ns == before
-    assert [row["strategy"] for row in json.loads(out)["runs"]] == [
-        "ps(consistency=bsp)",
-        "gossip",
-        "easgd",
-        "all_reduce",
-    ]
-
-
 def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "quadratic", "--simulate", "-n", "8", "--steps", "150", "--lr", "1.2", "--out", "c"]
     code, out, err = outcome([*arguments, "-s", "all_reduce", "-s", "broadcast"], capsys)

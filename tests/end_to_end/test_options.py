@@ -57,30 +57,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            ["--network", "100mbit"],
-            "--network 100mbit has an effect in virtual time only; add --simulate (in Python, ",
-        ),
-        (
-            ["--compute", "constant(1)"],
-            "--compute constant(1) has an effect in virtual time only; add --simulate (in Python, ",
-        ),
-        (["--fault", "dies(0, 1)"], "dies(node=0, at=1.0) happens in virtual time only; use flockstep simulate, or"),
-        (["--simulate", "--transport", "tcp"], "--transport tcp is for real processes only"),
-        (["--simulate", "--heartbeat", "4"], "--heartbeat 4.0 is for real processes only"),
-    ],
-)
-def test_compare_refuses_what_it_would_not_use(
-    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["compare", "softmax", "-s", "asgd", *QUICK, *options]) == 2
-    assert capsys.readouterr().err.startswith(f"flockstep: {sentence}")
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
         (["--lr", "abc"], "--lr must be a number, got 'abc'; write it like 0.1"),
         (["-n", "1.5"], "--workers must be a whole number, got '1.5'; write it like 4"),
     ],

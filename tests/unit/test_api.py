@@ -114,6 +114,10 @@ def test_a_comparison_tells_what_diverged() -> None:
         ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "contradict each other"),
         ({"simulated": True, "lr_grid": (0.1, 0.1)}, "lr_grid must be different numbers > 0"),
         ({"simulated": True, "seeds": 0}, "seeds must be >= 1"),
+        (
+            {"faults": ["dies(0, 1)"]},
+            r"dies\(node=0, at=1.0\) happens in virtual time only; use flockstep simulate, or",
+        ),
         ({"heartbeat": 0}, "heartbeat must be >= 1 s"),
         ({"transport": ""}, "transport"),
         ({"simulated": True, "network": ""}, "network"),
@@ -155,15 +159,6 @@ def test_a_cluster_says_network_and_compute_model_already(name: str) -> None:
     given = {"network": "1gbit", "compute": "constant(0.01)"}[name]
     with pytest.raises(ConfigurationError, match="and cluster edge both describe the cluster; give only one of them"):
         flockstep.simulate("quadratic", "ps", cluster="edge", **{name: given})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["faults", "imports"])
-def test_a_text_for_a_list_of_a_single_run_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name} must be a list, got 'one'"):
-        flockstep.simulate("softmax", "asgd", steps=3, **{name: "one"})  # type: ignore[arg-type]
-    if name == "imports":
-        with pytest.raises(ConfigurationError, match="imports must be a list"):
-            flockstep.run("softmax", "asgd", steps=3, imports="one")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import importlib.metadata
 
 import pytest
 
-from flockstep.cli import plug_ins
-from flockstep.cli.app import run
+from flockstep.cli.app import LAB, run
 
 
-@pytest.mark.parametrize("name", plug_ins.LAB)
+@pytest.mark.parametrize("name", LAB)
 def test_every_command_of_the_lab_exists_where_it_is_installed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name, "--help"]) == 0
     assert f"flockstep {name}" in capsys.readouterr().out

@@ -20,7 +20,6 @@ from click.shell_completion import get_completion_class, shell_complete
 from flockstep import __version__
 from flockstep.cli.commands import CommandEntry, CommandGroup, command_of, group_of
 from flockstep.cli.options import Json
-from flockstep.cli.plug_ins import LAB
 from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.options import Arg, Opt
 from flockstep.system import ENDING, HANGUP
@@ -36,6 +35,14 @@ RUN, LOOK_UP, PLAN, HERE, EVIDENCE, HELP = (
     "Train and compare", "Look up", "Before a run", "This machine", "Evidence (needs flockstep-lab)", "Help",
 )  # fmt: skip
 """Headings of the groups of commands in `--help`."""
+LAB = {
+    "reproduce": "Reproduce published results: print the published figure, the measured figure, and whether the claim "
+    "holds.",
+    "chaos": "Kill, stop and slow processes of real runs at random, resume the runs, and check invariants of their "
+    "records.",
+    "bench": "Measure transports, collectives, codecs and the simulator, and compare each with other implementations.",
+}
+"""Command of the distribution flockstep-lab, found through its entry points → what the command does."""
 _RUNNING = "flockstep.cli.running"
 COMMANDS = {
     **{name: CommandEntry(f"{_RUNNING}:{name}", RUN) for name in ("train", "resume", "join", "simulate", "compare")},
@@ -48,7 +55,7 @@ COMMANDS = {
     "layers": CommandEntry("flockstep.cli.layers:layers", PLAN),
     "layouts": CommandEntry("flockstep.cli.layers:layouts", PLAN),
     "report": CommandEntry(f"{_RUNNING}:report", RUN),
-    "flight": CommandEntry("flockstep.cli.flight:flight", RUN),
+    "flight": CommandEntry(f"{_RUNNING}:flight", RUN),
     "track": CommandEntry(f"{_RUNNING}:track", RUN),
     "plan": CommandEntry("flockstep.cli.plan:plan", PLAN),
     "calibrate": CommandEntry("flockstep.cli.calibrate:calibrate", HERE),
@@ -159,12 +166,12 @@ def _output_is_stuck() -> bool:
 
 def root(
     context: click.Context,
-    version: Annotated[bool, Opt(help="Print the version.")] = False,
+    version: Annotated[bool, Opt("Print the version.")] = False,
     debug: Annotated[
-        bool, Opt(help="Show the traceback if an error occurs. Also after a command, and for launch before the script.")
+        bool, Opt("Show the traceback if an error occurs. Also after a command, and for launch before the script.")
     ] = False,
-    install_completion: Annotated[bool, Opt(help="Set up tab completion in the shell of $SHELL.")] = False,
-    show_completion: Annotated[bool, Opt(help="Print the shell code of tab completion.")] = False,
+    install_completion: Annotated[bool, Opt("Set up tab completion in the shell of $SHELL.")] = False,
+    show_completion: Annotated[bool, Opt("Print the shell code of tab completion.")] = False,
 ) -> None:
     """Train one neural network on many workers, with the coordination strategy of your choice."""
     if version:
@@ -220,7 +227,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def show_help(
-    command: Annotated[tuple[str, ...], Arg(help="Command to explain, such as train or bench codecs.")] = (),
+    command: Annotated[tuple[str, ...], Arg("Command to explain, such as train or bench codecs.")] = (),
 ) -> None:
     """Show what a command does, and its options."""
     with app.make_context(NAME, [*command, "--help"]) as context:

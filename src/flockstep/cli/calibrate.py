@@ -22,35 +22,27 @@ class MeasureOptions:
     """Options of a measurement of this machine."""
 
     workers: Workers = 4
-    job: Annotated[str, Opt(help="Job whose gradients are timed.")] = "digits"
-    transport: Annotated[str, options_of(ProcessOptions)["transport"][0]] = "shared_memory"
-    threads: Annotated[int, options_of(TrainingOptions)["threads"][0]] = 1
-    gradients: Annotated[
-        int,
-        Opt(help="Number of gradients to time per worker, first on one worker alone and then on all workers at once."),
-    ] = 30
-    rounds: Annotated[int, Opt(help="Number of round trips of a message between every pair of workers.")] = 20
-    codec: Annotated[
-        tuple[str, ...] | None, Opt(help="Codec to measure; repeat the option for several (default: half).")
-    ] = None
+    job: str = Opt("Job whose gradients are timed.").default("digits")
+    transport: str = options_of(ProcessOptions)["transport"][0].default("shared_memory")
+    threads: int = options_of(TrainingOptions)["threads"][0].default(1)
+    gradients: int = Opt(
+        "Number of gradients to time per worker, first on one worker alone and then on all workers at once."
+    ).default(30)
+    rounds: int = Opt("Number of round trips of a message between every pair of workers.").default(20)
+    codec: tuple[str, ...] | None = Opt("Codec to measure; repeat the option for several (default: half).").default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """Options of a model that is fitted to a run's record."""
 
-    records: Annotated[
-        tuple[Path, ...] | None,
-        Opt(
-            names=("--from",),
-            help="Fit the cluster to the record of a run instead of measuring this machine; repeat the option for "
-            "several runs of one job.",
-        ),
-    ] = None
-    latency: Annotated[str | None, Opt(help="Latency of the links, if known, such as 100us; only with --from.")] = None
-    bandwidth: Annotated[str | None, Opt(help="Bandwidth of the links, if known, such as 1gbit; only with --from.")] = (
-        None
-    )
+    records: tuple[Path, ...] | None = Opt(
+        names=("--from",),
+        help="Fit the cluster to the record of a run instead of measuring this machine; repeat the option for "
+        "several runs of one job.",
+    ).default()
+    latency: str | None = Opt("Latency of the links, if known, such as 100us; only with --from.").default()
+    bandwidth: str | None = Opt("Bandwidth of the links, if known, such as 1gbit; only with --from.").default()
     imports: o.Imports = ()
 
 
@@ -58,7 +50,7 @@ def calibrate(
     context: click.Context,
     measuring: MeasureOptions,
     fitting: FitOptions,
-    out: Annotated[Path | None, Opt(help="File to write the cluster to (default: standard output).")] = None,
+    out: Annotated[Path | None, Opt("File to write the cluster to (default: standard output).")] = None,
     keep: Annotated[
         bool,
         Opt(names=("--keep/--no-keep",), help="Save the measured cluster as the default cluster of flockstep plan."),
@@ -66,6 +58,8 @@ def calibrate(
     as_json: o.Json = False,
 ) -> None:
     """Measure this machine, or fit a model to a run's record, and write a cluster file for `flockstep plan`."""
+    from flockstep.costs.cluster_file import calibration
+
     if out is not None and out.suffix != ".toml":
         raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; end the name in .toml")
     if fitting.records:
@@ -78,42 +72,34 @@ def calibrate(
     else:
         o.refuse(context, options_of(FitOptions), "is only for --from; leave it out, or add --from with a run")
         found = _measured(measuring)
-        if keep:
-            show.note(f"saved as the cluster 'here', the default of flockstep plan: {_kept(found)}")
+    if keep and not fitting.records:
+        here = calibration()
+        _write(here, found)
+        show.note(f"saved as the cluster 'here', the default of flockstep plan: {here}")
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(found.to_toml(), encoding="utf-8")
+        _write(out, found)
     if as_json:
         show.json({"cluster": found.to_toml(), "notes": list(found.notes), "file": None if out is None else str(out)})
     elif out is None:
         print(found.to_toml(), end="")
     else:
-        for note in found.notes:
-            print(note)
-        print(f"cluster: {out}")
+        print(*found.notes, f"cluster: {out}", sep="\n")
 
 
-def _kept(found: Calibration) -> Path:
-    """The file in the user's cache where plans find what was measured."""
-    from flockstep.costs.cluster_file import calibration
-
-    file = calibration()
+def _write(file: Path, found: Calibration) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(found.to_toml(), encoding="utf-8")
-    return file
 
 
 def _fitted(given: FitOptions) -> Calibration:
     from flockstep.planning.fit import fit_records
-    from flockstep.simulation import units
+    from flockstep.simulation.units import bandwidth, duration, with_unit
 
-    latency, bandwidth = given.latency, given.bandwidth
+    known = given.latency, given.bandwidth
     return fit_records(
         list(given.records or ()),
-        None if latency is None else units.duration(units.with_unit(latency, "--latency", "100us"), "--latency"),
-        None
-        if bandwidth is None
-        else units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"),
+        None if known[0] is None else duration(with_unit(known[0], "--latency", "100us"), "--latency"),
+        None if known[1] is None else bandwidth(with_unit(known[1], "--bandwidth", "1gbit"), "--bandwidth"),
         given.imports,
     )
 

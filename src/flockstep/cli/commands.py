@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import click
 from click.shell_completion import CompletionItem
 
-from flockstep.cli.plug_ins import plugged_in
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.options import Opt, options_of
 
@@ -202,11 +201,26 @@ class CommandGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context | None, name: str) -> click.Command | None:
-        """Return a command; None if there is none of this name."""
+        """Return a command; None if there is none of this name.
+
+        Raises:
+            ConfigurationError: the command is of a distribution that is not installed.
+        """
         if (entry := self.table.get(name)) is None or name in self.commands:
             return self.commands.get(name)
         module, _, what = entry.place.partition(":")
-        found = getattr(import_module(module), what) if module else plugged_in(name)
+        if module:
+            found = getattr(import_module(module), what)
+        else:
+            from importlib.metadata import entry_points  # here, since few commands need it
+
+            plugged_in = [one.load() for one in entry_points(group="flockstep.commands", name=name)]
+            if not plugged_in:
+                raise ConfigurationError(
+                    f"flockstep {name} belongs to the distribution flockstep-lab, which is not installed; install it "
+                    "in a clone of the repository with pip install -e lab"
+                )
+            found = plugged_in[0]
         settings = REST if entry.rest else SETTINGS
         command = found if isinstance(found, click.Command) else command_of(found, name, settings)
         if module:

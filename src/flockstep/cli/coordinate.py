@@ -18,11 +18,11 @@ def coordinate(
     context: click.Context,
     command: Annotated[
         tuple[str, ...],
-        Arg(help="Command of the run, written as for one host: train JOB -s … -n 4, or launch -n 4 train.py."),
+        Arg("Command of the run, written as for one host: train JOB -s … -n 4, or launch -n 4 train.py."),
     ],
-    nodes: Annotated[int, Opt(help="Number of hosts that run workers.")],
-    port: Annotated[int, Opt(help="Port on which the hosts reach the coordinator.")],
-    host_address: Annotated[str, Opt(help="Address to listen on (default: all addresses of this machine).")] = "",
+    nodes: Annotated[int, Opt("Number of hosts that run workers.")],
+    port: Annotated[int, Opt("Port on which the hosts reach the coordinator.")],
+    host_address: Annotated[str, Opt("Address to listen on (default: all addresses of this machine).")] = "",
     secret_file: o.SecretFile = None,
     timeout: o.MeetTimeout = 600.0,
 ) -> None:

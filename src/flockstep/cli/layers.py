@@ -37,9 +37,7 @@ def shape_named(what: str) -> ModelShape:
 
 
 def layers(
-    what: Annotated[
-        str, Arg(help="A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")
-    ],
+    what: Annotated[str, Arg("A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")],
     batch: Annotated[int, Opt(names=("--batch", "-b"), help="Number of samples per worker and step.")] = 32,
     workers: Annotated[
         int, Opt(names=("--workers", "-n"), help="Number of workers over which the data, or one layer, is split.")
@@ -56,21 +54,16 @@ def layers(
     from flockstep.report import layers as report
 
     model = shape_named(what)
-    if as_json:
-        show.json(report.document(model, batch, workers))
-        return
-    page = show.page()
-    page.print(report.table(model, batch, workers, everything))
-    for sentence in report.sentences(model, batch, workers):
-        page.print(sentence, highlight=False, markup=False)
+    table = report.table(model, batch, workers, everything)
+    show.result(as_json, report.document(model, batch, workers), table, *report.sentences(model, batch, workers))
 
 
 def layouts(
     what: Annotated[
-        tuple[str, ...], Arg(help="Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet).")
+        tuple[str, ...], Arg("Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet).")
     ] = (),
     workers: Annotated[int, Opt(names=("--workers", "-n"), help="Workers.")] = 16,
-    bandwidth: Annotated[str, Opt(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
+    bandwidth: Annotated[str, Opt("Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
     as_json: o.Json = False,
 ) -> None:
     """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
@@ -80,10 +73,4 @@ def layouts(
 
     rate = units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth")
     delays = Delays(tuple(shape_named(name) for name in what or PUBLISHED), workers, rate)
-    if as_json:
-        show.json(delays.document())
-        return
-    page = show.page()
-    page.print(delays.table())
-    for sentence in delays.sentences():
-        page.print(sentence, highlight=False, markup=False)
+    show.result(as_json, delays.document(), delays.table(), *delays.sentences())

@@ -7,13 +7,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 from flockstep import registry
 from flockstep.cli import options as o
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import ConfigurationError, UnknownName, printable
 from flockstep.options import Arg, Opt
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from flockstep.report.terminal import TextTable
 
 ABOUT = {
     "strategy": "when workers exchange data, with which workers, and which data",
@@ -47,6 +52,10 @@ ABOUT = {
 """Kind of component → text on what such a component decides."""
 ROOM_FOR_ARGUMENTS = 100
 """Columns of a terminal below which a list of components shows their names without their arguments."""
+SEE_ALSO = """
+flockstep list strategies shows all components of a kind; flockstep list topk shows one component; \
+--all shows everything.
+flockstep systems lists the systems of the literature by name."""
 DESCRIBED = ("cluster", "model")
 """Kinds of built-in descriptions that a plan accepts, in addition to the kinds of components."""
 
@@ -90,7 +99,7 @@ def list_components(
     what: Annotated[
         str | None,
         Arg(
-            help="A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
+            "A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
             complete=complete,
         ),
     ] = None,
@@ -99,35 +108,34 @@ def list_components(
     as_json: o.Json = False,
 ) -> None:
     """List the components: a summary of all kinds, all components of one kind, or one component with its arguments."""
-    from flockstep.cli.show import json
+    from flockstep.cli import show
 
     if imports:
         from flockstep.frameworks.job import import_components
 
         import_components(imports)
-    found: list[dict[str, Any]]
-    show: Callable[[list[dict[str, Any]]], None]
     noun = next((one for one in nouns() if what in (one, plural(one))), what)
     if what is None and not everything:
-        found, show = summary(), _show_summary
-    elif noun is None or noun in nouns():
-        found, show = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)], _show_rows
-    else:
-        found, show = [described(one, noun) for one in nouns() if noun in names(one)], _show_described
-        about = f"{noun} is a system of the literature; flockstep systems '{noun}' describes it."
-        found += [
-            {"noun": one, "name": noun, "write": noun, "summary": about, "about": about, "arguments": []}
-            for one in registry.nouns()
-            if noun in registry.catalog(one)
-        ]
-        if not found:
-            known = [name for one in nouns() for name in (one, plural(one), *names(one))]
-            known += [name for one in registry.nouns() for name in registry.catalog(one)]
-            raise UnknownName.among("kind or component", noun, known, nouns())
-    if as_json:
-        json(found)
-    else:
-        show(found)
+        kinds = summary()
+        show.result(as_json, kinds, _table_of_kinds(kinds), SEE_ALSO)
+        return
+    if noun is None or noun in nouns():
+        rows = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)]
+        show.result(as_json, rows, _table_of_rows(rows, show.page().width))
+        return
+    found = [described(one, noun) for one in nouns() if noun in names(one)]
+    about = f"{noun} is a system of the literature; flockstep systems '{noun}' describes it."
+    found += [
+        {"noun": one, "name": noun, "write": noun, "summary": about, "about": about, "arguments": []}
+        for one in registry.nouns()
+        if noun in registry.catalog(one)
+    ]
+    if not found:
+        known = [name for one in nouns() for name in (one, plural(one), *names(one))]
+        known += [name for one in registry.nouns() for name in registry.catalog(one)]
+        raise UnknownName.among("kind or component", noun, known, nouns())
+    width = show.page().width
+    show.result(as_json, found, *(part for one in found for part in _parts_of_description(one, width)))
 
 
 def summary() -> list[dict[str, Any]]:
@@ -148,54 +156,42 @@ def summary() -> list[dict[str, Any]]:
     ]
 
 
-def _show_summary(rows: list[dict[str, Any]]) -> None:
-    from flockstep.cli.show import page
+def _table_of_kinds(rows: list[dict[str, Any]]) -> TextTable:
     from flockstep.report.terminal import TableColumn, TextTable
 
     columns = (TableColumn("kind", text=True), TableColumn("number"), TableColumn("what it decides", text=True))
     custom = [f"; custom: {', '.join(row['custom'])}" if row["custom"] else "" for row in rows]
     cells = [[row["plural"], str(row["count"]), row["summary"] + one] for row, one in zip(rows, custom, strict=True)]
-    page().print(TextTable(columns, cells))
-    page().print(
-        "\nflockstep list strategies shows all components of a kind; flockstep list topk shows one component; "
-        "--all shows everything."
-    )
-    page().print("flockstep systems lists the systems of the literature by name.", highlight=False)
+    return TextTable(columns, cells)
 
 
-def _show_rows(rows: list[dict[str, Any]]) -> None:
-    from flockstep.cli.show import page
+def _table_of_rows(rows: list[dict[str, Any]], width: int) -> TextTable:
     from flockstep.report.terminal import TableColumn, TextTable
 
-    width = page().width
     narrow = width < ROOM_FOR_ARGUMENTS and any(row["write"] != row["name"] for row in rows)
     headings = {"noun": "kind", "name" if narrow else "write": "write", "summary": "what it is"}
     if len({row["noun"] for row in rows}) == 1:
         del headings["noun"]
-    columns = [TableColumn(heading, text=True) for heading in headings.values()]
     left_out = f"Left out to fit {width} columns: arguments; flockstep list {rows[0]['name']} shows those of one name."
     cells = [[row[name] for name in headings] for row in rows]
-    page().print(TextTable(columns, cells, notes=[left_out] if narrow else []))
+    columns = [TableColumn(heading, text=True) for heading in headings.values()]
+    return TextTable(columns, cells, notes=[left_out] if narrow else [])
 
 
-def _show_described(found: list[dict[str, Any]]) -> None:
-    from rich.markup import escape
+def _parts_of_description(one: dict[str, Any], width: int) -> Iterator[Text | str]:
+    from rich.text import Text
 
-    from flockstep.cli.show import page as page_of_output
     from flockstep.report.formatting import lines
 
-    page = page_of_output()
-    for one in found:
-        head = lines(f"{one['write']}  ({one['noun']})", page.width)
-        page.print("\n".join(f"[bold]{escape(line)}[/bold]" for line in head), highlight=False)
-        for paragraph in one["about"].split("\n\n"):  # the lines of a docstring end where its source file ends them
-            listed = any(line.startswith((" ", "-")) for line in paragraph.split("\n"))
-            text = paragraph if listed else paragraph.replace("\n", " ")
-            page.print(escape("\n".join(lines(text, page.width))) + "\n", highlight=False)
-        for argument in one["arguments"]:
-            default = "" if argument["default"] is None else f" = {argument['default']}"
-            page.print(escape(f"  {argument['name']}: {argument['type']}{default}"), highlight=False)
-        page.print()
+    yield Text(printable("\n".join(lines(f"{one['write']}  ({one['noun']})", width))), style="bold")
+    for paragraph in one["about"].split("\n\n"):  # the lines of a docstring end where its source file ends them
+        listed = any(line.startswith((" ", "-")) for line in paragraph.split("\n"))
+        text = paragraph if listed else paragraph.replace("\n", " ")
+        yield "\n".join(lines(text, width)) + "\n"
+    for argument in one["arguments"]:
+        default = "" if argument["default"] is None else f" = {argument['default']}"
+        yield f"  {argument['name']}: {argument['type']}{default}"
+    yield ""
 
 
 def described(noun: str, name: str) -> dict[str, Any]:
@@ -285,7 +281,7 @@ def _default(field: dataclasses.Field[object]) -> str | None:
 
 
 def systems(
-    name: Annotated[str | None, Arg(help="Name of one system, to show all its details.")] = None,
+    name: Annotated[str | None, Arg("Name of one system, to show all its details.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """List the systems of the literature, each with its place in the taxonomy, derived from its composition."""
@@ -299,10 +295,7 @@ def systems(
     if name is None:
         rows = [known.row() for known in catalog.systems()]
         columns = [TableColumn(heading, text=True, rank=rank) for heading, rank in SYSTEM_COLUMNS.items()]
-        if as_json:
-            show.json(rows)
-        else:
-            show.page().print(TextTable(columns, [[row[heading] for heading in SYSTEM_COLUMNS] for row in rows]))
+        show.result(as_json, rows, TextTable(columns, [[row[one] for one in SYSTEM_COLUMNS] for row in rows]))
         return
     known = catalog.system(name)
     found: dict[str, Any] = {

@@ -19,31 +19,27 @@ from flockstep.options import Arg, Opt
 class PodOptions:
     """Options about the pods."""
 
-    image: Annotated[str, Opt(help="Container image that contains flockstep and everything the command needs.")]
-    nodes: Annotated[int, Opt(help="Number of pods; each pod is one host of the run.")] = 2
-    name: Annotated[str, Opt(help="Name of the Kubernetes Job, Service and Secret.")] = "flockstep"
-    port: Annotated[int, Opt(help="Port on which pod 0 listens as the coordinator.")] = 29400
-    cpu: Annotated[str | None, Opt(help="CPU cores of each pod, such as 4 or 500m.")] = None
-    memory: Annotated[str | None, Opt(help="Memory of each pod, such as 8Gi.")] = None
-    gpus: Annotated[int, Opt(help="Number of GPUs of each pod.")] = 0
-    claim: Annotated[
-        str | None,
-        Opt(help="PersistentVolumeClaim (ReadWriteMany) for the record (default: the record is deleted with pod 0)."),
-    ] = None
-    secret: Annotated[
-        str | None,
-        Opt(
-            help="Existing Secret that holds the run's secret under the key secret (default: the manifest contains a "
-            "new Secret)."
-        ),
-    ] = None
+    image: Annotated[str, Opt("Container image that contains flockstep and everything the command needs.")]
+    nodes: int = Opt("Number of pods; each pod is one host of the run.").default(2)
+    name: str = Opt("Name of the Kubernetes Job, Service and Secret.").default("flockstep")
+    port: int = Opt("Port on which pod 0 listens as the coordinator.").default(29400)
+    cpu: str | None = Opt("CPU cores of each pod, such as 4 or 500m.").default()
+    memory: str | None = Opt("Memory of each pod, such as 8Gi.").default()
+    gpus: int = Opt("Number of GPUs of each pod.").default(0)
+    claim: str | None = Opt(
+        "PersistentVolumeClaim (ReadWriteMany) for the record (default: the record is deleted with pod 0)."
+    ).default()
+    secret: str | None = Opt(
+        "Existing Secret that holds the run's secret under the key secret (default: the manifest contains a "
+        "new Secret)."
+    ).default()
 
 
 def manifest(
     context: click.Context,
     command: Annotated[
         tuple[str, ...],
-        Arg(help="Command of the run, written as for one host: flockstep manifest --image IMAGE launch -n 4 train.py."),
+        Arg("Command of the run, written as for one host: flockstep manifest --image IMAGE launch -n 4 train.py."),
     ],
     options: PodOptions,
     as_json: o.Json = False,

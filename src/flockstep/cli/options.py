@@ -28,34 +28,27 @@ if TYPE_CHECKING:
 _host = partial(Opt, panel="Several hosts")
 Imports = Annotated[tuple[str, ...], options_of(CommonOptions)["imports"][0]]
 Json = Annotated[
-    bool, Opt(help="Print one JSON document on standard output, and progress on standard error.", names=("--json",))
+    bool, Opt("Print one JSON document on standard output, and progress on standard error.", names=("--json",))
 ]
-RunFolderArgument = Annotated[Path, Arg(help="Folder of the run.", metavar="RUN")]
+RunFolderArgument = Annotated[Path, Arg("Folder of the run.", metavar="RUN")]
 Resumes = Annotated[
     bool,
     Opt(
-        help="Continue the run of this command in the folder of --out from its newest checkpoint, if the run has "
+        "Continue the run of this command in the folder of --out from its newest checkpoint, if the run has "
         "begun: use this for commands that systemd, Slurm or a shell may restart.",
         names=("--resume",),
         panel="Output",
     ),
 ]
 SecretFile = Annotated[
-    Path | None, _host(help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET).")
+    Path | None, _host("File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET).")
 ]
-MeetTimeout = Annotated[float, _host(help="Seconds within which all hosts must have joined.")]
+MeetTimeout = Annotated[float, _host("Seconds within which all hosts must have joined.")]
 HostAddress = Annotated[
     str,
     _host(
-        help="Address of this host to which the other hosts connect (default: the address from which this host "
+        "Address of this host to which the other hosts connect (default: the address from which this host "
         "reaches the coordinator)."
-    ),
-]
-On = Annotated[
-    Literal["local", "slurm", "ray"],
-    _host(
-        help="Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job "
-        "or in the allocation of this shell; ray: on a Ray cluster."
     ),
 ]
 
@@ -64,40 +57,36 @@ On = Annotated[
 class HostOptions:
     """The options about hosts, of a command whose processes may run on several hosts."""
 
-    on: On = "local"
-    cpus_per_worker: Annotated[
-        float, _host(help="Number of cores that each worker reserves (only with --on slurm or ray).")
-    ] = 1.0
-    gpus_per_worker: Annotated[
-        float, _host(help="Number of GPUs that each worker reserves (only with --on slurm or ray).")
-    ] = 0.0
-    hosts: Annotated[
-        str | None,
-        _host(help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."),
-    ] = None
-    ssh: Annotated[str, _host(help="The ssh command with its options (only with --hosts).")] = "ssh"
-    remote_python: Annotated[
-        str | None,
-        _host(help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."),
-    ] = None
-    slurm_options: Annotated[
-        str,
-        _host(help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."),
-    ] = ""
-    nodes: Annotated[
-        int | None,
-        _host(
-            help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
-            "this host)."
-        ),
-    ] = None
-    node_rank: Annotated[int | None, _host(help="Rank of this host; the host with rank 0 coordinates the run.")] = None
-    coordinator: Annotated[
-        str | None, _host(help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.")
-    ] = None
-    separate_coordinator: Annotated[
-        bool, _host(help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.")
-    ] = False
+    on: Literal["local", "slurm", "ray"] = _host(
+        "Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job or in the "
+        "allocation of this shell; ray: on a Ray cluster."
+    ).default("local")
+    cpus_per_worker: float = _host("Number of cores that each worker reserves (only with --on slurm or ray).").default(
+        1.0
+    )
+    gpus_per_worker: float = _host("Number of GPUs that each worker reserves (only with --on slurm or ray).").default(
+        0.0
+    )
+    hosts: str | None = _host(
+        "Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."
+    ).default()
+    ssh: str = _host("The ssh command with its options (only with --hosts).").default("ssh")
+    remote_python: str | None = _host(
+        "Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine)."
+    ).default()
+    slurm_options: str = _host(
+        "Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm)."
+    ).default("")
+    nodes: int | None = _host(
+        "Number of hosts; run the same command on each host, with a different --node-rank (default: only this host)."
+    ).default()
+    node_rank: int | None = _host("Rank of this host; the host with rank 0 coordinates the run.").default()
+    coordinator: str | None = _host(
+        "Address at which the host of rank 0 listens, as host:port or [IPv6]:port."
+    ).default()
+    separate_coordinator: bool = _host(
+        "The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0."
+    ).default(False)
     secret_file: SecretFile = None
     timeout: MeetTimeout = 600.0
     host_address: HostAddress = ""
@@ -122,19 +111,8 @@ def gathered(
     processes are on this host, and the run's configuration, whose default transport is then one that connects hosts.
 
     With --on slurm outside an allocation, the command is run in a Slurm job of its own, and this process exits with the
-    job's exit code. On a host other than the coordinator, options that have no effect there are reported.
-
-    Args:
-        context: the command.
-        where: the command's options about hosts.
-        config: the run's configuration.
-        place: folder of the run's record.
-        script: a launched script and its arguments, if these are the last words of the command.
-        output: which of the scripts' output is shown, and how; None: all of it.
-
-    Raises:
-        ConfigurationError: options are missing, or do not go together, or Slurm refuses the job.
-        RunError: Slurm has ended the job.
+    job's exit code. On a host other than the coordinator, options that have no effect there are reported. `script` are
+    a launched script and its arguments, if these are the last words of the command.
     """
     words: list[str] = []
     if config.kind == "launch":
@@ -151,13 +129,9 @@ def gathered(
                 if not in_allocation(os.environ):
                     command, python = context.obj["arguments"], where.remote_python or sys.executable
                     own = _without(FOR_SUBMISSION, command[: len(command) - len(script)])
-                    reserved = (
-                        1 if where.nodes is None else where.nodes,
-                        where.cpus_per_worker,
-                        where.gpus_per_worker,
-                        where.slurm_options,
-                    )
-                    raise Exit(submitted([*own, *script], place, config.workers, *reserved, python))
+                    reserved = where.cpus_per_worker, where.gpus_per_worker, where.slurm_options
+                    nodes = 1 if where.nodes is None else where.nodes
+                    raise Exit(submitted([*own, *script], place, config.workers, nodes, *reserved, python))
             gathering = _hosts(context, where, config, words, output, stack)
         if gathering is not None:
             from flockstep.launchers.wait_monitor import on_stderr
@@ -268,12 +242,8 @@ def as_given(context: click.Context, config: RunConfig) -> RunConfig:
 
 
 def begun_before(context: click.Context, config: RunConfig, place: Path) -> Continuation:
-    """Return whether a command with --resume continues the run that its folder holds.
-
-    Args:
-        context: the command.
-        config: the run's configuration with all defaults filled in.
-        place: folder of the record.
+    """Return whether a command with --resume continues the run that its folder holds; `config` has all defaults filled
+    in.
 
     Raises:
         ConfigurationError: --out is missing, or the folder holds another run, or one that has ended.

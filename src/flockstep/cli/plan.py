@@ -36,7 +36,7 @@ def plan(
             help="Show every strategy, every column and all reasons (default: only the most important ones).",
         ),
     ] = False,
-    out: Annotated[Path | None, _output(help="Also write the plan to this HTML file.")] = None,
+    out: Annotated[Path | None, _output("Also write the plan to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster without running it, and recommend one."""
@@ -116,10 +116,5 @@ def _check(options: PlanOptions, records: tuple[Path, ...], as_json: bool) -> No
                 f"{config.job} --check …"
             )
     found = [check(folder, shape, (what, *options.imports)) for folder in records]
-    if as_json:
-        show.json([one.document() for one in found])
-        return
-    page = show.page()
-    page.print(check_table(found))
-    for note in dict.fromkeys(note for one in found for note in one.notes):
-        page.print(escape(note), highlight=False)
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    show.result(as_json, [one.document() for one in found], check_table(found), *notes)

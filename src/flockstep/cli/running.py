@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from click.exceptions import Exit
 
 from flockstep.cli import options as o
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, printable
 from flockstep.experiments.folders import folder
 from flockstep.experiments.options import (
     ON_PROCESSES,
@@ -34,6 +34,11 @@ from flockstep.options import (
     options_of,
 )
 
+if TYPE_CHECKING:
+    from flockstep.records.flight import FlightEvent
+
+SHOWN = 12
+"""Number of last events that are shown for each process."""
 Count = partial(Opt, names=("--workers", "-n"), least=1, advice="use 1 for one worker")
 
 
@@ -41,7 +46,7 @@ Count = partial(Opt, names=("--workers", "-n"), least=1, advice="use 1 for one w
 class LaunchedScript:
     """A script to launch."""
 
-    script: Annotated[Path, Arg(help="A Python script that calls flockstep.distribute.")]
+    script: Annotated[Path, Arg("A Python script that calls flockstep.distribute.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,11 @@ class LaunchOptions(
 ):
     """Options of a launched script."""
 
-    strategy: Annotated[
-        str | None,
-        replace(
-            STRATEGY,
-            help="How the workers coordinate, in place of the strategy that the script names in every call of "
-            "distribute (default: the script's own).",
-        ),
-    ] = None
+    strategy: str | None = replace(
+        STRATEGY,
+        help="How the workers coordinate, in place of the strategy that the script names in every call of "
+        "distribute (default: the script's own).",
+    ).default()
 
 
 def train(
@@ -86,9 +88,7 @@ def train(
                 runs.resume_one(place, as_json, None, gathering)
                 return
             overwrite |= begun.overwrites
-        with runs.names_record(place):
-            summary = runs.run(config, place, f"{config.job}, {config.title}", overwrite, gathering)
-        runs.conclude(summary, place, as_json, must_reach=options.target is not None)
+        runs.run_one(config, place, overwrite, as_json, gathering)
 
 
 def resume(
@@ -96,7 +96,7 @@ def resume(
     folder: o.RunFolderArgument,
     where: o.HostOptions,
     workers: Annotated[
-        int | None, Count(help="Number of workers with which the run continues (default: the number that the run had).")
+        int | None, Count("Number of workers with which the run continues (default: the number that the run had).")
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -125,9 +125,9 @@ def join(
             help="Folder of the run on this machine, or the address of the run's coordinator, as host:port.",
         ),
     ],
-    workers: Annotated[int, Count(help="Number of workers to add.")] = 1,
+    workers: Annotated[int, Count("Number of workers to add.")] = 1,
     job: Annotated[
-        str | None, Opt(help="Path of the job's file on this host (default: the path at the coordinator).")
+        str | None, Opt("Path of the job's file on this host (default: the path at the coordinator).")
     ] = None,
     imports: o.Imports = (),
     secret_file: o.SecretFile = None,
@@ -159,18 +159,15 @@ def simulate(options: SimulateOptions, as_json: o.Json = False) -> None:
     from flockstep.cli import runs
     from flockstep.experiments.single import simulated
 
-    config, place = simulated(options), folder(options.out, f"{options.job}-{options.strategy}")
-    with runs.names_record(place):
-        summary = runs.run(config, place, f"{config.job}, {config.title}", options.overwrite)
-    runs.conclude(summary, place, as_json, must_reach=options.target is not None)
+    place = folder(options.out, f"{options.job}-{options.strategy}")
+    runs.run_one(simulated(options), place, options.overwrite, as_json)
 
 
 def compare(context: click.Context, options: CompareOptions, where: o.HostOptions, as_json: o.Json = False) -> None:
     """Run several strategies on a job or a script, print a ranked table, and write one self-contained report.html."""
     from flockstep.cli import runs, show
-    from flockstep.experiments.comparison import carry_out_all, grid_of
+    from flockstep.experiments.comparison import PlannedRun, carry_out_all, grid_of
     from flockstep.launchers.output import Output
-    from flockstep.records.config import RunConfig
     from flockstep.records.summary import Summary
     from flockstep.report import formatting
 
@@ -187,28 +184,22 @@ def compare(context: click.Context, options: CompareOptions, where: o.HostOption
     place = folder(options.out, f"compare-{options.job}")
     if where.on == "slurm":
         grid.groups(place)  # what is invalid is told before it waits for its turn
-    began, finished, ran = time.monotonic(), 0, 0
-
-    def say(line: str) -> None:
-        nonlocal finished
-        finished += 1
-        show.note(line)
+    began, ran = time.monotonic(), 0
 
     with o.gathered(context, where, grid.base, place, output=Output("none")) as (gathering, config):
         if gathering is not None:
             grid = replace(grid, base=gathering.over(config))
 
-        def execute(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
+        def execute(run: PlannedRun, title: str, rest: int, overwrite: bool) -> Summary:
             nonlocal ran
-            rest = grid.count - finished - 1
             if ran and rest:
                 title += f", {rest} more in about {formatting.seconds((time.monotonic() - began) / ran * rest)}"
             ran += 1
             # one worker alone needs no other host
-            hosts = gathering if config.workers == grid.base.workers else None
-            return runs.run(config, folder, title, overwrite, hosts)
+            hosts = gathering if run.config.workers == grid.base.workers else None
+            return runs.run(run.config, run.folder, title, overwrite, hosts)
 
-        found = carry_out_all(grid, place, execute, say, lambda found: runs.conclude_comparison(found, as_json))
+        found = carry_out_all(grid, place, execute, show.note, lambda found: runs.conclude_comparison(found, as_json))
     raise Exit(1 if found.failures else 0)
 
 
@@ -217,7 +208,7 @@ def launch(
     options: LaunchOptions,
     where: o.HostOptions,
     resumes: o.Resumes = False,
-    debug: Annotated[bool, Opt(help="Show the traceback if an error occurs.")] = False,
+    debug: Annotated[bool, Opt("Show the traceback if an error occurs.")] = False,
     as_json: o.Json = False,
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
@@ -226,10 +217,8 @@ def launch(
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
-    config, overwrite = (
-        configured("launch", options, str(options.script), scripts.AS_THE_SCRIPT_SAYS),
-        options.overwrite,
-    )
+    overwrite = options.overwrite
+    config = configured("launch", options, str(options.script), scripts.AS_THE_SCRIPT_SAYS)
     config = replace(config, output=None, prefix=None, rank_output=None)
     if options.strategy is not None:
         config = scripts.with_strategy(config, options.strategy)
@@ -253,7 +242,7 @@ def launch(
         with runs.names_record(place), show.beside_scripts() as (standings, sink):
             output = replace(shown, show=sink)
             summary = scripts.launch(script, words, config, place, output, overwrite, standings, gathering)
-        runs.conclude_launch(summary, place, as_json)
+        runs.conclude(summary, place, as_json)
 
 
 def secret() -> None:
@@ -263,9 +252,51 @@ def secret() -> None:
     print(token_hex(32))
 
 
+def flight(folder: o.RunFolderArgument, as_json: o.Json = False) -> None:
+    """Show what the processes of a run last did before a fault: messages, waits and steps."""
+    import msgspec
+
+    from flockstep.cli import show
+    from flockstep.records.flight import last_heard
+    from flockstep.records.folder import RunFolder
+
+    record = RunFolder(folder).read()
+    lost = []
+    for loss in record.summary.lost:
+        lost += [f"{loss.seconds:.3f} s: {loss.reason}"]
+        lost += [f"  {sentence}" for sentence in last_heard(record.flight, loss)]
+    if as_json:
+        flights = {name: msgspec.to_builtins(events) for name, events in record.flight.items()}
+        show.json({"folder": str(folder), "lost": lost, "flight": flights})
+        return
+    if not record.flight:
+        raise ConfigurationError(
+            f"{folder} holds no flight recorder, because no fault occurred in this run; name another run"
+        )
+    for name, events in record.flight.items():
+        lost.append(f"{name}: the last {min(SHOWN, len(events))} of {len(events)} events")
+        lost += [f"  {_in_words(event)}" for event in events[-SHOWN:]]
+    print(*map(printable, lost), sep="\n")
+
+
+def _in_words(event: FlightEvent) -> str:
+    """Describe an event in one line of text."""
+    from flockstep.messages import node_name
+
+    peer = "" if event.peer is None else node_name(event.peer)
+    size = f", {event.nbytes} bytes" if event.nbytes else ""
+    what = {
+        "send": f"sent {event.tag} to {peer}",
+        "receive": f"received {event.tag} from {peer or 'the launcher'}",
+        "wait": f"began to wait for {event.tag}",
+        "step": "finished a step",
+    }[event.kind]
+    return f"{event.seconds:.6f} s, step {event.step}: {what}{size}"
+
+
 def report(
-    folders: Annotated[tuple[Path, ...], Arg(help="Folders of runs, or the folder of a comparison.")],
-    out: Annotated[Path, Opt(help="HTML file to write the report to.")] = Path("report.html"),
+    folders: Annotated[tuple[Path, ...], Arg("Folders of runs, or the folder of a comparison.")],
+    out: Annotated[Path, Opt("HTML file to write the report to.")] = Path("report.html"),
     cluster: Annotated[
         str | None,
         Opt(
@@ -277,7 +308,7 @@ def report(
     target: Annotated[
         str | None,
         Opt(
-            help="Value of a metric to which the times to target refer, such as 0.95 or accuracy=0.95 (default: the "
+            "Value of a metric to which the times to target refer, such as 0.95 or accuracy=0.95 (default: the "
             "runs' own target)."
         ),
     ] = None,
@@ -298,9 +329,9 @@ def report(
 
 
 def track(
-    folder: Annotated[Path, Arg(help="Folder of a run; the run may still be in progress on this host.")],
+    folder: Annotated[Path, Arg("Folder of a run; the run may still be in progress on this host.")],
     to: Annotated[
-        str, Opt(help="Tracker that receives the curves; flockstep list trackers shows all trackers.")
+        str, Opt("Tracker that receives the curves; flockstep list trackers shows all trackers.")
     ] = "tensorboard",
     imports: o.Imports = (),
 ) -> None:

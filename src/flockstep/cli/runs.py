@@ -39,7 +39,16 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering:
         return carry_out(config, folder, overwrite, standings=standings, gathering=gathering, say=say).summary
 
 
-def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gathering | None = None) -> None:
+def run_one(
+    config: RunConfig, folder: Path, overwrite: bool, as_json: bool, gathering: Gathering | None = None
+) -> None:
+    """Train or simulate with a configuration, and print the outcome."""
+    with names_record(folder):
+        summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
+    conclude(summary, folder, as_json, must_reach=config.target is not None)
+
+
+def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gathering | None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
     config = RunFolder(folder).read_config()
     if gathering is not None and workers is None:
@@ -47,11 +56,10 @@ def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gath
     if config.kind == "launch":
         with names_record(folder), show.beside_scripts() as (standings, sink):
             summary = carry_on(folder, workers, lambda nodes, steps: standings(nodes), gathering, sink)
-        conclude_launch(summary, folder, as_json)
     else:
         with names_record(folder), show.standings(f"resuming {folder}") as standings_of_job:
             summary = carry_on(folder, workers, standings_of_job, gathering)
-        conclude(summary, folder, as_json, must_reach=False)
+    conclude(summary, folder, as_json)
 
 
 @contextlib.contextmanager
@@ -66,33 +74,30 @@ def names_record(folder: Path) -> Iterator[None]:
         raise
 
 
-def conclude_launch(summary: Summary, folder: Path, as_json: bool) -> None:
-    """Print the outcome of a launched script, whose own output fills standard output."""
-    if as_json:
-        show.json(as_data(summary, folder))
-    else:
-        show.note(f"record: {folder}")
-    if (alone := trained_apart(summary)) is not None:
-        show.note(f"flockstep: {alone}")
-
-
-def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
+def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool = False) -> None:
     """Print the outcome of a run.
 
-    The command exits with code 1 if the run diverged, failed, or missed a target that it must reach.
+    The output of a launched script fills standard output, so there is no table of it. The command exits with code 1 if
+    the run of a job diverged, failed, or missed a target that it must reach.
     """
+    config, late, apart = RunFolder(folder).read_config(), missed(summary), trained_apart(summary)
     if as_json:
         show.json(as_data(summary, folder))
+    elif config.kind == "launch":
+        show.note(f"record: {folder}")
     else:
         show.page().print(table([summary]))
         print(f"record: {folder}")
-    sentence = missed(summary)
-    said = [*summary.refusals, *([sentence] if sentence is not None else [])]
-    if summary.status == "diverged":
-        said.append(f"{summary.system or summary.strategy} diverged: {summary.error}")
-    for text in [*said, *gradient_notes([RunFolder(folder).read_config()])]:
+    if config.kind == "launch":
+        said = [] if apart is None else [apart]
+    else:
+        said = [*summary.refusals, *([] if late is None else [late])]
+        if summary.status == "diverged":
+            said.append(f"{summary.system or summary.strategy} diverged: {summary.error}")
+        said += gradient_notes([config])
+    for text in said:
         show.note(f"flockstep: {text}")
-    if not summary.useful or (must_reach and sentence is not None):
+    if config.kind != "launch" and (not summary.useful or (must_reach and late is not None)):
         raise Exit(1)
 
 
@@ -103,15 +108,12 @@ def conclude_comparison(found: Comparison, as_json: bool) -> None:
     ways = gradient_notes([run.config for run in found.drawn])
     for sentence in [*late, *ways, *found.failures, *found.caveats]:
         show.note(f"flockstep: {sentence}")
-    if as_json:
-        medians = [group.document(group in found.chosen) for group in found.groups] if found.repeated else []
-        rows = [as_data(run.summary, run.folder) for run in found.runs]
-        show.json({"report": str(found.report), "runs": rows, "medians": medians})
-        return
-    show.page().print(table(found.summaries, found.seeds))
-    if found.repeated:
-        show.page().print(spreads(found.groups, found.chosen))
-    print(f"report: {found.report}")
+    medians = [group.document(group in found.chosen) for group in found.groups] if found.repeated else []
+    rows = [as_data(run.summary, run.folder) for run in found.runs]
+    tables = [table(found.summaries, found.seeds)] + ([spreads(found.groups, found.chosen)] if found.repeated else [])
+    show.result(as_json, {"report": str(found.report), "runs": rows, "medians": medians}, *tables)
+    if not as_json:
+        print(f"report: {found.report}")
 
 
 def missed(summary: Summary, name: str | None = None) -> str | None:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
     from rich.table import Table
+    from rich.text import Text
 
     from flockstep.launchers.output import Sink
     from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
+    from flockstep.report.terminal import TextTable
 
 
 class _Page(Console):
@@ -56,6 +58,16 @@ def json(value: object) -> None:
     print(msgspec.json.encode(value).decode())
 
 
+def result(as_json: bool, document: object, *parts: TextTable | Text | str) -> None:
+    """Print the result of a command on standard output: one JSON document, or else tables and sentences."""
+    if as_json:
+        json(document)
+        return
+    console = page()
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
+
+
 PERIOD = 10.0
 """Seconds between two lines of progress if standard error is not a terminal."""
 BAR = 16
@@ -69,17 +81,17 @@ MOST_HELD = 1 << 18
 
 
 @contextmanager
-def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], None]]:
+def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], object]]:
     """Context manager that shows a live table of the nodes of a real run, and the time left; if standard error is not
     a terminal, a line is printed every `PERIOD` seconds.
     """
+
+    def mean_step(nodes: dict[Address, RunPeer]) -> float:
+        return statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
+
     if not console.is_terminal:
-        with _lines() as say:
-
-            def tell(nodes: dict[Address, RunPeer], steps: int) -> None:
-                say(f"steps of {title}", _mean_step(nodes), steps)
-
-            yield tell
+        with status(title, "steps") as say:
+            yield lambda nodes, steps: say(title, mean_step(nodes), steps)
         return
     from rich.console import Group
     from rich.live import Live
@@ -89,15 +101,10 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], No
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
         def show(nodes: dict[Address, RunPeer], steps: int) -> None:
-            progress.update(task, completed=int(_mean_step(nodes)), total=steps or None)  # a script does not tell them
+            progress.update(task, completed=int(mean_step(nodes)), total=steps or None)  # a script does not tell them
             live.update(Group(progress, node_table(nodes)))
 
         yield show
-
-
-def _mean_step(nodes: dict[Address, RunPeer]) -> float:
-    """Mean number of steps of the workers."""
-    return statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
 
 
 @contextmanager
@@ -105,23 +112,13 @@ def status(title: str = "starting", unit: str = "") -> Iterator[ProgressCallback
     """Context manager that shows the current task, `title` at first, and, if the total number of units is known, the
     time left; if standard error is not a terminal, a line is printed every `PERIOD` seconds.
     """
-    if not console.is_terminal:
-        with _lines() as tell:
-            counted = f"{unit} of " if unit else ""
-            yield lambda what, done=0, total=0: tell(f"{counted}{what}", done, total)
+    if console.is_terminal:
+        with _progress(unit) as progress:
+            shown = progress.add_task(title, total=None)
+            yield lambda what, done=0, total=0: progress.update(
+                shown, description=what, completed=int(done), total=int(total) or None
+            )
         return
-    with _progress(unit) as progress:
-        task = progress.add_task(title, total=None)
-
-        def say(what: str, done: float = 0, total: float = 0) -> None:
-            progress.update(task, description=what, completed=int(done), total=int(total) or None)
-
-        yield say
-
-
-@contextmanager
-def _lines() -> Iterator[ProgressCallback]:
-    """Context manager that prints the current task every `PERIOD` seconds."""
     from flockstep.launchers.wait_monitor import on_stderr
 
     task, over, began = "starting", threading.Event(), time.monotonic()
@@ -132,7 +129,7 @@ def _lines() -> Iterator[ProgressCallback]:
 
     def say(what: str, done: float = 0, total: float = 0) -> None:
         nonlocal task
-        task = f"{what}, {done:.0f} of {total:.0f}" if total else what
+        task = (f"{unit} of " if unit else "") + what + (f", {done:.0f} of {total:.0f}" if total else "")
 
     printing = threading.Thread(target=print_often, daemon=True)
     printing.start()

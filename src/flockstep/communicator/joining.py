@@ -98,7 +98,18 @@ def _finish(session: Session, metrics: NodeMetrics) -> None:
 
 
 def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
-    """Return the communicator of this process; see `flockstep.join`."""
+    """Return the communicator of this process, which sends arrays of up to `max_bytes` bytes between the ranks of the
+    run.
+
+    In a script that `flockstep launch -n 4` started, the process has rank 0, 1, 2 or 3 of 4; otherwise, it has rank 0
+    of 1. Every rank must call `join`, after `distribute` if the rank follows a strategy; the call returns when all
+    ranks have called `join`. Processes that torchrun, mpirun or srun started must all make their first call,
+    `distribute` or `join`, within `timeout` seconds.
+
+    Raises:
+        ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
+        PeerLost: another rank died, or left without calling `join`.
+    """
     require(1 <= max_bytes < 1 << 62, "max_bytes", ">= 1", max_bytes, f"leave it out for the default of {MAX_BYTES}")
     node_spec, session = enter_run(timeout), newest_session()
     if node_spec is None:

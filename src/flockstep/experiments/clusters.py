@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
     Rows, Strategy = Any, str
 
-Timeout = Annotated[float, Opt(help="Seconds to wait for all nodes or tasks.")]
+Timeout = Annotated[float, Opt("Seconds to wait for all nodes or tasks.")]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ class RayOptions(
 
     workers: Workers = 4
     _: KW_ONLY
-    nodes: Annotated[
-        int | None,
-        Opt(help="Number of nodes that share the workers (default: all nodes of the cluster, but at most `workers`)."),
-    ] = None
-    cpus_per_worker: Annotated[float, Opt(help="Number of cores that each worker reserves.")] = 1.0
-    gpus_per_worker: Annotated[float, Opt(help="Number of GPUs that each worker reserves.")] = 0.0
+    nodes: int | None = Opt(
+        "Number of nodes that share the workers (default: all nodes of the cluster, but at most `workers`)."
+    ).default()
+    cpus_per_worker: float = Opt("Number of cores that each worker reserves.").default(1.0)
+    gpus_per_worker: float = Opt("Number of GPUs that each worker reserves.").default(0.0)
     timeout: Timeout = 600.0
 
 
@@ -86,30 +85,23 @@ def on_ray(options: RayOptions) -> RunResult:
 class SparkOptions(RecordOptions, TimeoutOptions, TrainingOptions):
     """Options of a run on the partitions of a Spark DataFrame or RDD."""
 
-    rows: Annotated[Rows, Opt(help="A DataFrame, or an RDD of pairs (x, y) of numbers or arrays.")]
+    rows: Annotated[Rows, Opt("A DataFrame, or an RDD of pairs (x, y) of numbers or arrays.")]
     job: Annotated[
         str | Path,
         Opt(
-            help="A built-in workload, or the path of a Python file with a function `job()`, which is copied to the "
+            "A built-in workload, or the path of a Python file with a function `job()`, which is copied to the "
             "executors. Everything but the training data is taken from the job."
         ),
     ]
     strategy: Annotated[str | Strategy, STRATEGY]
     _: KW_ONLY
-    x: Annotated[
-        str | Sequence[str],
-        Opt(
-            help="Columns of the inputs in a DataFrame: names of columns of numbers, or one column of arrays or "
-            "vectors."
-        ),
-    ] = "features"
-    y: Annotated[str, Opt(help="Column of the target in a DataFrame.")] = "label"
-    test: Annotated[
-        Rows | None,
-        Opt(
-            help="Rows of the same kind for evaluations, which the driver collects (default: the test set of the job)."
-        ),
-    ] = None
+    x: str | Sequence[str] = Opt(
+        "Columns of the inputs in a DataFrame: names of columns of numbers, or one column of arrays or vectors."
+    ).default("features")
+    y: str = Opt("Column of the target in a DataFrame.").default("label")
+    test: Rows | None = Opt(
+        "Rows of the same kind for evaluations, which the driver collects (default: the test set of the job)."
+    ).default()
     timeout: Timeout = 600.0
 
 

@@ -27,6 +27,7 @@ from flockstep.report import formatting
 from flockstep.report.html import write_report
 from flockstep.report.medians import RepeatedRuns, best, caveats
 from flockstep.report.ranking import ONE_WORKER, measured_alike, names, rank
+from flockstep.report.table import table
 from flockstep.runtime.setup import canonical, check, digest, partition_of, prepare, require_unchanged
 
 if TYPE_CHECKING:
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 
 ALONE = "all_reduce"
 """Strategy of one worker alone, which has nobody to exchange with: the job's optimizer, and nothing is sent."""
-Execute = Callable[[RunConfig, Path, str, bool], Summary]
-"""Type of functions that run a configuration in a folder, with a title. The last argument says whether to replace a run
-that the folder holds.
-"""
 
 
 class PlannedRun(NamedTuple):
@@ -45,6 +42,14 @@ class PlannedRun(NamedTuple):
 
     config: RunConfig
     folder: Path
+    title: str
+    """Name of the strategy, with the learning rate and the seed where they differ from those of its other runs."""
+
+
+Execute = Callable[[PlannedRun, str, int, bool], Summary]
+"""Type of functions that carry out a run, called with its title, the number of runs that follow, and whether to replace
+the run that the folder holds.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,6 @@ class Grid:
                 "a comparison needs at least one strategy, got none; give for example 'all_reduce' and 'gossip'"
             )
         require(self.seeds >= 1, "seeds", ">= 1", self.seeds, "5 are usual")
-
-    @property
-    def count(self) -> int:
-        """Number of runs that the comparison takes."""
-        return (len(self.strategies) + (self.alone is not None)) * max(1, len(self.rates)) * self.seeds
 
     @property
     def repeated(self) -> bool:
@@ -121,16 +121,25 @@ class Grid:
         marks = [hashlib.sha256(config.title.encode()).hexdigest()[:8] for config in named]
         # names that are equal after shortening get a suffix
         places = [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
+        titles = [config.title for config in configs]
         if self.alone is not None:
-            configs, places = [*configs, self._with(self.alone, ALONE)], [*places, slug(ONE_WORKER)]
+            configs.append(self._with(self.alone, ALONE))
+            places.append(slug(ONE_WORKER))
+            titles.append(ONE_WORKER)
         groups = []
-        for config, name in zip(configs, places, strict=True):
+        for config, place, title in zip(configs, places, titles, strict=True):
             for lr in self.rates or (self.base.lr,):
-                group, place = [], f"{name}-lr-{lr:g}" if self.rates else name
-                for seed in range(config.seed, config.seed + self.seeds):
-                    folder = out / (place if self.seeds == 1 else f"{place}-seed-{seed}")
-                    group.append(PlannedRun(dataclasses.replace(config, lr=lr, seed=seed), folder))
-                groups.append(group)
+                folder, name = (f"{place}-lr-{lr:g}", f"{title}, lr {lr:g}") if self.rates else (place, title)
+                groups.append(
+                    [
+                        PlannedRun(
+                            dataclasses.replace(config, lr=lr, seed=seed),
+                            out / (folder if self.seeds == 1 else f"{folder}-seed-{seed}"),
+                            name if self.seeds == 1 else f"{name}, seed {seed}",
+                        )
+                        for seed in range(config.seed, config.seed + self.seeds)
+                    ]
+                )
         return groups
 
     def _with(self, base: RunConfig, strategy: str) -> RunConfig:
@@ -140,14 +149,6 @@ class Grid:
 
             return with_strategy(dataclasses.replace(base, output="none"), strategy)
         return on_cluster(dataclasses.replace(base, strategy=strategy), self.cluster)
-
-    def title(self, config: RunConfig) -> str:
-        """Return the name of a run's strategy, with the learning rate and the seed where they differ from those of its
-        other runs.
-        """
-        name = config.title if config.workers == self.base.workers else ONE_WORKER
-        rate = f", lr {config.lr:g}" if self.rates else ""
-        return name + rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -197,15 +198,11 @@ class Comparison:
         return caveats(self.groups, self.chosen) if self.repeated else []
 
     def __str__(self) -> str:
-        from flockstep.experiments.texts import ranked_text
-
-        return "\n".join([ranked_text(self.summaries, self.seeds), *self._sentences])
+        return "\n".join([str(table(self.summaries, self.seeds)), *self._sentences])
 
     def _repr_html_(self) -> str:
         """Return the ranked table for a cell of a notebook."""
-        from flockstep.experiments.texts import ranked_html
-
-        return ranked_html(self.summaries, self.seeds, self._sentences)
+        return table(self.summaries, self.seeds).to_html(self._sentences)
 
     @property
     def _sentences(self) -> list[str]:
@@ -227,8 +224,8 @@ def compare(options: CompareOptions) -> Comparison:
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
 
-    def execute(config: RunConfig, place: Path, title: str, overwrite: bool) -> Summary:
-        return carry_out(config, place, overwrite).summary
+    def execute(run: PlannedRun, title: str, rest: int, overwrite: bool) -> Summary:
+        return carry_out(run.config, run.folder, overwrite).summary
 
     place = folder(options.out, f"compare-{options.job}")
     return carry_out_all(grid_of(options), place, execute, lambda line: None, lambda found: None)
@@ -278,8 +275,22 @@ def carry_out_all(
             set_readers(out, shared=True)
         try:
             for number, run in enumerate(planned, start=1):
-                title = f"{run.config.job}, {grid.title(run.config)}"
-                _carry_out(run, f"{number} of {len(planned)}: {title}", execute, say)
+                title = f"{number} of {len(planned)}: {run.config.job}, {run.title}"
+                if _is_finished(run.config, run.folder):
+                    say(f"{title}: kept from before")
+                    continue
+                again = RunFolder(run.folder).unfinished
+                try:
+                    say(f"{title}: {_in_short(execute(run, title, len(planned) - number, again))}")
+                except Interrupted:
+                    raise
+                except (RunError, ConfigurationError, CompositionError) as error:
+                    # a script may refuse one strategy only; what a job refuses, it refuses for all, and so does what
+                    # never started
+                    refused = not isinstance(error, RunError) and run.config.kind != "launch"
+                    if refused or not RunFolder(run.folder).config_file.exists():
+                        raise
+                    say(f"{title}: {RunFolder(run.folder).read_summary().status}: {error}")
         except (Interrupted, KeyboardInterrupt):
             if any(RunFolder(run.folder).config_file.exists() for run in planned):
                 conclude(_ranked(groups, grid, out))
@@ -289,23 +300,6 @@ def carry_out_all(
         found = _ranked(groups, grid, out)
         conclude(found)
         return found
-
-
-def _carry_out(run: PlannedRun, title: str, execute: Execute, say: Callable[[str], None]) -> None:
-    again = RunFolder(run.folder).unfinished
-    if _is_finished(run.config, run.folder):
-        say(f"{title}: kept from before")
-        return
-    try:
-        say(f"{title}: {_in_short(execute(run.config, run.folder, title, again))}")
-    except Interrupted:
-        raise
-    except (RunError, ConfigurationError, CompositionError) as error:
-        # a script may refuse one strategy only; what a job refuses, it refuses for all, and so does what never started
-        refused = not isinstance(error, RunError)
-        if not RunFolder(run.folder).config_file.exists() or (refused and run.config.kind != "launch"):
-            raise
-        say(f"{title}: {RunFolder(run.folder).read_summary().status}: {error}")
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:

@@ -41,10 +41,10 @@ class CalledFunction:
     """A function, and what it is called with on each worker."""
 
     function: Annotated[
-        Callable[..., Any], Opt(help="A function, or any other callable object that cloudpickle can pickle.")
+        Callable[..., Any], Opt("A function, or any other callable object that cloudpickle can pickle.")
     ]
     workers: Workers = 4
-    args: Annotated[Sequence[object], Opt(help="Arguments of the function.")] = ()
+    args: Sequence[object] = Opt("Arguments of the function.").default(())
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FunctionOptions(RecordOptions, ProcessOptions, BadGradientOptions, CommonO
     """Options of a function that is run on several workers."""
 
     workers: Workers = 4
-    prefix: Annotated[bool, Opt(help="Whether each line that the processes print begins with its rank.")] = field(
+    prefix: Annotated[bool, Opt("Whether each line that the processes print begins with its rank.")] = field(
         default=True, kw_only=True
     )
 

@@ -50,13 +50,12 @@ FOR_JOBS = (
 )
 IN_VIRTUAL_TIME = "has an effect in virtual time only; add --simulate (in Python, simulated=True), which needs a job"
 ON_PROCESSES = "is for real processes only; leave out either it or --simulate (in Python, simulated=True)"
-Out = Annotated[Path | str | None, Opt(help="Folder for the record (default: a new folder in runs/).", panel="Output")]
+Out = Annotated[Path | str | None, Opt("Folder for the record (default: a new folder in runs/).", panel="Output")]
 JOB = Arg(
-    help="A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.",
-    nouns=("workload",),
+    "A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.", nouns=("workload",)
 )
 STRATEGY = Opt(
-    help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
+    "How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
     names=("--strategy", "-s"),
     nouns=("strategy",),
 )
@@ -78,7 +77,7 @@ class RecordOptions:
     """Where the record is kept."""
 
     out: Out = None
-    overwrite: Annotated[bool, Opt(help="Replace the run that the folder of --out holds.", panel="Output")] = False
+    overwrite: bool = Opt("Replace the run that the folder of --out holds.", panel="Output").default(False)
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,12 @@ class SimulateOptions(
     """Options of a run in virtual time."""
 
     workers: Workers = 16
-    cluster: Annotated[
-        str | Path | None,
-        Opt(
-            help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
-            "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML file.",
-            panel="Virtual time",
-        ),
-    ] = None
-    watch: Annotated[
-        Watch | None, Opt(help="Function that is called from time to time with the progress.", python=True)
-    ] = None
+    cluster: str | Path | None = Opt(
+        "Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
+        "spend on messages and steps: the name here (saved by flockstep calibrate), another name, or a TOML file.",
+        panel="Virtual time",
+    ).default()
+    watch: Watch | None = Opt("Function that is called from time to time with the progress.", python=True).default()
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ class ComparedJob:
     job: Annotated[
         str | Path,
         Arg(
-            help="A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a "
+            "A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a "
             "training script, which is launched with each strategy in place of the one that it names.",
             metavar="JOB|SCRIPT",
             nouns=("workload",),
@@ -129,9 +123,7 @@ class ComparedJob:
     ]
     strategies: Annotated[
         Sequence[str | Strategy],
-        Opt(
-            help="Strategy to compare; repeat the option for several.", names=("--strategy", "-s"), nouns=("strategy",)
-        ),
+        Opt("Strategy to compare; repeat the option for several.", names=("--strategy", "-s"), nouns=("strategy",)),
     ]
 
 
@@ -141,32 +133,21 @@ class CompareOptions(
 ):
     """Options of a comparison."""
 
-    simulated: Annotated[bool, Opt(help="Run in virtual time instead of on real processes.", names=("--simulate",))] = (
-        False
-    )
-    cluster: Annotated[str | Path | None, options_of(SimulateOptions)["cluster"][0]] = None
-    seeds: Annotated[
-        int,
-        Opt(
-            help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians.",
-            panel="Training",
-        ),
-    ] = 1
-    lr_grid: Annotated[
-        Sequence[float],
-        Opt(
-            help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate.",
-            panel="Training",
-            separated=True,
-        ),
-    ] = ()
-    reference: Annotated[
-        bool,
-        Opt(
-            help="Train one worker alone too, with as many samples: what are the other workers worth?",
-            names=("--reference/--no-reference",),
-        ),
-    ] = True
+    simulated: bool = Opt("Run in virtual time instead of on real processes.", names=("--simulate",)).default(False)
+    cluster: str | Path | None = options_of(SimulateOptions)["cluster"][0].default()
+    seeds: int = Opt(
+        "Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians.",
+        panel="Training",
+    ).default(1)
+    lr_grid: Sequence[float] = Opt(
+        "Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate.",
+        panel="Training",
+        separated=True,
+    ).default(())
+    reference: bool = Opt(
+        "Train one worker alone too, with as many samples: what are the other workers worth?",
+        names=("--reference/--no-reference",),
+    ).default(True)
     out: Out = None
 
 
@@ -177,101 +158,72 @@ class PlannedJob:
     what: Annotated[
         str | Path,
         Arg(
-            help="Name of a workload or model (`flockstep list workload`, `flockstep list model`), or a Python file "
+            "Name of a workload or model (`flockstep list workload`, `flockstep list model`), or a Python file "
             "with job()."
         ),
     ]
-    cluster: Annotated[
-        str | Path | None,
-        Opt(
-            names=("--cluster", "-c"),
-            help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` "
-            "writes.",
-            shown="laptop, or here after flockstep calibrate; with --check the cluster of the run",
-        ),
-    ] = None
+    cluster: str | Path | None = Opt(
+        names=("--cluster", "-c"),
+        help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` writes.",
+        shown="laptop, or here after flockstep calibrate; with --check the cluster of the run",
+    ).default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlannedJob):
     """Options of a plan."""
 
-    workers: Annotated[
-        int | None, Opt(names=("--workers", "-n"), help="Number of workers (default: all workers of the cluster).")
-    ] = None
-    require: Annotated[
-        Sequence[str],
-        Opt(
-            help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
-            "repeat the option for several."
-        ),
-    ] = ()
-    strategies: Annotated[
-        Sequence[str],
-        Opt(
-            names=("--strategy", "-s"),
-            help="Strategy to consider; repeat the option for several (default: all strategies).",
-            nouns=("strategy",),
-        ),
-    ] = ()
-    batch: Annotated[
-        int | None, Opt(names=("--batch", "-b"), help="Number of samples per gradient (default: the job's).")
-    ] = None
-    hours: Annotated[
-        float | None,
-        Opt(
-            help="Length of the run in hours; it determines how many failures are expected.",
-            shown="the time of the job's epochs; 24 without data",
-            above=0,
-            advice="leave it out for the length of the job",
-        ),
-    ] = None
-    imports: Annotated[Sequence[str], options_of(CommonOptions)["imports"][0]] = ()
-    hybrid: Annotated[
-        bool,
-        _splits(help="Also predict models that are split over workers, and choose partition and strategy together."),
-    ] = False
-    partitions: Annotated[
-        Sequence[str],
-        _splits(
-            names=("--partition",),
-            help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
-            "--hybrid: the best partitions that a search finds).",
-        ),
-    ] = ()
-    memory: Annotated[
-        str | None,
-        _splits(
-            help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
-            shown="memory stated by the cluster",
-        ),
-    ] = None
-    budget: Annotated[
-        float,
-        _trials(
-            help="CPU seconds for trials, which train with the strategies in virtual time to measure how many samples "
-            "each needs on this job; 0 for no trials, so that a formula assumes the number."
-        ),
-    ] = 120.0
-    top: Annotated[
-        int | None,
-        _trials(help="Number of strategies to try in addition to one worker (default: all that could be best)."),
-    ] = None
-    seed: Annotated[int, _trials(help="First seed of trials.")] = 0
-    split: Annotated[str | None, _trials(help="How data is split in trials (default: as --require demands).")] = None
-    simulate: Annotated[
-        bool, _trials(help="Trials go on to the job's target, not only to a loss that one worker reaches early.")
-    ] = False
-    target: Annotated[
-        float | None, _trials(help="Metric that a trial must reach, with --simulate (default: the job's).")
-    ] = None
-    keep: Annotated[
-        Path | None,
-        _trials(
-            help="Folder in which trials are saved, with --simulate; give the same folder again to continue (default: "
-            "a new folder in runs/)."
-        ),
-    ] = None
+    workers: int | None = Opt(
+        names=("--workers", "-n"), help="Number of workers (default: all workers of the cluster)."
+    ).default()
+    require: Sequence[str] = Opt(
+        "Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
+        "repeat the option for several."
+    ).default(())
+    strategies: Sequence[str] = Opt(
+        names=("--strategy", "-s"),
+        help="Strategy to consider; repeat the option for several (default: all strategies).",
+        nouns=("strategy",),
+    ).default(())
+    batch: int | None = Opt(
+        names=("--batch", "-b"), help="Number of samples per gradient (default: the job's)."
+    ).default()
+    hours: float | None = Opt(
+        "Length of the run in hours; it determines how many failures are expected.",
+        shown="the time of the job's epochs; 24 without data",
+        above=0,
+        advice="leave it out for the length of the job",
+    ).default()
+    imports: Sequence[str] = options_of(CommonOptions)["imports"][0].default(())
+    hybrid: bool = _splits(
+        "Also predict models that are split over workers, and choose partition and strategy together."
+    ).default(False)
+    partitions: Sequence[str] = _splits(
+        names=("--partition",),
+        help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
+        "--hybrid: the best partitions that a search finds).",
+    ).default(())
+    memory: str | None = _splits(
+        "Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
+        shown="memory stated by the cluster",
+    ).default()
+    budget: float = _trials(
+        "CPU seconds for trials, which train with the strategies in virtual time to measure how many samples "
+        "each needs on this job; 0 for no trials, so that a formula assumes the number."
+    ).default(120.0)
+    top: int | None = _trials(
+        "Number of strategies to try in addition to one worker (default: all that could be best)."
+    ).default()
+    seed: int = _trials("First seed of trials.").default(0)
+    split: str | None = _trials("How data is split in trials (default: as --require demands).").default()
+    simulate: bool = _trials(
+        "Trials go on to the job's target, not only to a loss that one worker reaches early."
+    ).default(False)
+    target: float | None = _trials("Metric that a trial must reach, with --simulate (default: the job's).").default()
+    keep: Path | None = _trials(
+        "Folder in which trials are saved, with --simulate; give the same folder again to continue (default: "
+        "a new folder in runs/)."
+    ).default()
 
 
 def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:

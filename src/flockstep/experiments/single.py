@@ -71,16 +71,16 @@ class RunResult:
         return RunFolder(self.folder).read_result()
 
     def __str__(self) -> str:
-        from flockstep.experiments.texts import ranked_text
+        from flockstep.report.table import table
 
-        return ranked_text([self.summary])
+        return str(table([self.summary]))
 
     def _repr_html_(self) -> str:
         """Return the table of the run for a cell of a notebook."""
-        from flockstep.experiments.texts import ranked_html
+        from flockstep.report.table import table
 
         error = [] if self.summary.error is None else [self.summary.error]
-        return ranked_html([self.summary], 1, [*error, *self.summary.notes, f"record: {self.folder}"])
+        return table([self.summary]).to_html([*error, *self.summary.notes, f"record: {self.folder}"])
 
 
 @takes(TrainOptions)
@@ -186,18 +186,11 @@ def carry_out(
     gathering: Gathering | None = None,
     say: Sink | None = None,
 ) -> RunResult:
-    """Train, simulate or launch with a configuration, and record the run. The output of a launched script is hidden;
-    if the script fails, the end of its standard error is shown.
+    """Train, simulate or launch with a configuration, and record the run.
 
-    Args:
-        config: the run's configuration; its `kind` selects real processes or virtual time.
-        folder: folder of the record.
-        overwrite: replace the run that the folder holds.
-        watch: function that is called from time to time with the progress of a simulation.
-        standings: function that is called from time to time with the state of every node of a real run, and the steps
-            of each worker.
-        gathering: the hosts of a real run, which this host coordinates; None if all processes are on this machine.
-        say: shows the output of a script that fails; None for this process's standard error.
+    `watch` is called with the progress of a simulation, `standings` with that of a real run. `gathering` are the hosts
+    of a real run, which this host coordinates; None if all processes are on this machine. The output of a launched
+    script is hidden; if the script fails, `say` shows the end of its standard error.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.

@@ -6,6 +6,7 @@ In a terminal, words stay whole, and columns that are left out are named.
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -23,6 +24,8 @@ ROOMY, NARROW = 24, 14
 """Widths in characters of a text column. Before a text column of rank 0 becomes narrower than ROOMY, or another text
 column narrower than NARROW, other columns are left out.
 """
+TEXT_WIDTH = 100
+"""Width in characters of a table as text."""
 GAP = 2
 """Number of blank characters between two columns of a table."""
 
@@ -83,8 +86,16 @@ class TextTable:
         """The sentences below the table with all its columns."""
         return [*(one.note for one in self.columns if one.note), *self.notes]
 
-    def to_html(self) -> str:
-        """Return the table with all its columns and notes as HTML for a notebook; every text is escaped."""
+    def __str__(self) -> str:
+        """The table as text without colors, in lines of at most 100 characters."""
+        text = io.StringIO()
+        Console(file=text, width=TEXT_WIDTH, color_system=None, highlight=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def to_html(self, sentences: Sequence[str] = ()) -> str:
+        """Return the table with all its columns and notes as HTML for a notebook, with sentences below it; every text
+        is escaped.
+        """
         sides = ["left" if one.text else "right" for one in self.columns]
         style = [f'<{{}} style="text-align:{side};vertical-align:top">{{}}</{{}}>' for side in sides]
 
@@ -94,7 +105,7 @@ class TextTable:
 
         heads = row("th", (one.heading for one in self.columns))
         title = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        below = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in self.explained)
+        below = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in (*self.explained, *sentences))
         return f"<table>{title}{heads}{''.join(row('td', cells) for cells in self.rows)}</table>{below}"
 
     def shown(self, width: int) -> list[int]:

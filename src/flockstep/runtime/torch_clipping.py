@@ -130,10 +130,31 @@ class Clipping:
 
 
 def clip_grad_norm_(
-    of: object, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    of: object, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """Clip the norm of the gradients of parameters, or of all parameters that the optimizer `of` holds; return the
-    norm.
+    """Clip the gradients that the optimizer uses, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
+
+    Call `clip_grad_norm_` between `backward()` and `step()`. If the strategy combines gradients, the combined gradient
+    is clipped in `step()`; otherwise each worker's own gradient is clipped at once. docs/explanation/strategies.md has
+    the behavior of each strategy.
+
+    Args:
+        of: the optimizer returned by `distribute`, or parameters.
+        max_norm: largest norm after clipping.
+        norm_type: order of the norm; inf for the largest magnitude.
+        error_if_nonfinite: raise torch's RuntimeError, in `step()` if gradients are combined, if the norm is not
+            finite.
+        foreach: use torch's implementation for lists of tensors; None lets torch choose.
+
+    Returns:
+        The norm before clipping. With several workers, the norm of a combined gradient is NaN until `step()` has
+        computed it, and stays NaN if a server clips.
+
+    Raises:
+        CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip in this
+            way.
+        ConfigurationError: `max_norm` is not > 0, or `of` is neither an optimizer nor parameters.
+        MissingDependency: PyTorch is not installed.
     """
     if not max_norm > 0:
         raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to compute the norm without clipping")

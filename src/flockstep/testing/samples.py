@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -70,9 +71,27 @@ def tensors(dtype: str) -> Iterator[FlatArray]:
     yield wide(dtype, size)
 
 
-def exact(array: FlatArray) -> FlatArray:
+def exact(array: Any) -> FlatArray:
     """Return the values of an array as a flat float64 array."""
-    return array.reshape(-1).astype(np.float64)
+    values: FlatArray = array.reshape(-1).astype(np.float64)
+    return values
+
+
+def require_close(
+    what: str, dtype: str, found: FlatArray, wanted: FlatArray, operands: FlatArray, places: float = 4
+) -> None:
+    """Check that numbers agree up to `places` roundings in `dtype` of `operands`, the magnitudes they were added from.
+
+    Raises:
+        AssertionError: a number is further off; the message begins with `what`.
+    """
+    found, wanted = exact(found), exact(wanted)
+    if same_bits(found, wanted):
+        return
+    off, allowed = np.abs(found - wanted), places * ROUNDING[dtype] * operands + min(places, 8) / 2 * SMALLEST[dtype]
+    assert (off <= allowed).all(), (
+        f"{what} gives {found[np.argmax(off - allowed)]:.9g} instead of {wanted[np.argmax(off - allowed)]:.9g}"
+    )
 
 
 def same_bits(a: FlatArray, b: FlatArray) -> bool:

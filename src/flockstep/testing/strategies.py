@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -446,33 +446,24 @@ class VirtualRun:
     seed: int = 0
     result: ResultPolicy | None = None
     evaluate_every: int | None = None
-    replicas: Annotated[
-        FlatArray | None,
-        Opt(
-            help="(n, K), initial parameters of each worker; state derived from the common initial parameters is kept."
-        ),
-    ] = None
-    resume: Annotated[
-        Mapping[Address, Cut] | None,
-        Opt(help="state from `Simulation.save`, from which the run continues up to `steps`."),
-    ] = None
-    simulation: Annotated[type[Watched], Opt(help="a subclass of `Simulation` that inspects or changes messages.")] = (
-        Watched
+    replicas: FlatArray | None = Opt(
+        "(n, K), initial parameters of each worker; state derived from the common initial parameters is kept."
+    ).default()
+    resume: Mapping[Address, Cut] | None = Opt(
+        "state from `Simulation.save`, from which the run continues up to `steps`."
+    ).default()
+    simulation: type[Watched] = Opt("a subclass of `Simulation` that inspects or changes messages.").default(Watched)
+    faults: Sequence[Fault | str] = Opt('injected faults, for example "dies(1, 0.5)".').default(())
+    restarts: Sequence[float] = Opt("virtual seconds at which all nodes are stopped and restarted from bytes.").default(
+        ()
     )
-    faults: Annotated[Sequence[Fault | str], Opt(help='injected faults, for example "dies(1, 0.5)".')] = ()
-    restarts: Annotated[
-        Sequence[float], Opt(help="virtual seconds at which all nodes are stopped and restarted from bytes.")
-    ] = ()
-    schedule: Annotated[
-        Schedule | str | None, Opt(help="schedule of learning rate and batch size over the steps of the run.")
-    ] = None
-    engine: Annotated[
-        Callable[[Job, int], Engine],
-        Opt(help="function that creates the engine for the job's gradients from job and seed."),
-    ] = NumpyEngine
-    parts: Annotated[
-        Sequence[Indices] | None, Opt(help="the training samples of each worker; None for equal parts.")
-    ] = None
+    schedule: Schedule | str | None = Opt(
+        "schedule of learning rate and batch size over the steps of the run."
+    ).default()
+    engine: Callable[[Job, int], Engine] = Opt(
+        "function that creates the engine for the job's gradients from job and seed."
+    ).default(NumpyEngine)
+    parts: Sequence[Indices] | None = Opt("the training samples of each worker; None for equal parts.").default()
 
 
 @takes(VirtualRun)

@@ -26,19 +26,23 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     Raises:
         AssertionError: a check fails; the message names the violated rule.
     """
-    check_refuses_nobody(topology)
+    for n in (0, -1):
+        for method in (topology.graph, topology.weights):
+            try:
+                method(n)
+            except ConfigurationError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{topology} answers {n} workers with {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{topology} takes {n} workers")
     sizes = list(sizes)
     checked = [n for n in sizes if exists(topology, n)]
-    wide = [n for n in sizes if n > 2]
-    assert not wide or set(wide) & set(checked), f"{topology} refuses every number of workers in {wide}"
+    many = [n for n in sizes if n > 2]
+    assert not many or set(many) & set(checked), f"{topology} refuses every number of workers in {many}"
     for n in checked:
         check_graph(topology, n)
-        check_neighbors(topology, n)
         check_weights(topology, n, doubly_stochastic)
-        check_contracts(topology, n)
         check_repeatable(topology, n)
-        if doubly_stochastic:
-            check_doubly_stochastic(topology, n)
 
 
 def exists(topology: Topology, n: int) -> bool:
@@ -52,35 +56,15 @@ def exists(topology: Topology, n: int) -> bool:
     return refusal is None
 
 
-def check_refuses_nobody(topology: Topology) -> None:
-    """Check that zero or fewer workers raise `ConfigurationError`, for the graph and for the weights."""
-    for n in (0, -1):
-        for method in (topology.graph, topology.weights):
-            try:
-                method(n)
-            except ConfigurationError:
-                continue
-            except Exception as error:
-                raise AssertionError(f"{topology} answers {n} workers with {type(error).__name__}: {error}") from error
-            raise AssertionError(f"{topology} takes {n} workers")
-
-
 def check_graph(topology: Topology, n: int) -> None:
     """Check that the graph has nodes 0 to n-1, is connected (strongly, if its edges are directed), and has no edge
-    from a node to itself.
+    from a node to itself; and that neighbors are the graph's in either direction, in ascending order and mutual.
     """
     graph = topology.graph(n)
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
     edges = adjacency(graph)
     assert is_connected(edges), f"{topology} for n={n} is not connected"
     assert not edges.diagonal().any(), f"{topology} for n={n} has edges from a node to itself"
-
-
-def check_neighbors(topology: Topology, n: int) -> None:
-    """Check that neighbors are the graph's neighbors in either direction, in ascending order, and that exchange is
-    mutual.
-    """
-    edges = adjacency(topology.graph(n))
     heard = [topology.neighbors(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
         known = np.flatnonzero(edges[rank] | edges[:, rank]).tolist()
@@ -90,53 +74,37 @@ def check_neighbors(topology: Topology, n: int) -> None:
         )
 
 
-def check_weights(topology: Topology, n: int, both: bool = True) -> None:
-    """Check the shape, the dtype and the values of each mixing matrix W: n × n, float64, nonnegative, zero off the
-    edges, rows (or columns) that sum to one.
+def check_weights(topology: Topology, n: int, doubly: bool) -> None:
+    """Check each mixing matrix W: n × n, float64, nonnegative, zero off the edges, rows that sum to one, and a positive
+    spectral gap over one period, so that repeated mixing makes the replicas agree.
 
-    Unless `both` is set, columns may sum to one instead of rows. The weights of a topology that changes are the mean
-    over its period.
+    If `doubly` is set, W must be symmetric where edges are undirected, and columns must sum to one, so that mixing
+    keeps the mean; otherwise columns may sum to one instead of rows. The weights of a topology that changes are the
+    mean over its period.
     """
-    edges, schedule = adjacency(topology.graph(n)), topology.schedule(n)
+    edges, schedule, one_way = adjacency(topology.graph(n)), topology.schedule(n), facts(topology, n).directed
+    of_each, of_w = f"each W in schedule({n}) of {topology} must", f"of W of {topology} for n={n}"
     for weights in schedule:
-        assert weights.shape == (n, n), (
-            f"each W in schedule({n}) of {topology} must have shape ({n}, {n}), got {weights.shape}"
-        )
-        assert weights.dtype == np.float64, (
-            f"each W in schedule({n}) of {topology} must be float64, got {weights.dtype}"
-        )
-        assert weights.min() >= 0, f"each W in schedule({n}) of {topology} must have weights >= 0, got {weights.min()}"
-        off = [weights.sum(axis) - 1 for axis in ((1,) if both else (1, 0))]
+        assert weights.shape == (n, n), f"{of_each} have shape ({n}, {n}), got {weights.shape}"
+        assert weights.dtype == np.float64, f"{of_each} be float64, got {weights.dtype}"
+        assert weights.min() >= 0, f"{of_each} have weights >= 0, got {weights.min()}"
+        rows, columns = (weights.sum(axis) - 1 for axis in (1, 0))
+        off = [rows] if doubly else [rows, columns]
         assert min(np.abs(sums).max() for sums in off) <= TOLERANCE, (
-            f"rows of W of {topology} for n={n} must sum to one, and are off by {off[0]}"
+            f"rows {of_w} must sum to one, and are off by {rows}"
         )
         strangers = [(i, j) for i, j in np.argwhere(weights > 0).tolist() if i != j and not edges[j, i]]
         assert not strangers, (
             f"W of {topology} for n={n} has weights between workers without a common edge: {strangers}"
         )
-    mean = np.mean(schedule, axis=0)
-    assert np.allclose(topology.weights(n), mean), (
+        if doubly:
+            symmetric = np.abs(weights - weights.T).max() <= TOLERANCE
+            assert symmetric or one_way, f"W of {topology} for n={n} is not symmetric"
+            assert np.abs(columns).max() <= TOLERANCE, f"columns {of_w} must sum to one, and are off by {columns}"
+    assert np.allclose(topology.weights(n), np.mean(schedule, axis=0)), (
         f"the weights of {topology} for n={n} must be the mean of W over one period"
     )
-
-
-def check_doubly_stochastic(topology: Topology, n: int) -> None:
-    """Check that each mixing matrix W is symmetric if edges are undirected, and that its columns sum to one, so that
-    mixing keeps the mean.
-    """
-    one_way = facts(topology, n).directed
-    for weights in topology.schedule(n):
-        symmetric = np.abs(weights - weights.T).max() <= TOLERANCE
-        assert symmetric or one_way, f"W of {topology} for n={n} is not symmetric"
-        off = weights.sum(axis=0) - 1
-        assert np.abs(off).max() <= TOLERANCE, (
-            f"columns of W of {topology} for n={n} must sum to one, and are off by {off}"
-        )
-
-
-def check_contracts(topology: Topology, n: int) -> None:
-    """Check that repeated mixing makes the replicas agree: the spectral gap of one period is positive."""
-    gap = spectral_gap(reduce(lambda product, weights: weights @ product, topology.schedule(n)))
+    gap = spectral_gap(reduce(lambda product, weights: weights @ product, schedule))
     assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: the spectral gap is {gap}"
 
 

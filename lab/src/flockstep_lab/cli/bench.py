@@ -38,9 +38,9 @@ RANKS = {
 Rounds = Annotated[
     int, Opt(names=("--rounds", "-r"), help="Number of repetitions; the median of the repetitions is shown.")
 ]
-Sizes = Annotated[str, Opt(help="Sizes of the array in bytes, such as 4096,1048576.")]
+Sizes = Annotated[str, Opt("Sizes of the array in bytes, such as 4096,1048576.")]
 Json = Annotated[bool, Opt(names=("--json",), help="Print one JSON document.")]
-Out = Annotated[Path | None, Opt(help="Also write a chart to this HTML file.")]
+Out = Annotated[Path | None, Opt("Also write a chart to this HTML file.")]
 
 
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
@@ -68,7 +68,7 @@ def collectives(
         tuple[str, ...] | None,
         Opt(names=("--implementation", "-i"), help="Measure only this implementation; repeat the option for several."),
     ] = None,
-    save: Annotated[Path | None, Opt(help="File to write the table for collective auto(table=…) to.")] = None,
+    save: Annotated[Path | None, Opt("File to write the table for collective auto(table=…) to.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -92,8 +92,8 @@ def collectives(
 
 
 def codecs(
-    codec: Annotated[tuple[str, ...] | None, Arg(help="Codecs to measure (default: all registered codecs).")] = None,
-    elements: Annotated[int, Opt(help="Number of elements of the array.")] = ELEMENTS,
+    codec: Annotated[tuple[str, ...] | None, Arg("Codecs to measure (default: all registered codecs).")] = None,
+    elements: Annotated[int, Opt("Number of elements of the array.")] = ELEMENTS,
     rounds: Rounds = 20,
     out: Out = None,
     as_json: Json = False,
@@ -126,7 +126,7 @@ def codecs(
 def simulator(
     replicas: Annotated[str, Opt(names=("--replicas", "-n"), help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
-    steps: Annotated[int, Opt(help="Number of steps of each worker in a simulation.")] = 20,
+    steps: Annotated[int, Opt("Number of steps of each worker in a simulation.")] = 20,
     workload: Annotated[str, Opt(names=("--workload", "-w"), help="Workload to train, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
@@ -155,15 +155,13 @@ def prediction(
         tuple[str, ...] | None,
         Opt(names=("--strategy", "-s"), help="Measure only this strategy; repeat the option for several."),
     ] = None,
-    bandwidths: Annotated[str, Opt(help="Bandwidths of the links, separated by commas.")] = "20mbit,100mbit,1gbit",
-    job: Annotated[str | None, Opt(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
+    bandwidths: Annotated[str, Opt("Bandwidths of the links, separated by commas.")] = "20mbit,100mbit,1gbit",
+    job: Annotated[str | None, Opt("Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
         int, Opt(names=("--workers", "-n"), help="Number of processes; each process runs on its own virtual host.")
     ] = 4,
-    draw: Annotated[
-        int, Opt(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
-    ] = 0,
-    seed: Annotated[int, Opt(help="Seed of the random draw of combinations.")] = 0,
+    draw: Annotated[int, Opt("Number of random combinations of strategy, job, workers and bandwidth to measure.")] = 0,
+    seed: Annotated[int, Opt("Seed of the random draw of combinations.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,

@@ -34,17 +34,15 @@ class ChaosOptions:
         ),
     ]
     workers: Workers = 4
-    minutes: Annotated[float, Opt(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0
+    minutes: Annotated[float, Opt("Time budget in minutes, shared by the runs of all strategies.")] = 5.0
     seed: Annotated[int, options_of(CommonOptions)["seed"][0]] = 0
-    steps: Annotated[
-        int | None, Opt(help="Local steps per worker (default: enough for a few seconds of training).")
-    ] = None
-    heartbeat: Annotated[float, Opt(help="Seconds without an answer after which a node counts as lost.")] = 2.0
+    steps: Annotated[int | None, Opt("Local steps per worker (default: enough for a few seconds of training).")] = None
+    heartbeat: Annotated[float, Opt("Seconds without an answer after which a node counts as lost.")] = 2.0
     on_bad_gradient: Annotated[BadGradientAction, options_of(BadGradientOptions)["on_bad_gradient"][0]] = "stop"
     disruption: Annotated[
         tuple[str, ...],
         Opt(
-            help="Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
+            "Disruption to cause once, instead of random disruptions; flockstep list disruptions shows all.",
             nouns=("disruption",),
         ),
     ] = ()

@@ -27,12 +27,12 @@ LEGEND = (
 
 
 def reproduce(
-    claims: Annotated[tuple[str, ...], Arg(help="Claims to check, such as A5 (default: list all claims).")] = (),
+    claims: Annotated[tuple[str, ...], Arg("Claims to check, such as A5 (default: list all claims).")] = (),
     everything: Annotated[bool, Opt(names=("--all",), help="Check every claim; this takes minutes.")] = False,
     strict: Annotated[
         bool, Opt(names=("--strict/--no-strict",), help="Exit with code 1 if a claim does not hold.")
     ] = False,
-    write: Annotated[bool, Opt(help="Write the verdicts to docs/explanation/claims.md of a clone.")] = False,
+    write: Annotated[bool, Opt("Write the verdicts to docs/explanation/claims.md of a clone.")] = False,
     as_json: o.Json = False,
 ) -> None:
     """Reproduce published results: print the published figure, the measured figure, and whether the claim holds."""
