@@ -20,6 +20,8 @@ BadGradientAction = Literal["stop", "skip", "quarantine"]
 OutputRanks = Literal["all", "rank0", "none"]
 LONGEST_HEARTBEAT = 3600
 """Largest allowed heartbeat timeout, in seconds."""
+COORDINATOR_PORT = 29400
+"""Default port at which the first pod of a run coordinates."""
 MOST_WORKERS = 100_000
 """Largest number of workers of a run; readers of records make a row for each worker."""
 
@@ -317,3 +319,38 @@ def require_numbers(options: Any) -> None:
         if not isinstance(value, Integral if whole else Real):
             what, example = ("a whole number", 4) if whole else ("a number", 0.1)
             raise ConfigurationError(f"{name} must be {what}, got {value!r}; write it like {name}={example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """Options of a measurement of this machine."""
+
+    workers: Workers = 4
+    job: str = Opt("Job whose gradients are timed.").default("digits")
+    transport: str = options_of(ProcessOptions)["transport"][0].default("shared_memory")
+    threads: int = options_of(TrainingOptions)["threads"][0].default(1)
+    gradients: int = Opt(
+        "Number of gradients to time per worker, first on one worker alone and then on all workers at once."
+    ).default(30)
+    rounds: int = Opt("Number of round trips of a message between every pair of workers.").default(20)
+    codec: tuple[str, ...] | None = Opt("Codec to measure; repeat the option for several (default: half).").default()
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """Options about the pods of a run on Kubernetes."""
+
+    image: Annotated[str, Opt("Container image that contains flockstep and everything the command needs.")]
+    nodes: int = Opt("Number of pods; each pod is one host of the run.").default(2)
+    name: str = Opt("Name of the Kubernetes Job, Service and Secret.").default("flockstep")
+    port: int = Opt("Port on which pod 0 listens as the coordinator.").default(COORDINATOR_PORT)
+    cpu: str | None = Opt("CPU cores of each pod, such as 4 or 500m.").default()
+    memory: str | None = Opt("Memory of each pod, such as 8Gi.").default()
+    gpus: int = Opt("Number of GPUs of each pod.").default(0)
+    claim: str | None = Opt(
+        "PersistentVolumeClaim (ReadWriteMany) for the record (default: the record is deleted with pod 0)."
+    ).default()
+    secret: str | None = Opt(
+        "Existing Secret that holds the run's secret under the key secret (default: the manifest contains a "
+        "new Secret)."
+    ).default()

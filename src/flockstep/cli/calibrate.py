@@ -11,25 +11,10 @@ import click
 from flockstep.cli import options as o
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
-from flockstep.options import Opt, ProcessOptions, TrainingOptions, Workers, options_of
+from flockstep.options import MeasureOptions, Opt, options_of
 
 if TYPE_CHECKING:
     from flockstep.planning.calibrate import Calibration
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureOptions:
-    """Options of a measurement of this machine."""
-
-    workers: Workers = 4
-    job: str = Opt("Job whose gradients are timed.").default("digits")
-    transport: str = options_of(ProcessOptions)["transport"][0].default("shared_memory")
-    threads: int = options_of(TrainingOptions)["threads"][0].default(1)
-    gradients: int = Opt(
-        "Number of gradients to time per worker, first on one worker alone and then on all workers at once."
-    ).default(30)
-    rounds: int = Opt("Number of round trips of a message between every pair of workers.").default(20)
-    codec: tuple[str, ...] | None = Opt("Codec to measure; repeat the option for several (default: half).").default()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +22,9 @@ class FitOptions:
     """Options of a model that is fitted to a run's record."""
 
     records: tuple[Path, ...] | None = Opt(
-        names=("--from",),
-        help="Fit the cluster to the record of a run instead of measuring this machine; repeat the option for "
+        "Fit the cluster to the record of a run instead of measuring this machine; repeat the option for "
         "several runs of one job.",
+        names=("--from",),
     ).default()
     latency: str | None = Opt("Latency of the links, if known, such as 100us; only with --from.").default()
     bandwidth: str | None = Opt("Bandwidth of the links, if known, such as 1gbit; only with --from.").default()
@@ -53,7 +38,7 @@ def calibrate(
     out: Annotated[Path | None, Opt("File to write the cluster to (default: standard output).")] = None,
     keep: Annotated[
         bool,
-        Opt(names=("--keep/--no-keep",), help="Save the measured cluster as the default cluster of flockstep plan."),
+        Opt("Save the measured cluster as the default cluster of flockstep plan.", names=("--keep/--no-keep",)),
     ] = True,
     as_json: o.Json = False,
 ) -> None:
@@ -71,7 +56,10 @@ def calibrate(
         found = _fitted(fitting)
     else:
         o.refuse(context, options_of(FitOptions), "is only for --from; leave it out, or add --from with a run")
-        found = _measured(measuring)
+        from flockstep.planning.calibrate import calibrate as measure
+
+        with show.status() as say:
+            found = measure(measuring, say)
     if keep and not fitting.records:
         here = calibration()
         _write(here, found)
@@ -102,20 +90,3 @@ def _fitted(given: FitOptions) -> Calibration:
         None if known[1] is None else bandwidth(with_unit(known[1], "--bandwidth", "1gbit"), "--bandwidth"),
         given.imports,
     )
-
-
-def _measured(given: MeasureOptions) -> Calibration:
-    from flockstep.planning.calibrate import calibrate as measure
-    from flockstep.planning.rates import CODECS
-
-    with show.status() as say:
-        return measure(
-            given.job,
-            given.workers,
-            transport=given.transport,
-            threads=given.threads,
-            gradients=given.gradients,
-            rounds=given.rounds,
-            codecs=CODECS if given.codec is None else given.codec,
-            say=say,
-        )

@@ -38,12 +38,12 @@ def shape_named(what: str) -> ModelShape:
 
 def layers(
     what: Annotated[str, Arg("A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")],
-    batch: Annotated[int, Opt(names=("--batch", "-b"), help="Number of samples per worker and step.")] = 32,
+    batch: Annotated[int, Opt("Number of samples per worker and step.", names=("--batch", "-b"))] = 32,
     workers: Annotated[
-        int, Opt(names=("--workers", "-n"), help="Number of workers over which the data, or one layer, is split.")
+        int, Opt("Number of workers over which the data, or one layer, is split.", names=("--workers", "-n"))
     ] = 16,
     everything: Annotated[
-        bool, Opt(names=("--all",), help="Show every layer (default: a long table omits layers without parameters).")
+        bool, Opt("Show every layer (default: a long table omits layers without parameters).", names=("--all",))
     ] = False,
     as_json: o.Json = False,
 ) -> None:
@@ -62,7 +62,7 @@ def layouts(
     what: Annotated[
         tuple[str, ...], Arg("Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet).")
     ] = (),
-    workers: Annotated[int, Opt(names=("--workers", "-n"), help="Workers.")] = 16,
+    workers: Annotated[int, Opt("Workers.", names=("--workers", "-n"))] = 16,
     bandwidth: Annotated[str, Opt("Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
     as_json: o.Json = False,
 ) -> None:

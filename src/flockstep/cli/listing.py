@@ -103,7 +103,7 @@ def list_components(
             complete=complete,
         ),
     ] = None,
-    everything: Annotated[bool, Opt(names=("--all",), help="Show every component of every kind.")] = False,
+    everything: Annotated[bool, Opt("Show every component of every kind.", names=("--all",))] = False,
     imports: o.Imports = (),
     as_json: o.Json = False,
 ) -> None:

@@ -25,15 +25,15 @@ def plan(
     record: Annotated[
         tuple[Path, ...] | None,
         Opt(
+            "Record of a run of this job to compare with the prediction; repeat the option for several.",
             names=("--check",),
-            help="Record of a run of this job to compare with the prediction; repeat the option for several.",
         ),
     ] = None,
     everything: Annotated[
         bool,
         _output(
+            "Show every strategy, every column and all reasons (default: only the most important ones).",
             names=("--all",),
-            help="Show every strategy, every column and all reasons (default: only the most important ones).",
         ),
     ] = False,
     out: Annotated[Path | None, _output("Also write the plan to this HTML file.")] = None,

@@ -120,10 +120,7 @@ def join(
     context: click.Context,
     run: Annotated[
         str,
-        Arg(
-            metavar="RUN",
-            help="Folder of the run on this machine, or the address of the run's coordinator, as host:port.",
-        ),
+        Arg("Folder of the run on this machine, or the address of the run's coordinator, as host:port.", metavar="RUN"),
     ],
     workers: Annotated[int, Count("Number of workers to add.")] = 1,
     job: Annotated[
@@ -300,9 +297,9 @@ def report(
     cluster: Annotated[
         str | None,
         Opt(
-            names=("--cluster", "-c"),
-            help="Also show predictions for this cluster: a name such as lab-1gbit, or a file written by "
+            "Also show predictions for this cluster: a name such as lab-1gbit, or a file written by "
             "flockstep calibrate.",
+            names=("--cluster", "-c"),
         ),
     ] = None,
     target: Annotated[

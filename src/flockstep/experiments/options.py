@@ -163,8 +163,8 @@ class PlannedJob:
         ),
     ]
     cluster: str | Path | None = Opt(
+        "A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` writes.",
         names=("--cluster", "-c"),
-        help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` writes.",
         shown="laptop, or here after flockstep calibrate; with --check the cluster of the run",
     ).default()
 
@@ -174,20 +174,18 @@ class PlanOptions(PlannedJob):
     """Options of a plan."""
 
     workers: int | None = Opt(
-        names=("--workers", "-n"), help="Number of workers (default: all workers of the cluster)."
+        "Number of workers (default: all workers of the cluster).", names=("--workers", "-n")
     ).default()
     require: Sequence[str] = Opt(
         "Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
         "repeat the option for several."
     ).default(())
     strategies: Sequence[str] = Opt(
+        "Strategy to consider; repeat the option for several (default: all strategies).",
         names=("--strategy", "-s"),
-        help="Strategy to consider; repeat the option for several (default: all strategies).",
         nouns=("strategy",),
     ).default(())
-    batch: int | None = Opt(
-        names=("--batch", "-b"), help="Number of samples per gradient (default: the job's)."
-    ).default()
+    batch: int | None = Opt("Number of samples per gradient (default: the job's).", names=("--batch", "-b")).default()
     hours: float | None = Opt(
         "Length of the run in hours; it determines how many failures are expected.",
         shown="the time of the job's epochs; 24 without data",
@@ -199,9 +197,9 @@ class PlanOptions(PlannedJob):
         "Also predict models that are split over workers, and choose partition and strategy together."
     ).default(False)
     partitions: Sequence[str] = _splits(
-        names=("--partition",),
-        help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
+        "Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
         "--hybrid: the best partitions that a search finds).",
+        names=("--partition",),
     ).default(())
     memory: str | None = _splits(
         "Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.errors import ConfigurationError, require
+from flockstep.options import COORDINATOR_PORT, PodOptions
 from flockstep.runtime.place import SECRET
 
-PORT = 29400
-"""Default port at which pod 0 coordinates."""
 LONGEST_NAME = 63
 """Largest number of characters of a name in DNS (RFC 1123); a pod's name is the Job's name, "-" and the index."""
 INDEX = "JOB_COMPLETION_INDEX"
@@ -47,34 +46,12 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Pods:
+class Pods(PodOptions):
     """The pods of a run.
-
-    Args:
-        image: container image with Python, flockstep and what the command needs.
-        nodes: number of pods.
-        name: name of the Job, the Service and the Secret.
-        port: port at which pod 0 coordinates.
-        cpu: cores of each pod, such as "4" or "500m"; None requests none.
-        memory: memory of each pod, such as "8Gi"; None requests none.
-        gpus: GPUs of each pod.
-        claim: name of a PersistentVolumeClaim that is mounted in every pod and holds the record; None keeps the record
-            in pod 0.
-        secret: name of an existing Secret with the key "secret"; None creates a Secret.
 
     Raises:
         ConfigurationError: there are fewer than two pods, or Kubernetes would refuse a value.
     """
-
-    image: str
-    nodes: int
-    name: str = "flockstep"
-    port: int = PORT
-    cpu: str | None = None
-    memory: str | None = None
-    gpus: int = 0
-    claim: str | None = None
-    secret: str | None = None
 
     def __post_init__(self) -> None:
         if not self.image or self.image != self.image.strip():
@@ -82,7 +59,7 @@ class Pods:
                 f"--image must name a container image, got {self.image!r}; write REGISTRY/NAME:TAG"
             )
         require(self.nodes >= 2, "--nodes", ">= 2", self.nodes, "a run on one pod needs no manifest")
-        require(0 < self.port < 1 << 16, "--port", ">= 1 and <= 65535", self.port, f"{PORT} is the default")
+        require(0 < self.port < 1 << 16, "--port", ">= 1 and <= 65535", self.port, f"{COORDINATOR_PORT} is the default")
         require(self.gpus >= 0, "--gpus", ">= 0", self.gpus, "0 requests none")
         for option, name in (("--name", self.name), ("--claim", self.claim), ("--secret", self.secret)):
             longest = LONGEST_NAME - len(f"-{self.nodes - 1}") if option == "--name" else LONGEST_NAME

@@ -16,6 +16,7 @@ from flockstep.costs.machines import ClusterLink, MachineGroup, Rates
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
+from flockstep.options import MeasureOptions
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import identity, task_of
 from flockstep.planning.rates import CODECS, measure_operations, measure_rates
@@ -53,29 +54,9 @@ class Calibration:
         return to_toml(self.shape, self.notes)
 
 
-def calibrate(
-    job: str = "digits",
-    workers: int = 4,
-    *,
-    transport: str = "shared_memory",
-    threads: int = 1,
-    gradients: int = GRADIENTS,
-    rounds: int = ROUNDS,
-    codecs: Sequence[str] = CODECS,
-    say: ProgressCallback = silent,
-) -> Calibration:
+def calibrate(options: MeasureOptions, say: ProgressCallback = silent) -> Calibration:
     """Measure this machine: the durations of the job's gradients in one process and in several processes at once, of
-    messages, of codecs and of optimizers.
-
-    Args:
-        job: expression of a workload, or path of a Python file with a job.
-        workers: number of processes that compute at the same time; messages are measured between all pairs.
-        transport: transport of the messages.
-        threads: number of threads of the numerical libraries in each process.
-        gradients: number of gradients of each worker alone, and again with all workers at the same time.
-        rounds: number of repetitions of the measurements of messages, codecs and optimizers.
-        codecs: expressions of the codecs to measure.
-        say: function that is called with lines of progress.
+    messages, of codecs and of optimizers. `say` is called with lines of progress.
 
     Returns:
         The description of a cluster of one machine, with notes about the measurement.
@@ -84,6 +65,7 @@ def calibrate(
         ConfigurationError: a job, transport or codec does not exist, counts are too small, or no bandwidth can be
             measured.
     """
+    job, workers, gradients, rounds = options.job, options.workers, options.gradients, options.rounds
     if gradients < 3 or rounds < 1:
         raise ConfigurationError(
             f"a calibration needs >= 3 gradients and >= 1 round, got {gradients} and {rounds}; {GRADIENTS} and "
@@ -95,8 +77,8 @@ def calibrate(
         job=job,
         strategy=f"flockstep_probe(rounds={rounds})",
         workers=workers,
-        transport=transport,
-        threads=threads,
+        transport=options.transport,
+        threads=options.threads,
         steps=2 * gradients,
         evaluate_every=float(2 * gradients),
         imports=(str(probe),),
@@ -106,9 +88,10 @@ def calibrate(
         train(config, Path(folder) / "run")
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimizers")
-    limit_threads(threads)
-    machine = _Machine(measure_rates(codecs), measure_operations(), task_of(job).work, cores() // threads)
-    return _described(events, job, workers, transport, gradients, machine)
+    limit_threads(options.threads)
+    rates = measure_rates(options.codec or CODECS)
+    machine = _Machine(rates, measure_operations(), task_of(job).work, cores() // options.threads)
+    return _described(events, job, workers, options.transport, gradients, machine)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.launchers.train import train
+from flockstep.options import MeasureOptions
 from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
@@ -281,7 +282,15 @@ class Known:
 def calibrated(runs: _Runs, task: JobProfile, strategies: Sequence[str]) -> Known:
     """Calibrate the cluster, and fit the speed of its links to the records of two runs."""
     probed, brief = (
-        calibrate(runs.job, runs.workers, transport=f"namespaces('{end}')", gradients=gradients, rounds=ROUNDS)
+        calibrate(
+            MeasureOptions(
+                job=runs.job,
+                workers=runs.workers,
+                transport=f"namespaces('{end}')",
+                gradients=gradients,
+                rounds=ROUNDS,
+            )
+        )
         for end, gradients in zip(ENDS, (GRADIENTS, LEAST_GRADIENTS), strict=True)
     )
     copies = tuple((units.bandwidth(end), one.shape.copy) for end, one in zip(ENDS, (probed, brief), strict=True))

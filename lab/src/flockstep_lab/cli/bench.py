@@ -35,11 +35,9 @@ RANKS = {
 }
 """Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
-Rounds = Annotated[
-    int, Opt(names=("--rounds", "-r"), help="Number of repetitions; the median of the repetitions is shown.")
-]
+Rounds = Annotated[int, Opt("Number of repetitions; the median of the repetitions is shown.", names=("--rounds", "-r"))]
 Sizes = Annotated[str, Opt("Sizes of the array in bytes, such as 4096,1048576.")]
-Json = Annotated[bool, Opt(names=("--json",), help="Print one JSON document.")]
+Json = Annotated[bool, Opt("Print one JSON document.", names=("--json",))]
 Out = Annotated[Path | None, Opt("Also write a chart to this HTML file.")]
 
 
@@ -61,12 +59,12 @@ def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, a
 
 
 def collectives(
-    workers: Annotated[str, Opt(names=("--workers", "-n"), help="Numbers of processes.")] = "2,4",
+    workers: Annotated[str, Opt("Numbers of processes.", names=("--workers", "-n"))] = "2,4",
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
     implementation: Annotated[
         tuple[str, ...] | None,
-        Opt(names=("--implementation", "-i"), help="Measure only this implementation; repeat the option for several."),
+        Opt("Measure only this implementation; repeat the option for several.", names=("--implementation", "-i")),
     ] = None,
     save: Annotated[Path | None, Opt("File to write the table for collective auto(table=…) to.")] = None,
     out: Out = None,
@@ -124,10 +122,10 @@ def codecs(
 
 
 def simulator(
-    replicas: Annotated[str, Opt(names=("--replicas", "-n"), help="Numbers of replicas.")] = "16,64,256",
+    replicas: Annotated[str, Opt("Numbers of replicas.", names=("--replicas", "-n"))] = "16,64,256",
     rounds: Rounds = 20,
     steps: Annotated[int, Opt("Number of steps of each worker in a simulation.")] = 20,
-    workload: Annotated[str, Opt(names=("--workload", "-w"), help="Workload to train, such as tabular.")] = "softmax",
+    workload: Annotated[str, Opt("Workload to train, such as tabular.", names=("--workload", "-w"))] = "softmax",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -153,12 +151,12 @@ def simulator(
 def prediction(
     strategy: Annotated[
         tuple[str, ...] | None,
-        Opt(names=("--strategy", "-s"), help="Measure only this strategy; repeat the option for several."),
+        Opt("Measure only this strategy; repeat the option for several.", names=("--strategy", "-s")),
     ] = None,
     bandwidths: Annotated[str, Opt("Bandwidths of the links, separated by commas.")] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, Opt("Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
-        int, Opt(names=("--workers", "-n"), help="Number of processes; each process runs on its own virtual host.")
+        int, Opt("Number of processes; each process runs on its own virtual host.", names=("--workers", "-n"))
     ] = 4,
     draw: Annotated[int, Opt("Number of random combinations of strategy, job, workers and bandwidth to measure.")] = 0,
     seed: Annotated[int, Opt("Seed of the random draw of combinations.")] = 0,

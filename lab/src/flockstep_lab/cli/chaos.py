@@ -29,9 +29,7 @@ class ChaosOptions:
     job: Annotated[str, JOB]
     strategy: Annotated[
         tuple[str, ...],
-        Opt(
-            names=("--strategy", "-s"), help="Strategy to disrupt; repeat the option for several.", nouns=("strategy",)
-        ),
+        Opt("Strategy to disrupt; repeat the option for several.", names=("--strategy", "-s"), nouns=("strategy",)),
     ]
     workers: Workers = 4
     minutes: Annotated[float, Opt("Time budget in minutes, shared by the runs of all strategies.")] = 5.0

@@ -28,10 +28,8 @@ LEGEND = (
 
 def reproduce(
     claims: Annotated[tuple[str, ...], Arg("Claims to check, such as A5 (default: list all claims).")] = (),
-    everything: Annotated[bool, Opt(names=("--all",), help="Check every claim; this takes minutes.")] = False,
-    strict: Annotated[
-        bool, Opt(names=("--strict/--no-strict",), help="Exit with code 1 if a claim does not hold.")
-    ] = False,
+    everything: Annotated[bool, Opt("Check every claim; this takes minutes.", names=("--all",))] = False,
+    strict: Annotated[bool, Opt("Exit with code 1 if a claim does not hold.", names=("--strict/--no-strict",))] = False,
     write: Annotated[bool, Opt("Write the verdicts to docs/explanation/claims.md of a clone.")] = False,
     as_json: o.Json = False,
 ) -> None:
