@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from flockstep.testing.codecs import check_codec, check_tensors
 from flockstep.testing.feedback import check_feedback
 
 
-@dataclass(frozen=True)
 class WrongSize(Identity):
     def wire_bytes(self, size, dtype):
         return super().wire_bytes(size, dtype) + 1
@@ -27,7 +25,6 @@ class WrongSize(Identity):
         return data.view(dtype)
 
 
-@dataclass(frozen=True)
 class AboveItsLimit(WrongSize):
     exact_size: ClassVar[bool] = False
 
@@ -35,7 +32,6 @@ class AboveItsLimit(WrongSize):
         return max(0, 2 * size - 1)
 
 
-@dataclass(frozen=True)
 class Grows(Identity):
     def wire_bytes(self, size, dtype):
         return super().wire_bytes(size, dtype) + 65
@@ -44,19 +40,16 @@ class Grows(Identity):
         return np.concatenate([super().encode(array, random), np.zeros(65, np.uint8)])
 
 
-@dataclass(frozen=True)
 class Words(Identity):
     def encode(self, array, random):
         return super().encode(array, random).astype(np.int16)
 
 
-@dataclass(frozen=True)
 class OtherType(Half):
     def decode(self, data, size, dtype):
         return super().decode(data, size, "float32" if dtype == "float64" else "float64")
 
 
-@dataclass(frozen=True)
 class Scribbles(Identity):
     def encode(self, array, random):
         if array.flags.writeable:
@@ -64,13 +57,11 @@ class Scribbles(Identity):
         return super().encode(array, random)
 
 
-@dataclass(frozen=True)
 class Aliases(Identity):
     def encode(self, array, random):
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-@dataclass(frozen=True)
 class Unseeded(Half):
     source: ClassVar[np.random.Generator] = np.random.default_rng(0)
 
@@ -78,37 +69,31 @@ class Unseeded(Half):
         return super().encode(array.reshape(-1) * self.source.uniform(0.5, 1, array.size), random)
 
 
-@dataclass(frozen=True)
 class AsItLies(Half):
     def encode(self, array, random):
         return super().encode(array.T, random)
 
 
-@dataclass(frozen=True)
 class TakesAnything(Half):
     def decode(self, data, size, dtype):
         return np.zeros(size, dtype)
 
 
-@dataclass(frozen=True)
 class Crashes(Half):
     def decode(self, data, size, dtype):
         return super().decode(data.view("<f2").view(np.uint8), size, dtype)
 
 
-@dataclass(frozen=True)
 class AddsOnce(Half):
     def add_decoded(self, data, out, scale=1.0):
         super().add_decoded(data, out)
 
 
-@dataclass(frozen=True)
 class AddsAnything(Half):
     def add_decoded(self, data, out, scale=1.0):
         super().add_decoded(data[: 2 * len(out)], out, scale)
 
 
-@dataclass(frozen=True)
 class Forgets(Half):
     def encode_residual(self, array, error, random):
         data = super().encode_residual(array, error, random)
@@ -116,7 +101,6 @@ class Forgets(Half):
         return data
 
 
-@dataclass(frozen=True)
 class KeepsAll(Identity):
     lossless: ClassVar[bool] = False
 
@@ -125,29 +109,24 @@ class KeepsAll(Identity):
         return self.encode(error, random)
 
 
-@dataclass(frozen=True)
 class Claims(Half):
     def error_bound(self, array):
         return super().error_bound(array) / 5
 
 
-@dataclass(frozen=True)
 class Varies(Half):
     def variance(self, size):
         return 2.0**-30
 
 
-@dataclass(frozen=True)
 class NotLossless(Half):
     lossless: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
 class NotUnbiased(Half):
     unbiased: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
 class Bound(Half):
     """Wrong codec: rounds only if it is bound to tensors."""
 
@@ -155,7 +134,6 @@ class Bound(Half):
         return [slice(0, 2)]
 
 
-@dataclass(frozen=True)
 class Negates(Half):
     def decode(self, data, size, dtype):
         decoded = super().decode(data, size, dtype)
@@ -168,7 +146,6 @@ class Negates(Half):
         return 1e300
 
 
-@dataclass(frozen=True)
 class Shifts(Half):
     def decode(self, data, size, dtype):
         decoded = super().decode(data, size, dtype)
@@ -181,7 +158,6 @@ class Shifts(Half):
         return 1e300
 
 
-@dataclass(frozen=True)
 class NotLinear(Half):
     linear: ClassVar[bool] = True
 
@@ -189,14 +165,12 @@ class NotLinear(Half):
         return data
 
 
-@dataclass(frozen=True)
 class Mute(Half):
     def encode(self, array, random):
         with np.errstate(invalid="ignore"):
             return super().encode(np.nan_to_num(array), random)
 
 
-@dataclass(frozen=True)
 class Vague(Half):
     def encode(self, array, random):
         if not np.isfinite(array).all():
@@ -204,7 +178,6 @@ class Vague(Half):
         return super().encode(array, random)
 
 
-@dataclass(frozen=True)
 class Descends(Identity):
     sparse: ClassVar[bool] = True
 
@@ -212,7 +185,6 @@ class Descends(Identity):
         return np.arange(size, dtype=np.uint32)[::-1], self.decode(data, size, dtype)[::-1]
 
 
-@dataclass(frozen=True)
 class Elsewhere(Identity):
     sparse: ClassVar[bool] = True
 
@@ -257,7 +229,6 @@ def test_a_wrong_codec_is_caught(wrong, complaint):
         check_codec(wrong())
 
 
-@dataclass(frozen=True)
 class Coin(Identity):
     """Rounds up or down to a whole number, at random, so that the mean stays."""
 
@@ -275,7 +246,6 @@ class Coin(Identity):
         return array.size / 4
 
 
-@dataclass(frozen=True)
 class LoadedCoin(Coin):
     """Wrong codec: shrinks every value by a fiftieth."""
 
@@ -292,7 +262,6 @@ def test_an_unbiased_random_codec_passes_and_a_shrinking_one_does_not():
         check_codec(LoadedCoin())
 
 
-@dataclass(frozen=True)
 class Touches(NoFeedback):
     def encode(self, codec, array, memory, random):
         data = codec.encode(array, random)
@@ -300,7 +269,6 @@ class Touches(NoFeedback):
         return data, None
 
 
-@dataclass(frozen=True)
 class Counts(NoFeedback):
     seen: ClassVar[list[int]] = []
 
@@ -309,7 +277,6 @@ class Counts(NoFeedback):
         return codec.encode(array * array.dtype.type(len(self.seen) % 2), random), None
 
 
-@dataclass(frozen=True)
 class Explodes(Residual):
     def encode(self, codec, array, memory, random):
         factor = array.dtype.type(1 if memory is None else memory * 4)
@@ -329,14 +296,12 @@ def test_a_wrong_feedback_is_caught(wrong, complaint):
         check_feedback(wrong(), Half())
 
 
-@dataclass(frozen=True)
 class OtherBytes(Half):
     def encode(self, array, random):
         data = super().encode(array, random)
         return data if isinstance(data, np.ndarray) else data.flip(0)
 
 
-@dataclass(frozen=True)
 class NumpyOnly(Half):
     def encode(self, array, random):
         return super().encode(np.asarray(array.reshape(-1)), random)

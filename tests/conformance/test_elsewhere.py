@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -89,7 +87,6 @@ def test_optimizer(name: str) -> None:
     np.testing.assert_allclose(to_host(away), stepped(start.copy(), list(slopes)), rtol=1e-5, atol=1e-7)
 
 
-@dataclass(frozen=True)
 class InNumpy(AllReduce):
     """Wrong strategy: works on numpy arrays only."""
 

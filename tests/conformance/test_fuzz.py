@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -73,7 +72,6 @@ def test_a_few_bytes_that_announce_much_take_little(name: str) -> None:
         assert peak <= 12 * (4 << 20) + (1 << 18)
 
 
-@dataclass(frozen=True)
 class Trusts(Half):
     """Wrong codec: allocates as much memory as the bytes announce."""
 
@@ -83,7 +81,6 @@ class Trusts(Half):
         return super().decode(data, size, dtype)
 
 
-@dataclass(frozen=True)
 class Reaches(Half):
     """Wrong codec: uses an index without checking it."""
 

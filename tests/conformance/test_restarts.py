@@ -89,7 +89,6 @@ def test_restart_between_a_gradient_that_was_given_up_and_the_next_step() -> Non
         assert again.events == whole.events
 
 
-@dataclass(frozen=True)
 class Counts(LocalSGD):
     """Counts the steps to the next average in a local."""
 
@@ -102,7 +101,6 @@ class Counts(LocalSGD):
                 await self.collective.average(me, me.params)
 
 
-@dataclass(frozen=True)
 class Remembers(AllReduce):
     """Keeps what it has drawn in a place of its own."""
 
@@ -142,7 +140,6 @@ class Collects(Strategy):
                 waiting.clear()
 
 
-@dataclass(frozen=True)
 class Holds(AllReduce):
     """Wrong strategy: its state contains an object that is not data."""
 

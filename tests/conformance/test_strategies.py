@@ -147,7 +147,6 @@ class Sound(Strategy):
             me.record_round()
 
 
-@dataclass(frozen=True)
 class Deadlocks(Sound):
     async def worker(self, me):
         await super().worker(me)
@@ -155,7 +154,6 @@ class Deadlocks(Sound):
             await me.receive("never")
 
 
-@dataclass(frozen=True)
 class WaitsForTheGone(Sound):
     async def worker(self, me):
         await super().worker(me)
@@ -165,27 +163,23 @@ class WaitsForTheGone(Sound):
             await me.receive("more", peer)
 
 
-@dataclass(frozen=True)
 class StopsEarly(Broadcast):
     async def worker(self, me):
         me.steps -= me.rank
         await super().worker(me)
 
 
-@dataclass(frozen=True)
 class Explodes(Sound):
     async def finish(self, me):
         if me.rank == 1:  # not the one that is evaluated
             me.params[0] = np.inf
 
 
-@dataclass(frozen=True)
 class Unseeded(Sound):
     async def finish(self, me):
         me.params += np.random.default_rng().random(len(me.params), np.float32)
 
 
-@dataclass(frozen=True)
 class UnseededTraffic(Sound):
     async def finish(self, me):
         me.send_all(me.peers, "noise", np.zeros(np.random.default_rng().integers(1, 1 << 30) % 1000))
@@ -193,14 +187,12 @@ class UnseededTraffic(Sound):
             await me.receive("noise", peer)
 
 
-@dataclass(frozen=True)
 class NeverExchanges(Sound):
     async def worker(self, me):
         while me.training:
             me.optimizer_step(await me.gradient())
 
 
-@dataclass(frozen=True)
 class SumsFromItself(Sound):
     """Everything is exchanged, but each worker adds up in an order of its own: the last bits differ."""
 
@@ -214,7 +206,6 @@ class SumsFromItself(Sound):
             me.optimizer_step(total)
 
 
-@dataclass(frozen=True)
 class ForgetsAtRestart(Sound):
     """Wrong strategy: keeps the last gradient in a local variable, which a restart loses."""
 
@@ -226,7 +217,6 @@ class ForgetsAtRestart(Sound):
             last = gradient.copy()
 
 
-@dataclass(frozen=True)
 class DoublesTheStep(Sound):
     async def worker(self, me):
         while me.training:
@@ -236,7 +226,6 @@ class DoublesTheStep(Sound):
                 me.optimizer_step(2 * await me.gradient())
 
 
-@dataclass(frozen=True)
 class KeepsSome(Sound):
     """Says that it is complete, and sends every other update only."""
 
@@ -249,7 +238,6 @@ class KeepsSome(Sound):
                 me.record_update(peer)
 
 
-@dataclass(frozen=True)
 class CountsTwice(Sound):
     claims: ClassVar[Traits] = Traits(delivery="partial", survives=True, results=("mean",))
 
@@ -258,7 +246,6 @@ class CountsTwice(Sound):
         me.record_round()
 
 
-@dataclass(frozen=True)
 class LeavesUnread(Broadcast):
     """Records what it should, but does not wait for what is still in flight."""
 
@@ -272,7 +259,6 @@ class LeavesUnread(Broadcast):
         me.leave(peers=True)
 
 
-@dataclass(frozen=True)
 class LosesAPush(ParameterServer):
     """A server that answers the last push of worker 1, but loses the gradient in it."""
 
@@ -282,7 +268,6 @@ class LosesAPush(ParameterServer):
         super()._apply(me, state, [push for push in pushes if push not in lost])
 
 
-@dataclass(frozen=True)
 class NeverAdmits(BulkSynchronous):
     """A rule that forgets the last read of worker 1."""
 
@@ -297,23 +282,19 @@ class AnswersTooFew(ParameterServer):
     consistency: Consistency = field(default_factory=NeverAdmits)
 
 
-@dataclass(frozen=True)
 class NoResult(Sound):
     claims: ClassVar[Traits] = Traits(delivery="synchronous", survives=False, results=())
 
 
-@dataclass(frozen=True)
 class NoSuchServer(Sound):
     claims: ClassVar[Traits] = Traits(delivery="synchronous", survives=False, results=("server",))
 
 
-@dataclass(frozen=True)
 class RefusesAll(Sound):
     def check(self, workers):
         raise ConfigurationError("no")
 
 
-@dataclass(frozen=True)
 class Asynchronous(Sound):
     """Sound, were it not declared synchronous: everyone follows a server that steps on arrival."""
 
@@ -337,7 +318,6 @@ class Asynchronous(Sound):
 PARTIAL = Traits(delivery="partial", survives=False, results=("mean", "rank0"))
 
 
-@dataclass(frozen=True)
 class SendsNothing(Sound):
     claims: ClassVar[Traits] = PARTIAL
 
@@ -346,7 +326,6 @@ class SendsNothing(Sound):
             me.optimizer_step(await me.gradient())
 
 
-@dataclass(frozen=True)
 class AppliesNothing(Sound):
     """Its workers send their models, and drop what they receive."""
 
@@ -360,7 +339,6 @@ class AppliesNothing(Sound):
             me.optimizer_step(await me.gradient())
 
 
-@dataclass(frozen=True)
 class TrainsNothing(Sound):
     claims: ClassVar[Traits] = PARTIAL
 
@@ -372,7 +350,6 @@ class TrainsNothing(Sound):
                 me.params += ((await me.receive("model", peer)).payload - me.params) / 2
 
 
-@dataclass(frozen=True)
 class TakesAnotherArray(Sound):
     async def worker(self, me):
         while me.training:
@@ -395,7 +372,6 @@ class Rarely(Sound):
             me.optimizer_step(await me.gradient())
 
 
-@dataclass(frozen=True)
 class Separate(SendsNothing):
     claims: ClassVar[Traits] = Traits(delivery="partial", survives=True, results=("ensemble", "rank0"))
 
@@ -408,7 +384,6 @@ def test_exchanges_may_be_rare_and_separate_models_need_none():
     checks.check_exchanges(Rarely(period=501), 3, steps=30)
 
 
-@dataclass(frozen=True)
 class ForgetsAwait(SendsNothing):
     async def swap(self, me):
         me.params[:] = 0

@@ -32,7 +32,6 @@ def test_conforms(name):
     check_component(topology)
 
 
-@dataclass(frozen=True)
 class Wrong(RingGraph):
     def weights(self, n):
         return self.spoil(super().weights(n))
@@ -41,13 +40,11 @@ class Wrong(RingGraph):
         return weights
 
 
-@dataclass(frozen=True)
 class RowsMissOne(Wrong):
     def spoil(self, weights):
         return weights * 0.99
 
 
-@dataclass(frozen=True)
 class ColumnsMissOne(Wrong):
     def spoil(self, weights):
         first = np.zeros_like(weights)
@@ -56,31 +53,26 @@ class ColumnsMissOne(Wrong):
         return weights + first
 
 
-@dataclass(frozen=True)
 class Negative(Wrong):
     def spoil(self, weights):
         return 3 * weights - 2 * np.eye(len(weights))
 
 
-@dataclass(frozen=True)
 class OffTheEdges(Wrong):
     def spoil(self, weights):
         return np.full_like(weights, 1 / len(weights))
 
 
-@dataclass(frozen=True)
 class NeverMixes(Wrong):
     def spoil(self, weights):
         return np.eye(len(weights))
 
 
-@dataclass(frozen=True)
 class Single(Wrong):
     def spoil(self, weights):
         return weights.astype(np.float32)
 
 
-@dataclass(frozen=True)
 class Shared(RingGraph):
     answers = {}  # noqa: RUF012  the mistake itself: what it hands out is what it keeps
 
@@ -98,13 +90,11 @@ class Apart(Topology):
         return nx.empty_graph(n)
 
 
-@dataclass(frozen=True)
 class Directed(RingGraph):
     def graph(self, n):
         return nx.DiGraph(super().graph(n).edges)
 
 
-@dataclass(frozen=True)
 class BadStep(OnePeerExponentialGraph):
     def schedule(self, n):
         first, *others = super().schedule(n)
@@ -116,44 +106,37 @@ class BadStep(OnePeerExponentialGraph):
         return np.mean(self.schedule(n), axis=0)
 
 
-@dataclass(frozen=True)
 class NotItsMean(OnePeerExponentialGraph):
     def weights(self, n):
         return np.full((n, n), 1 / n) if n > 0 else super().weights(n)
 
 
-@dataclass(frozen=True)
 class FromOne(RingGraph):
     def graph(self, n):
         return nx.relabel_nodes(nx.cycle_graph(n) if n > 0 else super().graph(n), {i: i + 1 for i in range(n)})
 
 
-@dataclass(frozen=True)
 class Looped(RingGraph):
     def graph(self, n):
         graph = super().graph(n)
         return replace(graph, edges=(*graph.edges, (0, 0)))
 
 
-@dataclass(frozen=True)
 class OneWay(RingGraph):
     def neighbors(self, n, rank):
         return [j for j in super().neighbors(n, rank) if j > rank]
 
 
-@dataclass(frozen=True)
 class TakesNobody(RingGraph):
     def graph(self, n):
         return super().graph(max(n, 1))
 
 
-@dataclass(frozen=True)
 class CrashesOnNobody(RingGraph):
     def graph(self, n):
         return nx.cycle_graph(n) if 1 / n else None
 
 
-@dataclass(frozen=True)
 class RefusesAll(RingGraph):
     def graph(self, n):
         raise ConfigurationError("not today")
@@ -187,7 +170,6 @@ def test_wrong_topology_is_caught(wrong, complaint):
 
 
 def test_other_weights_pass_where_they_are_declared():
-    @dataclass(frozen=True)
     class Uniform(StarGraph):
         """Each row gives equal weight to everyone heard: row-stochastic only."""
 

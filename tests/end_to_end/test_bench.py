@@ -25,8 +25,6 @@ from flockstep_lab.bench.interleaved import Measurement, measure_interleaved
 from flockstep_lab.cli.bench import LEGEND, rows_of
 from support.matrix import few
 
-ORDINARY = ["ring", "recursive_doubling"]
-
 
 def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = run(arguments)

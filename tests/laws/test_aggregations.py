@@ -188,34 +188,6 @@ def test_bounds_are_checked_before_anything_starts(text, n, words):
         Strategy.parse(f"ps(bsp, aggregation={text})").check(n)
 
 
-@pytest.mark.parametrize("text", ["trimmed_mean(-1)", "krum(-1)", "multi_krum(1, 0)", "geometric_median(nu=0)",
-                                  "geometric_median(iterations=0)", "centered_clipping(0)",
-                                  "centered_clipping(inf)", "centered_clipping(1, 0)"])  # fmt: skip
-def test_parameters_are_checked(text):
-    with pytest.raises(ConfigurationError, match=r"use |is krum|0 is"):
-        rule(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ps(asynchronous, aggregation=median)", "one gradient from each worker.*k_async"),
-        ("ps(softsync(2), aggregation=median)", "several from one worker.*k_sync"),
-        ("ps(ssp(3), aggregation=krum)", "one gradient from each worker"),
-        ("ps(k_batch_sync(3), aggregation=median)", "several from one worker"),
-        ("ps(bsp, shards=2, aggregation=krum)", "shards=1.*median"),
-        ("ps(bsp, codec=topk(0.1), aggregation=median)", "0 for most elements.*multi_krum"),
-        ("ps(bsp, filters=(kkt(0.1),), aggregation=median)", "filters"),
-        ("ps(bsp, server_update=staleness_scaled, aggregation=median)", "weights.*plain"),
-        ("scatter_reduce(aggregation=krum)", "compares whole gradients.*median"),
-        ("all_reduce(aggregation=median)", "an argument of ps, dpsgd, scatter_reduce, factor_server"),
-    ],
-)
-def test_what_does_not_compose_is_refused_with_what_does(text, words):
-    with pytest.raises(ConfigurationError, match=words):
-        Strategy.parse(text)
-
-
 # ---- parameter servers
 
 

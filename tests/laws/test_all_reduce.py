@@ -46,7 +46,6 @@ def test_time_changes_no_bit(compute, network):
     assert equal_bits(run_strategy("all_reduce", 3, STEPS, compute=compute, network=network).result, oracle(3))
 
 
-@dataclass(frozen=True)
 class SumNotMean(AllReduce):
     """Negative control: the sum of the gradients."""
 
@@ -57,7 +56,6 @@ class SumNotMean(AllReduce):
             me.optimizer_step(gradient)
 
 
-@dataclass(frozen=True)
 class MeanOfHalves(AllReduce):
     """Negative control: the right mean, divided before it is summed, which rounds differently for n = 3."""
 

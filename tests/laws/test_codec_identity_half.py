@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -72,7 +71,6 @@ def test_residual_loses_nothing():
 
 
 def test_residual_refuses_what_is_no_contraction():
-    @dataclass(frozen=True)
     class Expands(Half):
         contraction: ClassVar[bool] = False
 
@@ -88,7 +86,6 @@ def test_no_feedback_keeps_nothing():
     assert data.size == 2
 
 
-@dataclass(frozen=True)
 class Truncates(Half):
     """Wrong codec: rounds toward zero instead of to the nearest value."""
 
@@ -98,7 +95,6 @@ class Truncates(Half):
         return np.where(off, np.nextafter(nearest, np.float16(0)), nearest).view(np.uint8)
 
 
-@dataclass(frozen=True)
 class LosesSign(Identity):
     """Wrong codec: negative zero becomes positive zero."""
 
@@ -114,7 +110,6 @@ def test_a_broken_rounding_and_a_lost_sign_are_caught():
     assert LosesSign().decode(LosesSign().encode(array, rng()), 1, "float32").tobytes() != array.tobytes()
 
 
-@dataclass(frozen=True)
 class Forgets(Residual):
     """Wrong feedback: drops a tenth of the error in every step."""
 
@@ -123,7 +118,6 @@ class Forgets(Residual):
         return data, error * np.float32(0.9)
 
 
-@dataclass(frozen=True)
 class Keeps(NoFeedback):
     """Wrong feedback: keeps an error that the codec has already sent."""
 
@@ -142,7 +136,6 @@ def test_a_feedback_that_forgets_or_keeps_is_caught():
     assert again.tobytes() != data.tobytes()
 
 
-@dataclass(frozen=True)
 class Coarse(Half):
     """Wrong codec: keeps sign and exponent only."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -47,7 +45,6 @@ def test_adacomp_is_algorithm_2():
     assert follows_algorithm_2(AdaComp(50))
 
 
-@dataclass(frozen=True)
 class WithoutH(AdaComp):
     """Wrong codec: compares G instead of H with the largest magnitude."""
 
@@ -98,7 +95,6 @@ def test_by_size_leaves_small_tensors_and_vectors_as_they_are():
 
 @pytest.mark.negative_control("codec:by_size")
 def test_a_by_size_that_compresses_vectors_is_noticed():
-    @dataclass(frozen=True)
     class Blind(BySize):
         def _for(self, shape):
             return self.of(int(np.prod(shape)))

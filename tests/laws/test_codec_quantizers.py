@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from flockstep.codecs.one_bit import OneBit
 from flockstep.codecs.qsgd import Qsgd
 from flockstep.codecs.sign import Sign
 from flockstep.codecs.terngrad import TernGrad
-from flockstep.errors import ConfigurationError
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import bound_codec
 from flockstep.testing.codecs import check_codec
@@ -213,26 +211,9 @@ def test_only_a_small_variance_makes_qsgd_a_contraction_and_damping_does_otherwi
 # settings
 
 
-@pytest.mark.parametrize(
-    ("made", "complaint"),
-    [
-        (lambda: Int8(block=0), "block of int8 must be >= 1"),
-        (lambda: Qsgd(levels=0), "1 to 127"),
-        (lambda: Qsgd(levels=128), "1 to 127"),
-        (lambda: Qsgd(bucket=12), "multiple of 8"),
-        (lambda: TernGrad(clip=0.5), "clip of terngrad must be >= 1"),
-        (lambda: TernGrad(clip=math.nan), "clip of terngrad must be >= 1"),
-    ],
-)
-def test_impossible_settings_are_refused(made, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        made()
-
-
 # broken on purpose
 
 
-@dataclass(frozen=True)
 class RoundsDown(Int8):
     """Wrong codec: rounds every value down."""
 
@@ -240,7 +221,6 @@ class RoundsDown(Int8):
         return super().encode(array - np.abs(array).max(initial=0) / 200, random)
 
 
-@dataclass(frozen=True)
 class TooBold(Qsgd):
     """Wrong codec: decodes values a quarter larger than those sent."""
 
@@ -249,7 +229,6 @@ class TooBold(Qsgd):
         return step * 1.25, codes
 
 
-@dataclass(frozen=True)
 class OneMean(OneBit):
     """Wrong codec: uses the mean of all magnitudes for both signs."""
 
@@ -258,7 +237,6 @@ class OneMean(OneBit):
         return np.stack([(means[0] - means[1]) / 2, (means[1] - means[0]) / 2])
 
 
-@dataclass(frozen=True)
 class LargestScale(Sign):
     """Wrong codec: scales by the largest magnitude instead of the mean."""
 
@@ -266,7 +244,6 @@ class LargestScale(Sign):
         return 1.5 * super().uncoded(data, size, dtype)
 
 
-@dataclass(frozen=True)
 class ClaimsUnbiased(TernGrad):
     """Wrong codec: clips values and declares itself unbiased."""
 
@@ -275,7 +252,6 @@ class ClaimsUnbiased(TernGrad):
         return True
 
 
-@dataclass(frozen=True)
 class AlwaysUp(Natural):
     """Wrong codec: always rounds to the larger power of two."""
 
@@ -283,7 +259,6 @@ class AlwaysUp(Natural):
         return super().coded(np.ldexp(np.float32(1), np.frexp(floats)[1]).astype(floats.dtype), random)
 
 
-@dataclass(frozen=True)
 class Truncates(Bfloat16):
     """Wrong codec: drops the lower half of the bits."""
 

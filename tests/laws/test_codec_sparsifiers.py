@@ -15,7 +15,7 @@ from flockstep.codecs.half import Half
 from flockstep.codecs.random_subset import RandomK
 from flockstep.codecs.threshold import Threshold
 from flockstep.codecs.top import TopK
-from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
+from flockstep.errors import CompositionError, ProtocolError
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import bound_codec, check_composition
 from support.codecs import normal, rng, squared, top, trip
@@ -34,7 +34,6 @@ def test_topk_sends_the_largest():
     assert agrees_with_the_definition(TopK(0.2))
 
 
-@dataclass(frozen=True)
 class FirstK(TopK):
     """Wrong codec: sends the first elements instead of the largest."""
 
@@ -91,7 +90,6 @@ def test_random_k_sends_every_element_as_often():
     assert holds_random_k(RandomK(0.1, scaled=True))
 
 
-@dataclass(frozen=True)
 class Sticky(RandomK):
     """Wrong codec: chooses the same subset in every step."""
 
@@ -111,7 +109,6 @@ def test_threshold_sends_what_is_beyond_it():
         assert np.array_equal(trip(Threshold(t), x), np.where(np.abs(x) > np.float32(t), x, 0))
 
 
-@dataclass(frozen=True)
 class Inclusive(Threshold):
     """Wrong codec: sends elements with |x| = t too."""
 
@@ -171,7 +168,6 @@ def test_dgc_is_sampled_topk_that_warms_up():
 
 @pytest.mark.negative_control("codec:dgc")
 def test_a_dgc_that_does_not_warm_up_is_noticed():
-    @dataclass(frozen=True)
     class Cold(Dgc):
         def bind_step(self, step):
             return replace(self, warmup=0)
@@ -258,26 +254,9 @@ def test_large_tensors_give_the_bytes_of_large_arrays(text, dtype):
     assert codec.encode(tensor, rng(4)).numpy().tobytes() == data.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "rule"),
-    [
-        ("topk(0)", "a ratio > 0 and <= 1, got 0"),
-        ("topk(1.5)", "a ratio > 0 and <= 1, got 1.5"),
-        ("topk(bucket=-1)", r"a bucket from 0 to 2\^24 elements, got -1"),
-        ("topk(sampled=true, bucket=8)", "sample only without buckets, got sample and bucket"),
-        ("threshold(-1)", "a finite t >= 0, got -1"),
-        ("dgc(warmup=-1)", "a warmup >= 0 steps, got -1"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(wrong, rule):
-    with pytest.raises(ConfigurationError, match=rule):
-        Codec.parse(wrong)
-
-
 def test_scaled_random_k_is_damped_under_feedback_and_a_values_codec_may_forbid_it():
     assert str(bound_codec(RandomK(scaled=True), Residual(), ((100,),), 0)).startswith("Damped")
 
-    @dataclass(frozen=True)
     class Wild(Half):
         @property
         def contraction(self):

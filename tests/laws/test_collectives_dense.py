@@ -196,7 +196,6 @@ def test_a_dead_worker_or_a_lost_message_is_noticed(name, fault):
         summed(collective, arrays(4, 12, steps=30), compute="constant(0.1)", network="1gbit", faults=[what])
 
 
-@dataclass(frozen=True)
 class WrongPartner(RecursiveDoubling):
     """Negative control: in the last round the partner is one's neighbor again."""
 
@@ -206,7 +205,6 @@ class WrongPartner(RecursiveDoubling):
             array += await me.receive_array("double", me.rank ^ distance)
 
 
-@dataclass(frozen=True)
 class MissingHop(Pipelined):
     """Negative control: the last chunk does not come back."""
 

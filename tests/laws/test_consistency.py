@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from flockstep.messages import server
@@ -14,8 +12,6 @@ from flockstep.strategies.consistency import (
     Asynchronous,
     BulkSynchronous,
     Consistency,
-    ConsistencyView,
-    Push,
     StaleSynchronous,
 )
 from flockstep.strategies.parameter_server import ParameterServer
@@ -115,7 +111,6 @@ def test_staleness_is_bounded(s):
     assert max(event.staleness for event in late.of(UpdateEvent)) > 3 * 2
 
 
-@dataclass(frozen=True)
 class Eager(StaleSynchronous):
     """Negative control: applies everything on arrival, also what the slowest may not see yet."""
 
@@ -123,7 +118,6 @@ class Eager(StaleSynchronous):
         return [[push] for push in pending]
 
 
-@dataclass(frozen=True)
 class Late(StaleSynchronous):
     """Negative control: applies what everyone has pushed only, so that a reader misses its own updates."""
 
@@ -131,7 +125,6 @@ class Late(StaleSynchronous):
         return BulkSynchronous().released(pending, view)
 
 
-@dataclass(frozen=True)
 class OneMore(StaleSynchronous):
     """Negative control: admits one clock too far."""
 
@@ -177,18 +170,3 @@ def test_a_bound_that_never_binds_is_asynchronous_in_every_bit_and_moment(networ
     assert one.events != bound.events
     assert not equal_bits(one.result, mean.result)
     assert one.seconds == mean.seconds
-
-
-def pushed(timestamps):
-    return [Push(rank, t, 0, 0.1, np.zeros(1)) for t, rank in timestamps]
-
-
-def seen(slowest):
-    """A server whose slowest clock has just moved to `slowest`."""
-    return ConsistencyView(slowest, 5, 5, 0, 0, {}, np.zeros(1), {}, True, lambda rank: False)
-
-
-def test_delivery_guarantees():
-    rules = (BulkSynchronous(), StaleSynchronous(0), StaleSynchronous(1), Asynchronous())
-    assert [rule.delivery for rule in rules] == ["synchronous", "synchronous", "bounded delay", "unbounded delay"]
-    assert [rule.survives for rule in rules] == [False, False, True, True]

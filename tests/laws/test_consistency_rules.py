@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.errors import CompositionError, ConfigurationError, PeerLost
+from flockstep.errors import PeerLost
 from flockstep.messages import MASTER
 from flockstep.records.events import StepEvent
-from flockstep.strategies.base import Strategy
-from flockstep.strategies.consistency import Asynchronous, Consistency
-from flockstep.strategies.consistency.bounded_delay import BoundedDelay
-from flockstep.strategies.consistency.first_of import BackupWorkers, KSync
-from flockstep.strategies.consistency.k_async import KAsync, KBatchAsync
-from flockstep.strategies.consistency.softsync import SoftSync
-from flockstep.strategies.consistency.stale_synchronous import EagerStaleSynchronous
-from flockstep.strategies.consistency.value_bound import ValueBound
-from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import run_strategy
 
 
@@ -42,50 +33,3 @@ def test_as_many_may_die_as_there_are_backups():
         PeerLost, match="a step takes the gradients of 4 workers, but 2 of 5 workers are lost; configure fewer"
     ):
         run_strategy("ps(backup(1))", 5, 30, faults=["dies(1, 0.3)", "dies(2, 0.4)"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "complaint"),
-    [
-        (BackupWorkers, (-1,), "b must be >= 0 backup workers, got -1"),
-        (BoundedDelay, (-1,), "tau must be >= 0 tasks, got -1"),
-        (EagerStaleSynchronous, (-1,), "got -1; use asynchronous for no bound"),
-        (KAsync, (0,), "k must be >= 1 gradients, got 0"),
-        (SoftSync, (0,), "n must be >= 1, got 0"),
-        (ValueBound, (0.0,), "delta must be > 0, got 0.0"),
-        (ValueBound, (float("nan"),), "delta must be > 0, got nan"),
-    ],
-)
-def test_impossible_settings_are_refused(kind, arguments, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        kind(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("rule", "complaint"),
-    [
-        (BackupWorkers(4), "b=4 leaves 0 gradients for a step"),
-        (KSync(5), "k=5, but the number must be >= 1 and <= 4"),
-        (KSync(0), "k=0, but the number must be >= 1 and <= 4"),
-        (KAsync(5), "k must be <= 4, the number of workers, got 5"),
-        (SoftSync(5), "n must be <= 4, the number of workers, got 5"),
-    ],
-    ids=str,
-)
-def test_more_than_there_are_workers_is_refused(rule, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        ParameterServer(rule).check(4)
-
-
-def test_classes_and_who_can_be_sharded():
-    classes = {rule: Consistency.parse(rule).delivery for rule in ("backup(1)", "k_sync(2)", "softsync(1)", "essp(1)")}
-    assert classes == {
-        "backup(1)": "partial",
-        "k_sync(2)": "partial",
-        "softsync(1)": "unbounded delay",
-        "essp(1)": "bounded delay",
-    }
-    assert KBatchAsync(3).survives
-    with pytest.raises(CompositionError, match="use shards=1"):
-        Strategy.parse("ps(backup(1), shards=2)")
-    assert Asynchronous().delivery == "unbounded delay"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.records.events import StepEvent
-from flockstep.strategies.base import Strategy, TaxonomyEntry
+from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.easgd_sync import SynchronousElasticAveraging
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
@@ -73,7 +70,6 @@ def test_the_exchange_is_over_before_the_gradient_is():
     assert np.allclose(times, 0.05 * np.arange(1, 11), rtol=0, atol=1e-9)
 
 
-@dataclass(frozen=True)
 class GaussSeidel(SynchronousElasticAveraging):
     """Negative control: the center moves for one worker after the other, each of which sees where it is by then."""
 
@@ -89,7 +85,6 @@ class GaussSeidel(SynchronousElasticAveraging):
                 here.clear()
 
 
-@dataclass(frozen=True)
 class AfterTheStep(SynchronousElasticAveraging):
     """Negative control: the elastic move is that of the point after the gradient step."""
 
@@ -106,17 +101,6 @@ def test_the_oracle_notices_another_order(broken):
     expected = oracle(3, 1, 0.3, 15)
     assert agrees(SynchronousElasticAveraging(1, 0.3), expected, 3)
     assert not agrees(broken(1, 0.3), expected, 3)
-
-
-def test_a_center_that_would_overshoot_is_refused():
-    with pytest.raises(ConfigurationError, match=r"beta = workers × alpha must be <= 1, got 4 × 0.3; use alpha=0.225"):
-        run_strategy("easgd_sync(1, 0.3)", 4)
-
-
-@pytest.mark.parametrize("text", ["easgd_sync(0)", "easgd_sync(1, -0.1)", "easgd_sync(1, 1.1)"])
-def test_what_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
-        Strategy.parse(text)
 
 
 def test_its_cell():

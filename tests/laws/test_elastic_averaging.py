@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Strategy
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 from flockstep_lab.claims.a05_easgd_stability import one_round
@@ -56,12 +53,6 @@ def test_equals_the_oracle(n, period, alpha, optimizer, order):
     assert all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
 
 
-@pytest.mark.parametrize("text", ["easgd(0)", "easgd(1, -0.1)", "easgd(1, 0.51)", "easgd(1, 1.01, paper)"])
-def test_what_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigurationError, match=r"must be .*, got .*; .*usual"):
-        Strategy.parse(text)
-
-
 @pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (21, 5), (3, 10)])
 def test_each_exchange_moves_two_models(steps, period):
     run = run_strategy(f"easgd({period})", 3, steps)
@@ -94,7 +85,6 @@ def test_exchanges_conserve_the_sum_of_replicas_and_center(n, network, order):
     assert not kept(f"easgd(4, 0.5, {order})", whole, network=network).any()
 
 
-@dataclass(frozen=True)
 class OneSided(ElasticAveraging):
     """Negative control: the workers are drawn to the center and do not draw it."""
 
@@ -104,7 +94,6 @@ class OneSided(ElasticAveraging):
                 me.reply(message, me.params)
 
 
-@dataclass(frozen=True)
 class Unequal(ElasticAveraging):
     """Negative control: the center moves by beta = alpha / 2."""
 
@@ -178,11 +167,3 @@ def test_the_center_moves_by_beta():
     run = run_strategy("easgd(1, 0.4, beta=0.1)", 1, 1, job=STILL, replicas=start)
     assert run.server == pytest.approx(0.1 * start[0], rel=1e-12)
     assert run.replicas[0] == pytest.approx(0.6 * start[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("beta", [-0.1, 0.2])
-def test_a_center_faster_than_the_workers_is_refused(beta):
-    with pytest.raises(
-        ConfigurationError, match=r"beta must be in \[0, alpha\] = \[0, 0.1\], got .*; leave it out for alpha"
-    ):
-        ElasticAveraging(beta=beta)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -72,7 +70,6 @@ def test_it_is_the_published_recursion(nesterov, masking):
     assert agrees(Momentum(0.9, nesterov, masking))
 
 
-@dataclass(frozen=True)
 class KeepsMomentum(Momentum):
     """Wrong feedback: does not mask u."""
 
@@ -127,7 +124,6 @@ def test_gradients_are_clipped_to_their_senders_share():
 
 
 def test_composition_and_settings():
-    @dataclass(frozen=True)
     class Wild(Half):
         @property
         def contraction(self):

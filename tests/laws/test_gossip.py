@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -141,7 +140,6 @@ def test_a_worker_sends_one_model_with_probability_p(p):
     assert len(receivers) == (n * (n - 1) if p else 0)
 
 
-@dataclass(frozen=True)
 class KeepsItsMass(Gossip):
     """Negative control: sends half of its mass and keeps all of it."""
 
@@ -157,7 +155,6 @@ class KeepsItsMass(Gossip):
         await super().worker(me)
 
 
-@dataclass(frozen=True)
 class EqualWeights(Gossip):
     """Negative control: rows sum to one, columns do not: the receiver averages half and half whatever the mass."""
 

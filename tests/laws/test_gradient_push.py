@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -62,7 +61,6 @@ def test_equals_the_oracle(topology, tau):
     assert np.ptp(omega) > 0.1 or topology != UNEVEN
 
 
-@dataclass(frozen=True)
 class AtTheNumerator(GradientPush):
     """Negative control: takes gradients at x instead of at z = x / omega."""
 
@@ -145,7 +143,6 @@ def test_one_peer_exponential_averages_exactly_in_log_n_steps(rounds):
     assert before is None or not (before.replicas == start.mean(0)).all()
 
 
-@dataclass(frozen=True)
 class Inflates(GradientPush):
     """Negative control: hands over more mass than it parts with."""
 
@@ -165,15 +162,7 @@ def test_the_mass_notices_a_cheat():
     assert max(run.simulation.totals) > 4 * UNIT
 
 
-def test_a_graph_with_one_way_and_undirected_edges_is_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"edges must be a list like '0-1 1-2:0.25', or '0>1 1>0' for one direction, got"
-    ):
-        run_strategy("sgp(graph('0>1:0.2 1>2:0.3 2>3:0.4 3>0:0.5 0-0:1'))", 4, 2)
-
-
 def test_rows_are_not_enough():
-    @dataclass(frozen=True)
     class RowsOnly(type(Topology.parse("ring"))):
         def weights(self, n):
             weights = super().weights(n)
@@ -191,11 +180,6 @@ def test_a_worker_that_gives_everything_away_is_refused():
     everything = "graph('0>1:1 1>2:0.5 2>3:0.5 3>0:0.5')"
     with pytest.raises(ConfigurationError, match=r"needs workers that keep part of their own weight, got .* sends all"):
         run_strategy(f"sgp({everything})", 4, 2)
-
-
-def test_a_negative_delay_is_refused():
-    with pytest.raises(ConfigurationError, match="tau must be >= 0 steps, got -1; use 1"):
-        GradientPush(tau=-1)
 
 
 @pytest.mark.parametrize(("tau", "step"), [(0, 1.6), (1, 1.0), (2, 1.0)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +99,6 @@ class Written(np.ndarray):
         super().__setitem__(index, value)
 
 
-@dataclass(frozen=True)
 class Overtaken(Hogwild):
     """Writes back what it had read before it computed: what others did meanwhile is lost, as in a race."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,7 +75,6 @@ def test_an_average_keeps_the_mean():
     assert np.array_equal(run.replicas[0], whole.mean(0))
 
 
-@dataclass(frozen=True)
 class TakesOne(LocalSGD):
     """Negative control: everyone takes the parameters of worker 0, so the mean is lost."""
 

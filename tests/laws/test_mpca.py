@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.errors import PeerLost
 from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Strategy, TaxonomyEntry
+from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.mpca import MpcaState, PenalizedAveraging
 from flockstep.strategies.tree_server import family
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
@@ -100,7 +100,6 @@ def test_computing_never_waits(network):
     assert waits("mpca", network) < 1e-9
 
 
-@dataclass(frozen=True)
 class WaitsForRounds(PenalizedAveraging):
     """Negative control: waits for the end of each round."""
 
@@ -115,7 +114,6 @@ def test_who_waits_for_rounds_is_noticed():
     assert waits(WaitsForRounds(), "100mbit") > 1e-3
 
 
-@dataclass(frozen=True)
 class Straight(PenalizedAveraging):
     """Every replica moves along a line of its own; keeps (step, ŵ, age of the average in steps)."""
 
@@ -153,7 +151,6 @@ def test_a_linear_trajectory_is_extrapolated_exactly():
     assert all(error == 0 for step, _, error in found if step >= 3)
 
 
-@dataclass(frozen=True)
 class OnArrival(Straight):
     """Negative control: takes the average for one of the replicas as they are when it arrives."""
 
@@ -168,7 +165,6 @@ def test_the_line_notices_an_average_of_the_wrong_time():
     assert min(error for step, _, error in errors(OnArrival(1, 1)) if step >= 30) > 0
 
 
-@dataclass(frozen=True)
 class Attracted(PenalizedAveraging):
     """Negative control: the penalty pushes away."""
 
@@ -203,12 +199,6 @@ def test_the_last_round_averages_the_final_replicas(n, network):
 def test_a_dead_worker_ends_the_run():
     with pytest.raises(PeerLost, match="worker 1 died"):
         run_strategy("mpca", 3, 40, faults=["dies(1, 0.3)"])
-
-
-@pytest.mark.parametrize("text", ["mpca(-0.1)", "mpca(inf)", "mpca(gamma=1.1)", "mpca(gamma=-1)"])
-def test_what_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
-        Strategy.parse(text)
 
 
 def test_its_cell():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,7 +38,6 @@ def oracle(topology, n, steps, optimizer="sgd(lr=0.1)"):
     return w
 
 
-@dataclass(frozen=True)
 class InTurns(RingGraph):
     """The even edges of a ring and its odd ones, in turns: everyone has one neighbor at a time."""
 
@@ -133,7 +132,6 @@ def test_models_travel_while_gradients_are_computed(seconds, latency):
     assert one_after_the_other == pytest.approx(10 * (seconds + 2 * 5 * latency))
 
 
-@dataclass(frozen=True)
 class RowsOnly(RingGraph):
     """Everyone gives worker 0 twice the weight of others: rows sum to one, columns do not."""
 
@@ -143,7 +141,6 @@ class RowsOnly(RingGraph):
         return weights / weights.sum(1, keepdims=True)
 
 
-@dataclass(frozen=True)
 class ColumnsOnly(RowsOnly):
     def weights(self, n):
         return super().weights(n).T
@@ -157,7 +154,6 @@ def test_weights_that_lose_the_mean_are_refused(topology):
         run_strategy(NeighborAveraging(topology), 4, 2)
 
 
-@dataclass(frozen=True)
 class MixesLast(NeighborAveraging):
     """Negative control: mixes models that have stepped already."""
 
@@ -233,7 +229,6 @@ def test_new_edges_keep_the_mean_of_the_living(steps):
     assert np.abs(means[0] - means[1]).max() < 1e-15
 
 
-@dataclass(frozen=True)
 class OneSided(NeighborAveraging):
     """Negative control: only the lower rank of a new edge moves."""
 
@@ -256,7 +251,6 @@ def test_the_mean_of_the_living_notices_a_new_edge_that_goes_one_way():
     assert np.abs(means[0] - means[1]).max() > 1e-3
 
 
-@dataclass(frozen=True)
 class NeverRewires(NeighborAveraging):
     """Negative control: leaves the gap open."""
 

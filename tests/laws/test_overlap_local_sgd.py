@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
 from flockstep.strategies.overlap_local_sgd import OverlapLocalSGD
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 from support.averaging import local_steps, ring_mean
@@ -41,7 +38,6 @@ def test_equals_the_oracle(n, steps, period, alpha, beta):
         assert equal_bits(replica, expected)
 
 
-@dataclass(frozen=True)
 class Jumps(OverlapLocalSGD):
     """Wrong: waits for the average that it has just begun."""
 
@@ -72,12 +68,3 @@ def test_averages_are_hidden_behind_local_steps():
     )
     assert local - alone > 0.1
     assert overlapped - alone < 0.3 * (local - alone), "all but the last is hidden"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [((0,), "period must be >= 1"), ((5, 1.5), "alpha must be in"), ((5, 0.5, 1.0), "beta must be in")],
-)
-def test_bad_settings_are_refused(arguments, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        OverlapLocalSGD(*arguments)

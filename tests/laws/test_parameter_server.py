@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -144,10 +143,6 @@ def decayed(rank, step):
     return 0.1 / (1 + rank) / step
 
 
-def replies(run):
-    return [entry for entry in run.simulation.log if isinstance(entry, Sent) and entry.message.reply_to]
-
-
 def replay(run, lr):
     """An asynchronous run again, from the order in which updates and replies happened; counts what it compared."""
     n = run.simulation.plan.cluster.workers
@@ -222,7 +217,6 @@ def test_staleness_adds_up_to_the_gradients_in_flight(network, compute):
         assert sum(staleness for staleness, _ in counts) == sum(others for _, others in counts)
 
 
-@dataclass(frozen=True)
 class OrderOfArrival(BulkSynchronous):
     """Negative control: averages in the order in which gradients came."""
 
@@ -231,7 +225,6 @@ class OrderOfArrival(BulkSynchronous):
         return [group] if group else []
 
 
-@dataclass(frozen=True)
 class OneTooFew(Asynchronous):
     """Negative control: holds each gradient back until the next comes."""
 
@@ -239,7 +232,6 @@ class OneTooFew(Asynchronous):
         return [[push] for push in pending[:-1]]
 
 
-@dataclass(frozen=True)
 class StaleAnswers(ParameterServer):
     """Negative control: answers with what it was asked for the first time."""
 

@@ -255,23 +255,6 @@ def test_a_schedule_that_cannot_be_executed_is_refused() -> None:
         registry._TABLE["pipeline_schedule"].pop("impatient")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("pipeline(0)", "stages of pipeline must be >= 1, got 0"),
-        ("pipeline(4, gpipe, 0)", "microbatches of pipeline must be >= 1, got 0"),
-        ("pipeline(4, interleaved(1), 8)", "chunks of interleaved must be >= 2, got 1; use 1f1b"),
-        ("pipeline(4, interleaved, 6)", "a multiple of the 4 stages for interleaved.chunks=2., got 6; use 8"),
-        ("pipeline(4, pipedream, 2)", "microbatches must be 1 for pipedream, which .* got 2; use pipedream_2bw"),
-        ("pipeline(4, ddg, 2)", "microbatches must be 1 for ddg, which .* got 2; use pipedream_2bw"),
-        ("pipeline(4, pipedream_2bw, 3)", "must be >= the 4 stages for pipedream_2bw, .* got 3; use 4 or more"),
-    ],
-)
-def test_values_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Partition.parse(text)
-
-
 def test_a_pipeline_is_written_as_its_papers_write_it() -> None:
     pipeline = Pipeline(4, OneForwardOneBackward(), 8)
     assert Partition.parse("pipeline(4, schedule=1f1b, microbatches=8)") == pipeline

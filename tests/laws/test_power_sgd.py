@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -22,7 +20,6 @@ FEATURES, CLASSES = 14, 9
 STEPS = 12
 
 
-@dataclass(frozen=True)
 class OtherFeedback(Residual):
     """A user's own feedback."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -122,7 +122,6 @@ def test_the_mass_of_gossip_is_kept_exactly_and_with_it_the_weighted_mean() -> N
         assert np.abs(run.replicas.mean(0) - masses @ run.replicas).max() > 1e-3
 
 
-@dataclass(frozen=True)
 class Unweighted(Gossip):
     """Negative control: a rule that forgets the masses."""
 
@@ -146,7 +145,6 @@ def test_push_sum_goes_on_with_mass_one_each_at_the_mean_of_all_mass() -> None:
         assert np.abs(mean(states) - x / omega).max() < 1e-6
 
 
-@dataclass(frozen=True)
 class FromTheMean(ElasticAveraging):
     """Negative control: all replicas begin at the center."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -85,7 +84,6 @@ def test_a_codec_that_may_diverge_is_refused():
         ScatterReduce(Unsafe(), Residual())
 
 
-@dataclass(frozen=True)
 class FreshOptimizer(ScatterReduce):
     """Negative control: an owner forgets its slice's optimizer state at every step."""
 
@@ -149,7 +147,6 @@ def test_slice_servers_answer_every_push_and_end_with_one_model(n):
     assert set(run.deliveries().values()) == {STEPS}
 
 
-@dataclass(frozen=True)
 class SkipsOwn(SliceServers):
     """Negative control: an owner leaves its own gradient out."""
 

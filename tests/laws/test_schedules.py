@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from flockstep import registry
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent
@@ -135,7 +135,6 @@ def test_a_run_without_the_schedule_is_noticed(schedule):
     assert np.abs(without.result - expected).max() > 1e-3
 
 
-@dataclass(frozen=True)
 class Late(Cosine):
     """Wrong schedule: the warm-up ends one epoch late."""
 
@@ -143,7 +142,6 @@ class Late(Cosine):
         return super().factor(max(0.0, epoch - 1), run)
 
 
-@dataclass(frozen=True)
 class Abrupt(LinearWarmup):
     """Wrong schedule: the warm-up is one jump."""
 
@@ -245,23 +243,3 @@ def test_factors_of_gradients_need_batches_of_one_size():
     with pytest.raises(CompositionError, match="batches of a constant size, got the schedule batch_increase"):
         run_strategy("sufficient_factors", 2, 10, schedule="batch_increase")
     run_strategy("sufficient_factors", 2, 10, schedule="goyal")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("goyal(0)", "workers of goyal must be >= 1, got 0"),
-        ("goyal(warmup=-1)", "warmup of goyal must be >= 0 epochs"),
-        ("goyal(at=(0.6, 0.5))", "at of goyal must be fractions of the run in ascending order"),
-        ("step_decay(at=(0.5, 1.0))", "at of step_decay"),
-        ("step_decay(decay=0)", "decay of step_decay must be > 0"),
-        ("constant(scale=-1)", "scale of constant must be > 0"),
-        ("cosine(floor=2)", r"floor of cosine must be in \[0, 1\], got 2"),
-        ("linear_warmup(start=0)", "start of linear_warmup must be > 0"),
-        ("batch_increase(growth=0)", "growth of batch_increase must be > 0"),
-        ("batch_increase(increases=4)", r"`increases` of batch_increase must be in \[0, 3\]"),
-    ],
-)
-def test_impossible_values_are_refused(text, sentence):
-    with pytest.raises(ConfigurationError, match=sentence):
-        Schedule.parse(text)

@@ -345,11 +345,6 @@ def test_rounding_is_not_taken_for_a_layer_that_averages_over_the_batch(model: C
     assert len(shard_torch(dataclasses.replace(job_of(model), data=data), 0, Sharded(4)).parts) == 4
 
 
-def test_a_single_shard_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"ways of sharded must be >= 2, got 1"):
-        Sharded(1)
-
-
 def test_a_batch_that_shrinks_below_the_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flockstep.runtime.plan.Batches.next", lambda self, need: np.arange(1))
     with pytest.raises(

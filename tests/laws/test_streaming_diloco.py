@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
-from flockstep.errors import ConfigurationError
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.streaming_diloco import StreamingDiloco
 from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
@@ -91,7 +89,6 @@ def test_conforms():
     check_strategy(Strategy.parse("streaming_diloco(8, 3, 2)"), workers=(3,))
 
 
-@dataclass(frozen=True)
 class SharesOneMomentum(StreamingDiloco):
     """Wrong strategy: all fragments use the optimizer state of the first."""
 
@@ -102,7 +99,6 @@ class SharesOneMomentum(StreamingDiloco):
         return fragments
 
 
-@dataclass(frozen=True)
 class TakesWhatItHasNow(StreamingDiloco):
     """Wrong strategy: starts computing the mean only when the mean is due."""
 
@@ -115,21 +111,6 @@ class TakesWhatItHasNow(StreamingDiloco):
 def test_a_broken_one_shows(kind):
     run = run_strategy(kind(8, 3, 2), 3, 30)
     assert np.abs(run.replicas - oracle(3, 30, 8, 3, 2, 0.5)).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("period=0", "period must be >= 1"),
-        ("fragments=0", "fragments must be >= 1"),
-        ("overlap=-1", "overlap must be >= 0"),
-        ("period=5, overlap=5", "below the period 5"),
-        ("alpha=1.5", "alpha must be in"),
-    ],
-)
-def test_bad_settings_are_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Strategy.parse(f"streaming_diloco({arguments})")
 
 
 @pytest.mark.oracle("strategy:streaming_diloco")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -201,7 +199,6 @@ def test_torch_layers_are_those_that_a_trial_confirms():
     assert np.allclose(packing.dense(packed[: packing.size]), dense, rtol=1e-4, atol=1e-6)
 
 
-@dataclass(frozen=True)
 class LosesOne(SufficientFactors):
     """Negative control: everyone adds up the products of all workers but the last."""
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
 from flockstep.messages import LEAVE
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Strategy, TaxonomyEntry
+from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.tree_easgd import TreeElasticAveraging
 from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, bowl_job, equal_bits, run_strategy, small_job
 
@@ -125,7 +123,6 @@ def test_everyone_absorbs_what_is_in_flight_at_the_end():
     assert isinstance(run.sent(LEAVE)[0], Sent)
 
 
-@dataclass(frozen=True)
 class Upwards(TreeElasticAveraging):
     """Negative control: parents do not tell their children."""
 
@@ -133,7 +130,6 @@ class Upwards(TreeElasticAveraging):
         return []
 
 
-@dataclass(frozen=True)
 class Overshoots(TreeElasticAveraging):
     """Negative control: beyond what was received."""
 
@@ -141,7 +137,6 @@ class Overshoots(TreeElasticAveraging):
         me.params -= (1 + self.rate) * (me.params - message.payload)
 
 
-@dataclass(frozen=True)
 class Late(TreeElasticAveraging):
     """Negative control: what came during a gradient is taken in after the step, before the model is sent on."""
 
@@ -159,14 +154,6 @@ def test_the_oracle_notices_what_is_broken(broken):
     expected = oracle(7, 2, 2, 3, 4, 0.3, 20)
     assert agrees(TreeElasticAveraging(2, 2, 3, 4, 0.3), expected)
     assert not agrees(broken(2, 2, 3, 4, 0.3), expected)
-
-
-@pytest.mark.parametrize(
-    "text", ["tree_easgd(0)", "tree_easgd(up=0)", "tree_easgd(down=0)", "tree_easgd(upper=0)", "tree_easgd(alpha=1.5)"]
-)
-def test_what_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
-        Strategy.parse(text)
 
 
 def test_its_cell():

@@ -7,7 +7,6 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.codecs.half import Half
-from flockstep.errors import CompositionError
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
@@ -86,8 +85,3 @@ def test_bytes_are_exact(n):
 )
 def test_conforms(text):
     check_strategy(Strategy.parse(text), workers=(1, 3), alone_is_plain=False)
-
-
-def test_momentum_on_both_ways_is_refused():
-    with pytest.raises(CompositionError, match="twice"):
-        Strategy.parse("two_way(half, momentum)")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import ConfigurationError
 from flockstep.simulation.compute import (
     Clock,
     ComputeModel,
@@ -197,35 +197,6 @@ def test_a_longer_gradient_holds_its_core_for_longer() -> None:
     clock = SharedCores(ConstantTime(1.0), 1).start(2, 0)
     assert [finish(clock, 0, 0.0), finish(clock, 1, 0.0, 3.0), finish(clock, 0, 1.0)] == [1.0, 4.0, 5.0]
     assert finish(ConstantTime(1.0).start(1, 0), 0, 2.0, 3.0) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("constant(-1)", "mean duration must be >= 0 and finite, got -1"),
-        ("exponential(0)", r"mean duration must be > 0 and finite, got 0; use constant\(0\)"),
-        ("exponential(inf)", "got inf"),
-        ("normal(1)", "either std or cv"),
-        ("normal(1, 1, 1)", "either std or cv"),
-        ("normal(1, -1)", "standard deviation must be >= 0"),
-        ("lognormal(1, 0)", "sigma must be > 0"),
-        ("pareto(1, 1)", "shape must be > 1"),
-        ("speeds(constant(1), ())", "at least one"),
-        ("speeds(constant(1), (1, 0))", "factor must be > 0"),
-        ("slow_spells(constant(1), 1.5, 2, 3)", r"probability must be in \[0, 1\], got 1.5"),
-        ("slow_spells(constant(1), 0.5, 0, 3)", "factor must be > 0"),
-        ("slow_spells(constant(1), 0.5, 2, 0)", "length must be >= 1"),
-        ("shared_cores(constant(1), 0)", "cores must be >= 1"),
-    ],
-)
-def test_impossible_values_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ComputeModel.parse(text)
-
-
-def test_cores_are_shared_once() -> None:
-    with pytest.raises(CompositionError, match="share cores already"):
-        SharedCores(Speeds(SharedCores(ConstantTime(1.0), 2), (1.0,)), 3)
 
 
 @pytest.mark.parametrize(("workers", "seed", "name"), [(0, 0, "workers"), (1, -1, "seed")])

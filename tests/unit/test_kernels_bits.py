@@ -6,23 +6,9 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.kernels import on_numpy
+from support.kernels import each_kind
 
 SIZES = (0, 1, 2, 7, 8, 9, 63, 64, 1000, 1025)
-
-
-def torch_kernels():
-    pytest.importorskip("torch")
-    from flockstep.arrays.kernels import on_torch
-
-    return on_torch
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def kind(request):
-    """The kernels, and the function that converts a numpy array to their kind."""
-    if request.param == "numpy":
-        return on_numpy, lambda array: array
-    return torch_kernels(), lambda array: pytest.importorskip("torch").from_numpy(array.copy())
 
 
 def plain_mixed(index, seed):
@@ -40,6 +26,7 @@ def plain_packed(codes, bits):
     return np.packbits(np.array(ones, np.uint8), bitorder="little")
 
 
+@each_kind
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
 def test_uniform_numbers_are_the_hash(kind, seed):
     k, made = kind
@@ -59,6 +46,7 @@ def test_uniform_numbers_are_uniform_and_independent():
         assert abs(np.corrcoef(u, other)[0, 1]) < 4 / np.sqrt(len(u))
 
 
+@each_kind
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("size", SIZES)
 def test_codes_are_really_packed(kind, bits, size):

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.kernels import on_numpy
+from support.kernels import each_kind
 
 FLOATS = ("float32", "float64")
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def kind(request):
-    """The kernels, and the function that converts a numpy array to their kind."""
-    if request.param == "numpy":
-        return on_numpy, lambda array: array
-    torch = pytest.importorskip("torch")
-    from flockstep.arrays.kernels import on_torch
-
-    return on_torch, lambda array: torch.from_numpy(array.copy())
 
 
 def array_of(size, dtype, seed=0):
@@ -29,6 +19,7 @@ def blocks(x, block):
     return [x[i : i + block] for i in range(0, len(x), block)]
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("size", "block"), [(0, 8), (1, 8), (7, 8), (1000, 64), (1000, 3), (2050, 1 << 62)])
 def test_scales(kind, dtype, size, block):
@@ -41,6 +32,7 @@ def test_scales(kind, dtype, size, block):
     assert np.allclose(norms, plain, rtol=2 * np.finfo(dtype).eps, atol=0)
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_scales_of_extremes(kind, dtype):
     k, made = kind
@@ -71,6 +63,7 @@ def plain_codes(k, made, x, scales, block, levels, seed):
     return np.array(codes, np.uint8)
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("seed", [-1, 77])
 @pytest.mark.parametrize(
@@ -104,6 +97,7 @@ def test_multiples_of_scales(kind, dtype, seed, size, block, levels, bits):
     assert np.array_equal(np.asarray(out), (1 + plain).astype(dtype))
 
 
+@each_kind
 def test_levels_are_finite_at_the_top_of_the_range(kind):
     k, made = kind
     top = np.finfo(np.float32).max
@@ -112,6 +106,7 @@ def test_levels_are_finite_at_the_top_of_the_range(kind):
     assert step[1] == np.float32(1) / np.float32(127)
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [0, 1, 2, 9, 1024, 70001])
 def test_signs_and_sides(kind, dtype, size):
@@ -135,6 +130,7 @@ def test_signs_and_sides(kind, dtype, size):
         assert np.array_equal(np.asarray(mine), total - values)
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(5, 3), (1, 9), (300, 7), (3, 1300)])
 def test_sides_of_columns(kind, dtype, shape):
@@ -195,6 +191,7 @@ def plain_powers(x, seed):
     return np.array(result)
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [0, 1, 9, 2050])
 def test_powers_of_two(kind, dtype, size):
@@ -214,6 +211,7 @@ def test_powers_of_two(kind, dtype, size):
     assert np.array_equal(np.asarray(out), 1 + 2 * np.asarray(decoded))
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_powers_of_two_notice_what_is_not_finite(kind, dtype, value):

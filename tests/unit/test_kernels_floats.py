@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.kernels import numpy_dtype, on_numpy
+from support.kernels import each_kind
 
 FORMATS = ("float16", "bfloat16")
 WIDE = ("float32", "float64")
@@ -52,30 +53,12 @@ def reference(x, dtype, largest=np.inf):
 
 def bits(array):
     """The words of an array of either kind."""
-    array = array if isinstance(array, np.ndarray) else array.view(getattr(torch(), f"int{8 * array.element_size()}"))
+    if not isinstance(array, np.ndarray):
+        array = array.view(getattr(pytest.importorskip("torch"), f"int{8 * array.element_size()}"))
     return np.asarray(array).view(f"u{array.itemsize}")
 
 
-def torch():
-    return pytest.importorskip("torch")
-
-
-def made_of(array):
-    """A tensor, of bfloat16 too."""
-    return torch().from_numpy(array.view(f"i{array.itemsize}").copy()).view(getattr(torch(), array.dtype.name))
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def kind(request):
-    """The kernels, and the function that converts a numpy array to their kind."""
-    if request.param == "numpy":
-        return on_numpy, lambda array: array
-    torch()
-    from flockstep.arrays.kernels import on_torch
-
-    return on_torch, made_of
-
-
+@each_kind
 @pytest.mark.parametrize("largest", ["infinite", "finite"])
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("make", [samples, between])
@@ -94,6 +77,7 @@ def test_the_rule_for_nan_is_that_of_numpy_and_ml_dtypes():
             assert np.array_equal(x.astype(numpy_dtype(dtype)).view(np.uint16), reference(x, dtype))
 
 
+@each_kind
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_widening_is_the_plain_conversion(kind, dtype, wide):
@@ -106,6 +90,7 @@ def test_widening_is_the_plain_conversion(kind, dtype, wide):
     assert np.isnan(np.asarray(seen)[nan]).all()
 
 
+@each_kind
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.5, 0.1])
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("dtype", FORMATS)

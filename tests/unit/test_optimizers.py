@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -78,12 +77,6 @@ def test_equals_torch(optimizer: Optimizer) -> None:
     assert ulps.max() <= 20  # 50 steps, each rounded a few times
 
 
-@pytest.mark.parametrize("optimizer", SETTINGS[1:], ids=NAMES[1:])
-def test_every_setting_counts(optimizer: Optimizer) -> None:
-    plain = trajectories(replace(SETTINGS[0], lr=optimizer.lr), "float64")[0]
-    assert np.abs(trajectories(optimizer, "float64")[0] - plain).max() > 1e-4
-
-
 @pytest.mark.oracle("optimizer:sgd")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_plain_sgd_is_one_product_and_one_difference(dtype: str) -> None:
@@ -139,59 +132,37 @@ def distance(ours: Optimizer, other: Optimizer) -> float:
     return float(np.abs(changing(ours) - in_numpy(other)).max())
 
 
-@pytest.mark.oracle("optimizer:sgd")
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_by_its_formula(nesterov: bool) -> None:
-    """The rate stays out of the velocity, so that it may change without a correction."""
-    optimizer = SGD(momentum=0.9, weight_decay=0.02, nesterov=nesterov)
+@pytest.mark.oracle("optimizer:sgd", "optimizer:adam", "optimizer:adamw", "optimizer:adagrad")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SGD(momentum=0.9, weight_decay=0.02),
+        SGD(momentum=0.9, weight_decay=0.02, nesterov=True),
+        Adam(beta2=0.99, weight_decay=0.1),
+        AdamW(beta2=0.99, weight_decay=0.1),
+        Adagrad(lr_decay=0.05, weight_decay=0.1),
+    ],
+    ids=str,
+)
+def test_a_step_by_its_formula(optimizer: Optimizer) -> None:
+    """The rate stays out of the velocity of sgd, so that it may change without a correction."""
     assert distance(optimizer, optimizer) < 1e-13
 
 
-@pytest.mark.negative_control("optimizer:sgd")
-def test_sgd_by_another_formula_is_noticed() -> None:
-    assert distance(SGD(momentum=0.9, nesterov=True), SGD(momentum=0.9)) > 1e-2
-    assert distance(SGD(momentum=0.9, weight_decay=0.02), SGD(momentum=0.9)) > 1e-3
-
-
-@pytest.mark.oracle("optimizer:adam")
-def test_adam_by_its_formula() -> None:
-    optimizer = Adam(beta2=0.99, weight_decay=0.1)
-    assert distance(optimizer, optimizer) < 1e-13
-
-
-@pytest.mark.negative_control("optimizer:adam")
-def test_adam_by_another_formula_is_noticed() -> None:
-    assert distance(Adam(weight_decay=0.1), AdamW(weight_decay=0.1)) > 1e-3
-    assert distance(Adam(beta2=0.5), Adam(beta2=0.999)) > 1e-2
-
-
-@pytest.mark.oracle("optimizer:adamw")
-def test_adamw_by_its_formula() -> None:
-    optimizer = AdamW(beta2=0.99, weight_decay=0.1)
-    assert distance(optimizer, optimizer) < 1e-13
-
-
-@pytest.mark.negative_control("optimizer:adamw")
-def test_adamw_by_another_formula_is_noticed() -> None:
-    assert distance(AdamW(weight_decay=0.1), Adam(weight_decay=0.1)) > 1e-3
-
-
-@pytest.mark.oracle("optimizer:adagrad")
-def test_adagrad_by_its_formula() -> None:
-    optimizer = Adagrad(lr_decay=0.05, weight_decay=0.1)
-    assert distance(optimizer, optimizer) < 1e-13
-
-
-@pytest.mark.negative_control("optimizer:adagrad")
-def test_adagrad_by_another_formula_is_noticed() -> None:
-    assert distance(Adagrad(lr_decay=0.05), Adagrad()) > 1e-3
-
-
-def test_the_step_uses_the_learning_rate_it_is_given() -> None:
-    params, gradient = np.ones(4, "float32"), np.ones(4, "float32")
-    optimizer = SGD(lr=0.5)
-    optimizer.step(params, gradient, optimizer.init(params), 0.25)
-    assert params.tolist() == [0.75] * 4
+@pytest.mark.negative_control("optimizer:sgd", "optimizer:adam", "optimizer:adamw", "optimizer:adagrad")
+@pytest.mark.parametrize(
+    ("optimizer", "other", "least"),
+    [
+        (SGD(momentum=0.9, nesterov=True), SGD(momentum=0.9), 1e-2),
+        (SGD(momentum=0.9, weight_decay=0.02), SGD(momentum=0.9), 1e-3),
+        (Adam(weight_decay=0.1), AdamW(weight_decay=0.1), 1e-3),
+        (Adam(beta2=0.5), Adam(beta2=0.999), 1e-2),
+        (AdamW(weight_decay=0.1), Adam(weight_decay=0.1), 1e-3),
+        (Adagrad(lr_decay=0.05), Adagrad(), 1e-3),
+    ],
+)
+def test_another_formula_is_noticed(optimizer: Optimizer, other: Optimizer, least: float) -> None:
+    assert distance(optimizer, other) > least
 
 
 @pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
@@ -240,40 +211,6 @@ def test_slots_have_explicit_names_and_the_length_of_the_parameters() -> None:
     assert Adagrad(initial_accumulator_value=0.5).init(params).slots["square_sum"].tolist() == [0.5] * 5
 
 
-def test_adagrad_accumulators_never_shrink() -> None:
-    optimizer, random = Adagrad(), np.random.default_rng(0)
-    params = random.normal(size=20)
-    state, before = optimizer.init(params), np.zeros(20)
-    for _ in range(10):
-        optimizer.step(params, random.normal(size=20), state, 0.1)
-        assert (state.slots["square_sum"] >= before).all()
-        before = state.slots["square_sum"].copy()
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "sentence"),
-    [
-        (SGD, {"lr": -1.0}, "lr of sgd must be >= 0 and finite, got -1.0; use for example 0.1"),
-        (SGD, {"lr": math.nan}, "lr of sgd must be"),
-        (SGD, {"momentum": -0.1}, "momentum of sgd"),
-        (SGD, {"dampening": math.inf}, "dampening of sgd"),
-        (SGD, {"weight_decay": -1e-3}, "weight_decay of sgd"),
-        (SGD, {"nesterov": True}, "needs momentum > 0 and dampening 0"),
-        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1"),
-        (Adam, {"beta1": 1.0}, r"beta1 of adam must be in \[0, 1\), got 1.0"),
-        (AdamW, {"beta2": -0.1}, "beta2 of adamw"),
-        (Adam, {"eps": 0.0}, "eps of adam must be > 0"),
-        (AdamW, {"weight_decay": math.nan}, "weight_decay of adamw"),
-        (Adagrad, {"lr_decay": -1.0}, "lr_decay of adagrad"),
-        (Adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value of adagrad"),
-        (Adagrad, {"eps": math.inf}, "eps of adagrad"),
-    ],
-)
-def test_impossible_values_are_refused(kind: type[Optimizer], values: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        kind(**values)
-
-
 def test_an_eps_that_vanishes_in_the_dtype_is_refused() -> None:
     half = np.zeros(3, "float16")
     with pytest.raises(
@@ -284,12 +221,6 @@ def test_an_eps_that_vanishes_in_the_dtype_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="eps must not round to zero"):
         Adam().init(half)
     Adam(eps=1e-4).init(half)
-
-
-@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
-def test_text_round_trip(optimizer: Optimizer) -> None:
-    assert Optimizer.parse(str(optimizer)) == optimizer
-    assert type(Optimizer.parse(str(optimizer))) is type(optimizer)
 
 
 @given(st.integers(0, 5 * BLOCK))
@@ -342,17 +273,6 @@ def test_adam_does_not_undo_a_share(optimizer: Optimizer) -> None:
         optimizer.step(params, np.array([1.0, -2.0, 0.5, 0.1, 3.0]), state, optimizer.lr, share)
         steps.append(params - np.linspace(-1, 1, 5))
     np.testing.assert_allclose(steps[1], steps[0] / 4, rtol=1e-12, atol=1e-16)
-
-
-@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
-def test_a_share_of_one_is_the_step_itself_in_every_bit(optimizer: Optimizer) -> None:
-    gradients = np.random.default_rng(1).normal(size=(5, 40)).astype("float32")
-    one, other = np.zeros(40, "float32"), np.zeros(40, "float32")
-    states = optimizer.init(one), optimizer.init(other)
-    for gradient in gradients:
-        optimizer.step(one, gradient, states[0], optimizer.lr)
-        optimizer.step(other, gradient, states[1], optimizer.lr, 1.0)
-    assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
