@@ -19,7 +19,7 @@ from flockstep.experiments.single import resume
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
-from flockstep.runtime.script_checkpoints import ScriptCheckpoints
+from flockstep.runtime.checkpoints import ScriptCheckpoints
 from flockstep.runtime.setup import JOB_FILE, digest
 from flockstep.runtime.state import from_arrays
 

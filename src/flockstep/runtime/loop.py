@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.checkpoints import manifest_of
+from flockstep.runtime.checkpoints import ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.node_creation import make_server, make_worker
@@ -50,12 +50,14 @@ from flockstep.runtime.program_restart import (
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.reports import EventSender
 from flockstep.runtime.runner import OneProcess, Runner
-from flockstep.runtime.script_checkpoints import Keeper, ScriptCheckpoints
 from flockstep.runtime.session import Session, require_side_by_side, session_of_script, sessions_here
 from flockstep.runtime.settings import compared_at, room_for, tell_servers, told
 from flockstep.runtime.signals import leave_script_to_supervisor
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import require_skippable
+
+if TYPE_CHECKING:
+    from flockstep.runtime.torch_keeper import TorchKeeper
 
 T = TypeVar("T")
 
@@ -112,7 +114,7 @@ class Loop:
         buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
         overlaps: bool = False,
         bad_gradients: BadGradientSettings = (None, None),
-        keeper: Keeper | None = None,
+        keeper: TorchKeeper | None = None,
     ):
         """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed. `bad_gradients`: action
         and largest norm for this worker's gradients; None: as `flockstep launch` says. `keeper` keeps the state of the

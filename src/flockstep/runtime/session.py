@@ -24,14 +24,13 @@ from flockstep.messages import Notes
 from flockstep.nodes import Cluster, Node, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.runtime.adoption import say_nothing_of
-from flockstep.runtime.checkpoints import load
+from flockstep.runtime.checkpoints import ScriptCheckpoints, load
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.member import BeginAgain, Member, NodeSpec, die_with, failure_of, send_to_control
 from flockstep.runtime.part_group import PartGroup
 from flockstep.runtime.program_restart import notes_of
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.replication import NOTES as REPLICAS
-from flockstep.runtime.script_checkpoints import ScriptCheckpoints
 from flockstep.strategies.base import Strategy
 
 C = TypeVar("C", bound=NodeConnection)
