@@ -273,19 +273,13 @@ class ScriptOptions(ScriptArguments):
     ).default()
 
 
+_of_jobs: tuple[type, ...] = (TrainingOptions, DistributionOptions, BadGradientOptions)
+_of_processes: tuple[type, ...] = (ProcessOptions, CheckpointOptions)
 GROUPS: Mapping[str, tuple[type, ...]] = {
-    "train": (TrainingOptions, DistributionOptions, BadGradientOptions, ProcessOptions, CheckpointOptions),
-    "simulate": (TrainingOptions, DistributionOptions, BadGradientOptions, VirtualTimeOptions),
-    "launch": (CommonOptions, BadGradientOptions, ProcessOptions, CheckpointOptions, ScriptOptions),
-    "all": (
-        TrainingOptions,
-        DistributionOptions,
-        BadGradientOptions,
-        ProcessOptions,
-        CheckpointOptions,
-        VirtualTimeOptions,
-        ScriptOptions,
-    ),
+    "train": (*_of_jobs, *_of_processes),
+    "simulate": (*_of_jobs, VirtualTimeOptions),
+    "launch": (CommonOptions, BadGradientOptions, *_of_processes, ScriptOptions),
+    "all": (*_of_jobs, *_of_processes, VirtualTimeOptions, ScriptOptions),
 }
 """Kind of run → the options that it has."""
 

@@ -48,6 +48,7 @@ FOR_JOBS = (
     "is for jobs, and a script without job() sets this itself; pass it to the script after --, as in -- --lr 0.1 (in "
     "Python, arguments=[…])"
 )
+FOR_SCRIPTS = "is for scripts; leave it out"
 IN_VIRTUAL_TIME = "has an effect in virtual time only; add --simulate (in Python, simulated=True), which needs a job"
 ON_PROCESSES = "is for real processes only; leave out either it or --simulate (in Python, simulated=True)"
 Out = Annotated[Path | str | None, Opt("Folder for the record (default: a new folder in runs/).", panel="Output")]
@@ -316,12 +317,12 @@ def refuse_idle(kind: Kind, options: CompareOptions) -> None:
     own = {name for name, _ in options_of_kind(kind)}
     simulated = {name for name, _ in options_of_kind("simulate")} | {"cluster"}
     jobs = {name for name, _ in options_of_kind("train")} | {"lr_grid"}
-    reasons = {
-        "train": dict.fromkeys(simulated - own, IN_VIRTUAL_TIME) | {"arguments": "is for scripts; leave it out"},
-        "simulate": dict.fromkeys(jobs - own - {"lr_grid"}, ON_PROCESSES)
-        | {"arguments": "is for scripts; leave it out"},
-        "launch": dict.fromkeys(simulated - own, IN_VIRTUAL_TIME) | dict.fromkeys(jobs - own, FOR_JOBS),
+    idle = {
+        "train": {IN_VIRTUAL_TIME: simulated - own, FOR_SCRIPTS: {"arguments"}},
+        "simulate": {ON_PROCESSES: jobs - own - {"lr_grid"}, FOR_SCRIPTS: {"arguments"}},
+        "launch": {IN_VIRTUAL_TIME: simulated - own, FOR_JOBS: jobs - own},
     }[kind]
+    reasons = {name: why for why, names in idle.items() for name in names}
     for name, (option, _, default) in options_of(CompareOptions).items():
         value = getattr(options, name)
         if name in reasons and value not in (default.default, None, (), []):

@@ -28,13 +28,12 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
     check_composition(codec, feedback)
     for dtype in ROUNDING:
         for array in samples(dtype):
-            check_sending(feedback.bind_workers(WORKERS), codec, ((array.size,),), array)
+            _check_sending(feedback.bind_workers(WORKERS), codec, ((array.size,),), array)
         for array in tensors(dtype):
-            check_sending(feedback.bind_workers(WORKERS), codec, SHAPES, array)
+            _check_sending(feedback.bind_workers(WORKERS), codec, SHAPES, array)
 
 
-def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
-    """Check feedback on one array, which is encoded several times in succession with the stored error carried over."""
+def _check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
     dtype, what = array.dtype.name, f"{codec} with {feedback} on {array.size} {array.dtype.name}"
     memory: Any = None
     flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()
