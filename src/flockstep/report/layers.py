@@ -94,7 +94,7 @@ def _pipeline(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
 
 def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
     """Return the totals of the table as sentences."""
-    require_scale(batch, workers)
+    found = document(model, batch, workers)
     first = (
         f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds per sample in "
         f"the forward pass; a gradient of {batch} samples takes {amount(model.work(batch))} floating-point operations "
@@ -103,41 +103,37 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
     )
     said = [first]
     if workers > 1 and model.gradients:
-        said.append(_advice(model, batch, workers))
-        said.append(_as_stages(model, batch, workers))
+        split, pipeline = found["split_layers"], found["pipeline"]
+        start = (
+            f"Data parallelism on {workers} workers sends {formatting.size(found['data_bytes'])} per worker and step"
+        )
+        if split:
+            named = {row["layer"]: row["break_even_batch"] for row in found["layers"] if row["layer"] in split}
+            largest = max(named, key=lambda name: named[name])
+            said.append(
+                f"{start}; with {_listed(split)} split over the workers, each worker would send "
+                f"{formatting.size(found['cheapest_bytes'])}. Splitting {largest} sends fewer bytes below "
+                f"{formatting.number(named[largest])} samples per worker."
+            )
+        else:
+            said.append(
+                f"{start}; at {batch} samples per worker, splitting a layer would not reduce the bytes of any layer."
+            )
+        if "impossible" in pipeline:
+            said.append(f"Pipeline parallelism: {pipeline['impossible']}.")
+        else:
+            shares = pipeline["shares"]
+            slowest = max(range(workers), key=shares.__getitem__)
+            said.append(
+                f"As a pipeline of {workers} stages, the slowest stage, which begins with "
+                f"{pipeline['first'][slowest]}, has {formatting.number(100 * shares[slowest])} % of the work: a "
+                f"speed-up of at most {formatting.number(pipeline['speedup'])}; at most "
+                f"{formatting.size(max(pipeline['link_bytes']))} cross a link per step of {batch} samples."
+            )
     if model.unknown:
         names = [f"{layer.name} ({layer.kind})" for layer in model.layers if layer.name in model.unknown]
         said.append(f"The number of operations of {_listed(names)} could not be counted and is set to 0.")
     return said
-
-
-def _advice(model: ModelShape, batch: int, workers: int) -> str:
-    sent, split = model.data_bytes(workers), model.split_layers(batch, workers)
-    start = f"Data parallelism on {workers} workers sends {formatting.size(sent)} per worker and step"
-    if not split:
-        return f"{start}; at {batch} samples per worker, splitting a layer would not reduce the bytes of any layer."
-    least = model.cheapest_bytes(batch, workers)
-    named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
-    largest = max(named, key=lambda name: named[name])
-    return (
-        f"{start}; with {_listed(split)} split over the workers, each worker would send {formatting.size(least)}. "
-        f"Splitting {largest} sends fewer bytes below {formatting.number(named[largest])} samples per worker."
-    )
-
-
-def _as_stages(model: ModelShape, batch: int, workers: int) -> str:
-    """The model as a pipeline, in a sentence."""
-    try:
-        found = cut(model, workers, batch)
-    except ConfigurationError as error:
-        return f"Pipeline parallelism: {error}."
-    slowest = max(range(workers), key=found.shares.__getitem__)
-    return (
-        f"As a pipeline of {workers} stages, the slowest stage, which begins with {found.first[slowest]}, has "
-        f"{formatting.number(100 * found.shares[slowest])} % of the work: a speed-up of at most "
-        f"{formatting.number(found.speedup)}; at most {formatting.size(max(found.link_bytes))} cross a link per step "
-        f"of {batch} samples."
-    )
 
 
 def amount(value: float) -> str:
