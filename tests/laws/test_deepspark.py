@@ -9,7 +9,6 @@ import pytest
 
 from flockstep.records.events import ScalarEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.deepspark import AdaptiveElasticAveraging
 from flockstep.strategies.elastic_averaging import largest_stable
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
@@ -130,9 +129,3 @@ def test_the_bound_notices_who_does_not_keep_it():
         Unbounded(1, 0.09, "paper", improvement=0.9), 3, 60, job=bowl_job("sgd(lr=1.5)", dimension=1, noise=0.1)
     )
     assert not within(run, 1.5)
-
-
-def test_its_cell_is_that_of_easgd():
-    assert AdaptiveElasticAveraging().taxonomy_entry == TaxonomyEntry(
-        "decentral", "async", "ad hoc", "dedicated master"
-    )

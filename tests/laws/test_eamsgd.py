@@ -9,7 +9,6 @@ import pytest
 
 from flockstep.errors import CompositionError
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.eamsgd import ElasticMomentum
 from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy, small_job
 
@@ -108,7 +107,3 @@ def test_the_oracle_notices_another_momentum(broken):
 def test_an_optimizer_that_it_cannot_stand_in_for_is_refused(optimizer):
     with pytest.raises(CompositionError, match="eamsgd has its own momentum"):
         run_strategy("eamsgd", 2, 3, job=small_job(optimizer))
-
-
-def test_its_cell_is_that_of_easgd():
-    assert ElasticMomentum().taxonomy_entry == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")

@@ -7,7 +7,6 @@ import pytest
 
 from flockstep.messages import MASTER
 from flockstep.records.events import StepEvent
-from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.easgd_sync import SynchronousElasticAveraging
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
@@ -101,9 +100,3 @@ def test_the_oracle_notices_another_order(broken):
     expected = oracle(3, 1, 0.3, 15)
     assert agrees(SynchronousElasticAveraging(1, 0.3), expected, 3)
     assert not agrees(broken(1, 0.3), expected, 3)
-
-
-def test_its_cell():
-    assert SynchronousElasticAveraging().taxonomy_entry == TaxonomyEntry(
-        "decentral", "sync", "reduce", "dedicated master"
-    )

@@ -11,7 +11,6 @@ import pytest
 from flockstep.errors import PeerLost
 from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.mpca import MpcaState, PenalizedAveraging
 from flockstep.strategies.tree_server import family
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
@@ -199,9 +198,3 @@ def test_the_last_round_averages_the_final_replicas(n, network):
 def test_a_dead_worker_ends_the_run():
     with pytest.raises(PeerLost, match="worker 1 died"):
         run_strategy("mpca", 3, 40, faults=["dies(1, 0.3)"])
-
-
-def test_its_cell():
-    assert PenalizedAveraging().taxonomy_entry == TaxonomyEntry(
-        "decentral", "soft-bounded async", "binomial tree", "dedicated master"
-    )

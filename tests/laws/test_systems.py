@@ -111,7 +111,7 @@ def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
     assert differences(system("Petuum").row(), printed) == {"scheduling": ("async", "bounded async")}
 
 
-def test_the_cell_of_a_parameter_server_follows_its_parts():
+def test_a_cell_follows_from_the_strategy_and_its_parts():
     cells = {
         "ps(bsp)": TaxonomyEntry("central", "sync", "reduce", "single PS"),
         "ps(bsp, shards=3)": TaxonomyEntry("central", "sync", "reduce", "distributed PS"),
@@ -120,6 +120,13 @@ def test_the_cell_of_a_parameter_server_follows_its_parts():
         "ps(essp(3))": TaxonomyEntry("central", "bounded async", "ad hoc with eager scatter", "single PS"),
         "ps(asynchronous)": TaxonomyEntry("central", "async", "ad hoc", "single PS"),
         "ps(backup(1))": TaxonomyEntry("central", "sync", "reduce", "single PS"),
+        "ps(k_sync(2))": TaxonomyEntry("central", "sync", "reduce", "single PS"),
+        "ps(softsync(1))": TaxonomyEntry("central", "async", "ad hoc", "single PS"),
+        "deepspark": TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master"),
+        "eamsgd": TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master"),
+        "easgd_sync": TaxonomyEntry("decentral", "sync", "reduce", "dedicated master"),
+        "mpca": TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master"),
+        "tree_easgd": TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree"),
     }
     assert {text: Strategy.parse(text).taxonomy_entry for text in cells} == cells
 

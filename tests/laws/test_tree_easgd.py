@@ -11,7 +11,6 @@ import pytest
 from flockstep.messages import LEAVE
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.tree_easgd import TreeElasticAveraging
 from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, bowl_job, equal_bits, run_strategy, small_job
 
@@ -154,7 +153,3 @@ def test_the_oracle_notices_what_is_broken(broken):
     expected = oracle(7, 2, 2, 3, 4, 0.3, 20)
     assert agrees(TreeElasticAveraging(2, 2, 3, 4, 0.3), expected)
     assert not agrees(broken(2, 2, 3, 4, 0.3), expected)
-
-
-def test_its_cell():
-    assert TreeElasticAveraging().taxonomy_entry == TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")
