@@ -196,14 +196,16 @@ class LocalFrames(Frames):
 class Control:
     """The socket of a supervisor, or of a host's agent, to which every process of a run on this host connects."""
 
-    def __init__(self, address: str, heartbeat: float):
-        """Listen at `address`, ipc://PATH. `heartbeat`: seconds after which a stopped process counts as lost.
+    def __init__(self, address: str, heartbeat: float, sock: socket.socket | None = None):
+        """Listen at `address`, ipc://PATH. `heartbeat`: seconds after which a stopped process counts as lost; `sock`:
+        a socket that listens there already.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
         """
         self._heartbeat = heartbeat
-        self._socket, self.address = listening(address, heartbeat)
+        self._socket, self.address = listening(address, heartbeat) if sock is None else (sock, address)
+        self._socket.setblocking(False)
         self._unknown: list[LocalFrames] = []
         """Connections of processes that have not said who they are."""
 

@@ -1,8 +1,8 @@
 """Lets a process that torchrun, mpirun or srun has started join its run through the agent of its host.
 
-The process with local rank 0 starts the agent. All processes of the host connect to the agent over a Unix socket in a
-folder that only this user may enter; each process sends its rank, and receives its node specification when the run
-begins. The connection stays open, so that the agent detects the end of the process.
+The process with local rank 0 starts the agent. All processes of the host connect to the agent's control socket in a
+folder that only this user may enter; the first message of each is an `Introduction`, which is answered with its node
+specification when the run begins. The connection stays open, so that the agent detects the end of the process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,7 @@ import msgspec
 
 from flockstep import __version__
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_kind
+from flockstep.links.control import CONTROL_BYTES, LocalFrames
 from flockstep.records.scratch import require_private
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.place import Place
@@ -38,7 +40,7 @@ RETRY = 0.02
 LAST = 30.0
 """Seconds that the process with local rank 0 waits, when it ends, until the agent has completed the record."""
 CRASHED, FINISHED = b"1", b"0"
-"""Last byte that a process sends to the agent. CRASHED: the process ended with an uncaught error. FINISHED: it ended
+"""Last message that a process sends to the agent. CRASHED: the process ended with an uncaught error. FINISHED: it ended
 without an error.
 """
 _AGENT = """
@@ -93,19 +95,24 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
         try:
             if place.local_rank == 0:
                 _start_agent(place, folder, script, timeout)
-            sock = stack.enter_context(_connected(place, folder, timeout))
+            sock = _connected(place, folder, timeout)
         except FlockstepError as error:  # no agent prints it
             sys.stderr.write(f"flockstep: {error}\n")
             say_nothing_of(error)
             raise
-        sock.sendall(_line(Introduction(place.rank, place.workers, os.getpid(), __version__)))
-        answer = _answer(sock)
+        connection = stack.enter_context(contextlib.closing(LocalFrames(sock, TIMEOUT)))
+        connection.send([msgspec.json.encode(Introduction(place.rank, place.workers, os.getpid(), __version__))])
+        while (said := connection.receive(0, CONTROL_BYTES)) is None:
+            if connection.ended:
+                raise RunError("the agent of this host ended before the run began; see the output of the agent")
+            select.select([connection], [], [])
+        answer = msgspec.json.decode(said[0], type=Answer)
         if answer.spec is None:
             refusal = of_kind(answer.kind, answer.reason)
             say_nothing_of(refusal)
             raise refusal
         stack.pop_all()
-    atexit.register(_say_end, sock, os.getpid())
+    atexit.register(_say_end, connection, os.getpid())
     return dataclasses.replace(answer.spec, process=os.getpid())
 
 
@@ -177,27 +184,10 @@ def _connected(place: Place, folder: Path, timeout: float) -> socket.socket:
         time.sleep(RETRY)
 
 
-def _answer(sock: socket.socket) -> Answer:
-    data = b""
-    while not data.endswith(b"\n"):
-        with contextlib.suppress(ConnectionResetError):
-            chunk = sock.recv(1 << 16)
-            data += chunk
-            if chunk:
-                continue
-        raise RunError("the agent of this host ended before the run began; see the output of the agent")
-    return msgspec.json.decode(data, type=Answer)
-
-
-def _line(words: Introduction | Answer) -> bytes:
-    return msgspec.json.encode(words) + b"\n"
-
-
-def _say_end(sock: socket.socket, process: int) -> None:
+def _say_end(connection: LocalFrames, process: int) -> None:
     """Tell the agent how this process ends; in a forked child, do nothing."""
     if os.getpid() == process:
-        with contextlib.suppress(OSError):
-            sock.sendall(CRASHED if getattr(sys, "last_value", None) is not None else FINISHED)
+        connection.send([CRASHED if getattr(sys, "last_value", None) is not None else FINISHED])
 
 
 def _wait(agent: subprocess.Popen[bytes], process: int) -> None:
