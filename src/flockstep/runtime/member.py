@@ -223,14 +223,10 @@ AGAIN = "again"
 
 
 class BeginAgain(Exception):
-    """Message that the run continues with other workers: this process takes part with another node specification, or
-    leaves.
-    """
+    """Message that the run continues with other workers: the process takes part with another `node_spec`, or leaves."""
 
     def __init__(self, node_spec: NodeSpec | None, config: str, waits: bool):
-        """`node_spec`: None if the process leaves, or `waits` for another message; `config`: the run's configuration
-        as TOML.
-        """
+        """`node_spec`: None if the process leaves, or `waits` for another message; `config`: as TOML."""
         super().__init__("the run continues with other workers")
         self.node_spec, self.config, self.waits = node_spec, config, waits
 
@@ -289,7 +285,10 @@ class Member:
                 Path("/proc/self/comm").write_text(name)
         name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
         name += f"-{node_spec.run[:4]}"  # the runs of a host's agent have one folder
-        self.line = self._line(dataclasses.replace(me, notes=SAID))
+        try:
+            self.line = control.Line(dataclasses.replace(me, notes=SAID), node_spec.control, node_spec.heartbeat)
+        except PeerLost:
+            raise _supervisor_silent() from None
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat, node_spec.link_timeout)
         self._reads_peers, self._me = transport.zero_copy, me
         self.closed = False
@@ -353,7 +352,11 @@ class Member:
         reach("meeting.begun")
         cluster = Cluster(len(self.view.ranks), welcome.note.servers, replicas=welcome.note.replicas)
         if welcome.note.memory:
-            self._share(welcome.note.memory, cluster)
+            self.memory = SharedMemory.attach(
+                welcome.note.memory, needed(cluster.workers, room_for(self.schema.nbytes))
+            )
+            if self._sums and cluster.workers > 1:
+                warm_up()
         self._meet(welcome.note.peers)
         self._share_on_host()
         params = self.wait_for("values").payload if part else self._handed_on(initial, cluster.processes)
@@ -364,26 +367,24 @@ class Member:
         """Set the number of messages that each peer had sent to this node up to the checkpoint from which the run
         continues.
         """
-        self._me.heard.update({peer: n for peer, n in received.items() if not self._renumbers(peer)})
-
-    def _renumbers(self, peer: Address) -> bool:
-        """Whether messages between the processes of this node and a peer are numbered anew in a resumed run."""
-        return self._replicated and min(peer, self.node_spec.address) < 0
+        # Messages between a server with backups and its peers are numbered anew in a resumed run.
+        anew = {peer for peer in received if self._replicated and min(peer, self.node_spec.address) < 0}
+        self._me.heard.update({peer: n for peer, n in received.items() if peer not in anew})
 
     def begin(self) -> None:
         """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are ready; then the
         run's clock starts.
         """
-        self.clock = offset_of([self._round_trip() for _ in range(ROUND_TRIPS)])
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            sent = self._now()
+            self.tell("clock")
+            note = self.wait_for("clock").note
+            trips.append(RoundTrip(sent, float(note["heard"]), float(note["answered"]), self._now()))
+        self.clock = offset_of(trips)
         self.tell("ready")
         self._went = float(self.wait_for("go").note["at"])
         self.bus.release()  # every node has the first model
-
-    def _round_trip(self) -> RoundTrip:
-        sent = self._now()
-        self.tell("clock")
-        note = self.wait_for("clock").note
-        return RoundTrip(sent, float(note["heard"]), float(note["answered"]), self._now())
 
     def seconds(self) -> float:
         """Return the seconds since all nodes were ready, by the supervisor's clock."""
@@ -408,7 +409,10 @@ class Member:
 
     def _send_before_start(self, to: Address, message: Message) -> None:
         """Send a message to a peer, keeping what arrives while there is no room for it."""
-        while not self._sent(to, message):
+        while True:
+            with contextlib.suppress(PeerLost):  # full, or the node is dead, which the supervisor will report
+                self.bus.send(to, message)
+                return
             self._require_connected(to)
             if (heard := self._heard() or self.bus.poll(PAUSE, self.line.descriptors)) is not None:
                 self._early.append(self._checked(heard))
@@ -422,20 +426,6 @@ class Member:
                 f"{self.bus.why_broken(peer)} before the run began, although both processes are alive; let the "
                 f"firewall allow the workers' ports, which --transport \"tcp(memory=true, ports='29500-29600')\" limits"
             )
-
-    def _sent(self, to: Address, message: Message) -> bool:
-        """Try to send a message; false if the queue is full or the node is dead, which the supervisor will report."""
-        try:
-            self.bus.send(to, message)
-        except PeerLost:
-            return False
-        return True
-
-    def _share(self, segment: str, cluster: Cluster) -> None:
-        """Attach to the segment for sums over all workers."""
-        self.memory = SharedMemory.attach(segment, needed(cluster.workers, room_for(self.schema.nbytes)))
-        if self._sums and cluster.workers > 1:
-            warm_up()
 
     def _share_on_host(self) -> None:
         """Share memory for sums with the other workers of this host, if the run has several hosts."""
@@ -523,15 +513,6 @@ class Member:
             self._untaken -= 1
         return message
 
-    def next(self) -> Message:
-        """Wait for the next message from a node or the supervisor. If the supervisor dies, this process ends (see
-        `die_with`).
-        """
-        while True:
-            message = self.receive(PATIENCE)
-            if message is not None:
-                return message
-
     def wait_for_end(
         self, attend: Callable[[Message], None] | None = None, buffers: dict[int, FlatArray] | None = None
     ) -> FlatArray | None:
@@ -544,18 +525,21 @@ class Member:
         """
         reach("program.ended")
         while True:
-            message = self.next()
-            if message.source == LAUNCHER and message.tag == "stop":
-                raise stopped(message)
-            if message.source == LAUNCHER and message.tag == AGAIN:
-                raise begin_again(message)
-            if message.source == LAUNCHER and message.tag == "end":
-                return message.array
-            if message.source == LAUNCHER and message.tag == "buffers":
-                if buffers is not None:
-                    buffers[int(message.note["rank"])] = message.payload
-            elif attend is not None:
-                attend(message)
+            if (message := self.receive(PATIENCE)) is None:  # if the supervisor dies, this process ends: see `die_with`
+                continue
+            match message.tag if message.source == LAUNCHER else "":
+                case "stop":
+                    raise stopped(message)
+                case "again":
+                    raise begin_again(message)
+                case "end":
+                    return message.array
+                case "buffers":
+                    if buffers is not None:
+                        buffers[int(message.note["rank"])] = message.payload
+                case _:
+                    if attend is not None:
+                        attend(message)
 
     def wait_for_again(self) -> BeginAgain:
         """Close the connections to the other nodes, and wait until the run continues with other workers.
@@ -564,7 +548,7 @@ class Member:
             Interrupted: the run has ended instead.
         """
         early = deque(message for message in self._early if message.source == LAUNCHER)
-        self._close_bus(0.0)
+        self.leave()
         while True:
             message = early.popleft() if early else self._heard()
             if message is None:
@@ -574,16 +558,13 @@ class Member:
             elif message.tag == AGAIN and not (again := begin_again(message)).waits:
                 return again
 
-    def leave(self) -> None:
-        """Leave the run, which has ended; the link to the supervisor stays open for further calls of `distribute`."""
-        self._close_bus(0.0)
-
     def close(self, linger: float) -> None:
         """Leave the run; queued messages are delivered for up to `linger` seconds."""
-        self._close_bus(linger)
+        self.leave(linger)
         self.line.close()
 
-    def _close_bus(self, linger: float) -> None:
+    def leave(self, linger: float = 0.0) -> None:
+        """Leave the run, which has ended; the link to the supervisor stays open for further calls of `distribute`."""
         self.closed = True
         self.bus.close(linger)
         self.memory = self.host_memory = None
@@ -613,12 +594,6 @@ class Member:
             raise _supervisor_silent() from None
         self._introduced = True
 
-    def _line(self, me: SenderIdentity) -> control.Line:
-        try:
-            return control.Line(me, self.node_spec.control, self.node_spec.heartbeat)
-        except PeerLost:
-            raise _supervisor_silent() from None
-
     def _meet(self, peers: dict[int, str]) -> None:
         me = self.node_spec.address
         others = {address: endpoint for address, endpoint in peers.items() if address != me}
@@ -647,15 +622,16 @@ class Member:
                 early.append(message)  # from a peer that began before this node
 
     def _checked(self, message: Message) -> Message:
-        if message.source == LAUNCHER and message.tag == "stop":
-            raise stopped(message)
-        if message.source == LAUNCHER and message.tag == AGAIN:
-            raise begin_again(message)
-        if message.source == LAUNCHER and message.tag == "lost":
-            raise PeerLost(message.note.reason)
-        if message.source == LAUNCHER and message.tag == "left":
-            left = node_name(int(message.note["address"]))
-            raise PeerLost(f"{left} left the run without calling flockstep.join; call it on every worker")
+        match message.tag if message.source == LAUNCHER else "":
+            case "stop":
+                raise stopped(message)
+            case "again":
+                raise begin_again(message)
+            case "lost":
+                raise PeerLost(message.note.reason)
+            case "left":
+                left = node_name(int(message.note["address"]))
+                raise PeerLost(f"{left} left the run without calling flockstep.join; call it on every worker")
         return message
 
 
@@ -675,8 +651,15 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
     """
     kind, reason = type(error).__name__, str(error)
     if lacks_memory(error):
+        limit = ""
+        if sys.platform != "win32":
+            import resource
+
+            limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+            known = [one for one in limits if one != resource.RLIM_INFINITY]
+            limit = f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
         reason = (
-            f"{node_name(node_spec.address)} ran out of memory{_limit()}; split the model over more workers, for "
+            f"{node_name(node_spec.address)} ran out of memory{limit}; split the model over more workers, for "
             "example with --partition 'pipeline(2)', use a smaller batch, or allow the process more memory"
         )
         kind = RunError.__name__
@@ -696,17 +679,6 @@ def lacks_memory(error: BaseException) -> bool:
     return cause is not None and cause is not error and lacks_memory(cause)
 
 
-def _limit() -> str:
-    """The limit of this process's memory that `ulimit` has set, for a sentence; empty if there is none."""
-    if sys.platform == "win32":
-        return ""
-    import resource
-
-    limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    known = [one for one in limits if one != resource.RLIM_INFINITY]
-    return f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
-
-
 def stopped(message: Message) -> Exception:
     """Return the error that a "stop" message of the supervisor describes."""
     reason = str(message.note["reason"])
@@ -722,21 +694,18 @@ def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: 
     leaves them behind. A signal on the parent's death would not work: forked workers are children of a fork server,
     which outlives a killed supervisor.
     """
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if hasattr(os, "pidfd_open"):
+                select.select([os.pidfd_open(pid)], [], [])
+            else:
+                while True:
+                    os.kill(pid, 0)
+                    time.sleep(PATIENCE)
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        ended()
+
     if pid:
-        watch = Thread(target=_watch, args=(pid, directories, ended), name="flockstep-supervisor-watch", daemon=True)
-        watch.start()
-
-
-def _watch(pid: int, directories: Sequence[str], ended: Callable[[], object]) -> None:
-    try:
-        if hasattr(os, "pidfd_open"):
-            select.select([os.pidfd_open(pid)], [], [])
-        else:
-            while True:
-                os.kill(pid, 0)
-                time.sleep(PATIENCE)
-    except ProcessLookupError:
-        pass
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-    ended()
+        Thread(target=watch, name="flockstep-supervisor-watch", daemon=True).start()
