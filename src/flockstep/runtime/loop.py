@@ -338,8 +338,14 @@ class Loop:
             )
 
     def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        with self._watched() if self._worker.busy else self._telling():  # background tasks may write to the parameters
-            return self._run(name, program)
+        watched = self._worker.busy and self.watch is not None  # background tasks may write to the parameters
+        if watched and self.watch is not None:
+            self.watch.check()
+        with self._telling():
+            returned = self._run(name, program)
+        if watched:
+            self._note()
+        return returned
 
     def _run(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
         worker, returned = self._worker, list[T]()
@@ -360,15 +366,6 @@ class Loop:
         """
         with self._telling():
             tell_servers(self._worker, optimizer)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Context manager around writes to the parameters: check before that the script has not changed them."""
-        if self.watch is not None:
-            self.watch.check()
-        with self._telling():
-            yield
-        self._note()
 
     def _note(self) -> None:
         """Accept the current model; if it is no longer finite, warn once and record it."""
@@ -453,55 +450,42 @@ class Loop:
         if self.finished:
             return None
         self.finished = True
-        if self._session is not None:
-            for close in list(self._session.before_leaving):
-                close()
+        session, worker, last = self._session, self._worker, list[OptimizerState]()
+        for close in () if session is None else tuple(session.before_leaving):
+            close()
         self._runner.close()
-        with self._telling():
-            if self._worker.step:  # training is over: a difference since the last comparison does not cost the result
-                self._tell_settings(self._before + self._taken + 1, ends=False)
-            last = self._leave(remember)
-            self._take_result()
-        self._release()
-        return last
-
-    def _leave(self, remember: bool) -> OptimizerState | None:
-        worker, last = self._worker, list[OptimizerState]()
 
         async def to_the_end() -> None:
             task = worker.background(SCRIPT + "servers", remembered(worker, self.held, last=True)) if remember else None
             await self.strategy.finish(worker)
             if task is not None:
-                if self._session is not None:  # other workers must not wait for this one meanwhile
-                    self._session.member.tell("left", None, {"step": worker.run_step})
+                if session is not None:  # other workers must not wait for this one meanwhile
+                    session.member.tell("left", None, {"step": worker.run_step})
                 last.append(await worker.finished(task))
 
-        self._runner.aside(to_the_end())
-        return last[0] if last else None
-
-    def _release(self) -> None:
-        """Drop what holds memory and files of a run that has ended; the script keeps the model as long as it needs."""
-        atexit.unregister(self._at_exit)
-        if self._session is None:
-            return
-        self._session.end()
-        if self._session.node_spec.call > 1:
-            self._reports = None
-
-    def _take_result(self) -> None:
-        if self._session is None:
-            if self._servers and self.strategy.traits.results[0] == "server":
+        with self._telling():
+            if worker.step:  # training is over: a difference since the last comparison does not cost the result
+                self._tell_settings(self._before + self._taken + 1, ends=False)
+            self._runner.aside(to_the_end())
+            if session is not None:
+                connection = session.connection
+                assert connection is not None
+                result = session.leave(self.handed)
+                if result is not None:
+                    self._params[:] = to_device_of(result, self._params)
+                release(collect=False)  # what backward passes have freed; the gradients need this memory
+                self.gradients = connection.taken_home(self.gradients)
+                connection.leave(failed=False)
+            elif self._servers and self.strategy.traits.results[0] == "server":
                 for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
                     self._params[part] = self._servers[server(index)].params
-            return
-        connection = self._session.connection
-        assert connection is not None
-        result = self._session.leave(self.handed)
-        if result is not None:
-            self._params[:] = to_device_of(result, self._params)
-        release(collect=False)  # what backward passes have freed; the gradients need this memory
-        self.gradients = connection.taken_home(self.gradients)
-        connection.leave(failed=False)
+        # Drop what holds memory and files of the run; the script keeps the model as long as it needs.
+        atexit.unregister(self._at_exit)
+        if session is not None:
+            session.end()
+            if session.node_spec.call > 1:
+                self._reports = None
+        return last[0] if last else None
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run the worker and the servers in this process."""
@@ -599,15 +583,20 @@ class Loop:
                 if self._session is not None:
                     self._session.member.tell("unfinished", None, {"step": self._worker.run_step})
                 self.finish()
-                others = changed and traits.results[0] != "mean"  # a mean that rank 0 has already is no other model
-                changed = others or self._changed_by_finish(before)
-            if changed:
-                self._tell_unfinished()
-
-    def _changed_by_finish(self, before: FlatArray) -> bool:
-        """Whether `finish` has changed the parameters `before`, or has made buffers equal that differed."""
-        differ = len({array.tobytes() for array in self.handed.values()}) > 1
-        return differ or bool((before != self._params).any())
+                # A mean that rank 0 has already is no other model; otherwise `finish` may have changed parameters, or
+                # made buffers equal that differed.
+                others = changed and traits.results[0] != "mean"
+                differ = len({array.tobytes() for array in self.handed.values()}) > 1
+                changed = others or differ or bool((before != self._params).any())
+            # Said once in a run: the script has ended with another model than the run's result.
+            told = self._worker.step > 0 and self.workers > 1 and self.rank == 0
+            if changed and told and sys.stderr is not None:
+                with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
+                    sys.stderr.write(
+                        "flockstep: the script ended without optimizer.finish(), so the models of its workers are not "
+                        "the result of the run, and what the script saved or evaluated outside of consensus() lacks "
+                        "the last exchange; call optimizer.finish() after the last step\n"
+                    )
 
     def require_used(self) -> None:
         """Raise `ConfigurationError` if the script has trained with another optimizer than the one of `distribute`."""
@@ -624,18 +613,6 @@ class Loop:
                 "returned, so its workers exchanged nothing; write optimizer = flockstep.distribute(model, optimizer, "
                 "…) and call step() of this optimizer, or, if the script only loads a model, call optimizer.sync()"
             ) from error
-
-    def _tell_unfinished(self) -> None:
-        """Say once in a run, on rank 0 of several workers, that the script has ended with another model than the run's
-        result.
-        """
-        if self._worker.step > 0 and self.workers > 1 and self.rank == 0 and sys.stderr is not None:
-            with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
-                sys.stderr.write(
-                    "flockstep: the script ended without optimizer.finish(), so the models of its workers are not the "
-                    "result of the run, and what the script saved or evaluated outside of consensus() lacks the last "
-                    "exchange; call optimizer.finish() after the last step\n"
-                )
 
 
 def script_checkpoints(name: str) -> ScriptCheckpoints | None:

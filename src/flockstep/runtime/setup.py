@@ -253,8 +253,11 @@ class BuiltJob:
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)
-        if job.batch != loaded.batch:
-            _require_batch_of_different_samples(job.batch, engine.train_size)
+        if job.batch != loaded.batch and job.batch > (size := engine.train_size):
+            raise ConfigurationError(
+                f"batch must be <= {size}, the number of training samples, got {job.batch}, with which every batch "
+                f"would contain samples several times; use --batch {size} or less"
+            )
         return cls(job, engine, split)
 
 
@@ -316,6 +319,11 @@ def prepare(
     if built.split is not None:
         require_splittable(plan)
         check_microbatches(built.split.microbatches, plan.batch_at(0))
+    found = versions()
+    if config.job.endswith(".py"):
+        found[JOB_FILE] = digest(Path(config.job))
+    if built.split is not None and built.split.note is not None:
+        found[SPLIT] = built.split.note
     resolved = dataclasses.replace(
         config,
         result=result,
@@ -328,25 +336,9 @@ def prepare(
         higher_is_better=job.higher_is_better,
         target=job.target,
         facts=facts,
-        versions=versions() | _of_run(config, built.split),
+        versions=found,
     )
     return engine, plan, resolved
-
-
-def _of_run(config: RunConfig, split: SplitModel | None) -> dict[str, str]:
-    """What else a record says, among the versions, about how a run computed."""
-    note = None if split is None else split.note
-    file = {JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}
-    return file if note is None else {**file, SPLIT: note}
-
-
-def _require_batch_of_different_samples(batch: int, train_size: int) -> None:
-    """Raise `ConfigurationError` if a batch has more samples than the training set."""
-    if batch > train_size:
-        raise ConfigurationError(
-            f"batch must be <= {train_size}, the number of training samples, got {batch}, with which every batch would "
-            f"contain samples several times; use --batch {train_size} or less"
-        )
 
 
 def require_own_samples(strategy: Strategy) -> None:

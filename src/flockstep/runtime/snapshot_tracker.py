@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,26 +21,14 @@ PART = 1 << 20
 """Number of parameters read at a time when several snapshots are summed."""
 
 
-class SnapshotParameters(MutableMapping[Address, FlatArray]):
-    """Node → the node's parameters, which are read from the file of its snapshot at every access."""
-
-    def __init__(self) -> None:
-        self.items_of: dict[Address, Snapshot] = {}
+class SnapshotParameters(dict[Address, Any]):
+    """Node → its snapshot, as which `values` gives it, or its parameters, which are read from the file at every
+    access.
+    """
 
     def __getitem__(self, address: Address) -> FlatArray:
-        return self.items_of[address].read()
-
-    def __setitem__(self, address: Address, params: FlatArray) -> None:
-        raise TypeError("parameters in files are read-only here; add them as snapshots")
-
-    def __delitem__(self, address: Address) -> None:
-        del self.items_of[address]
-
-    def __iter__(self) -> Iterator[Address]:
-        return iter(self.items_of)
-
-    def __len__(self) -> int:
-        return len(self.items_of)
+        parameters: FlatArray = super().__getitem__(address).read()
+        return parameters
 
 
 class SnapshotTick(Tick):
@@ -53,7 +42,7 @@ class SnapshotTick(Tick):
 
     def add_snapshot(self, item: Snapshot, samples: int) -> None:
         """Add the parameters that a node has sent for this tick, a point of progress at which the run is evaluated."""
-        self.files.items_of[item.address] = item
+        self.files[item.address] = item
         self.t = max(self.t, item.seconds)
         self.missing.discard(item.address)
         if item.address >= 0:
@@ -64,7 +53,7 @@ class SnapshotTick(Tick):
 
     def replicas(self) -> list[Snapshot]:
         """The workers' snapshots, in order of rank."""
-        return [item for address, item in sorted(self.files.items_of.items()) if address >= 0]
+        return [item for address, item in sorted(self.files.items()) if address >= 0]
 
     def first(self) -> FlatArray | None:
         """The replica of the first worker that is present; None if there is none."""
@@ -189,7 +178,7 @@ class SnapshotTracker(Tracker):
         try:
             super()._evaluate(tick)
         finally:
-            for item in entry.files.items_of.values():
+            for item in entry.files.values():
                 if item.tick is not None and item.tick != LAST:
                     item.remove()
 
