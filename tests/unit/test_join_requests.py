@@ -1,34 +1,17 @@
-"""Requests to join a run, as files that anybody may have written."""
+"""Requests to join a run, as its supervisor hears and answers them."""
 
 from __future__ import annotations
 
-import os
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launchers.join_requests import JOINING, MOST, JoinRequests
+from flockstep.launchers.join_requests import JoinAnswer, JoinRequest, JoinRequests
 from flockstep.launchers.newcomers import Newcomers
-
-
-def test_a_request_is_read_as_far_as_requests_are_long(tmp_path: Path) -> None:
-    requests = JoinRequests(tmp_path)
-    (tmp_path / JOINING).mkdir()
-    (tmp_path / JOINING / "right.request").write_text('{"workers": 2}')
-    large = tmp_path / JOINING / "large.request"
-    large.write_text('{"workers": 1}')
-    os.truncate(large, 1 << 26)
-    tracemalloc.start()
-    try:
-        assert requests.take(lambda workers: "")
-        assert tracemalloc.get_traced_memory()[1] < 100 * MOST
-    finally:
-        tracemalloc.stop()
-    assert requests.workers == 2
 
 
 def test_a_process_that_cannot_be_started_is_no_reason_to_end_those_that_train() -> None:
@@ -48,21 +31,34 @@ def test_a_process_that_cannot_be_started_is_no_reason_to_end_those_that_train()
     assert newcomers.next() is None
 
 
+class Asking:
+    """The connection of a process that asks; the answers that it gets."""
+
+    def __init__(self) -> None:
+        self.said: list[JoinAnswer] = []
+        self.closed = False
+
+    def send(self, frames: Any) -> None:
+        self.said.append(msgspec.msgpack.decode(frames[0], type=JoinAnswer))
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_requests_are_confirmed_once_their_workers_take_part(tmp_path: Path) -> None:
     """A request that comes while others join is answered with its own workers."""
-    requests = JoinRequests(tmp_path)
-    folder = tmp_path / JOINING
-    folder.mkdir()
-    (folder / "first.request").write_text('{"workers": 2}')
+    requests, first, second, third = JoinRequests(tmp_path), *(cast(Any, Asking()) for _ in range(3))
+    requests.hear(JoinRequest(2), first)
     assert requests.take(lambda workers: "")
     requests.admit()
     assert requests.workers == 0
-    (folder / "second.request").write_text('{"workers": 1}')
-    assert requests.take(lambda workers: "")
+    requests.hear(JoinRequest(1), second)
+    requests.hear(JoinRequest(7), third)
+    assert requests.take(lambda workers: "too many" if workers > 4 else "")
+    assert (requests.workers, third.said) == (1, [JoinAnswer("too many", False)])
     requests.confirm("the run continues")
-    assert [(file.name, file.read_text()) for file in folder.glob("*.answer")] == [
-        ("first.answer", '{"text":"the run continues","joined":true}')
-    ]
+    assert (first.said, second.said) == ([JoinAnswer("the run continues", True)], [])
     requests.refuse("the run ended")
-    assert (folder / "second.answer").read_text() == '{"text":"the run ended","joined":false}'
+    assert second.said == [JoinAnswer("the run ended", False)]
+    assert [one.closed for one in (first, second, third)] == [True] * 3
     assert requests.workers == 0

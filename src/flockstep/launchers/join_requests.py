@@ -1,36 +1,37 @@
-"""Requests to add workers to a run on this machine. `flockstep join` writes them to the run's folder, where the run's
-supervisor answers.
+"""Requests to add workers to a run on this machine. `flockstep join` sends them to the run's control socket, whose
+address the run's supervisor keeps in the run's folder meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import math
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from flockstep.errors import ConfigurationError, RunError, require
+from flockstep.errors import ConfigurationError, PeerLost, RunError, require
+from flockstep.links.control import Frames, LocalFrames, connected
 from flockstep.records import owner
-from flockstep.records.access import make_folder, write_whole
+from flockstep.records.access import write_whole
 from flockstep.records.folder import RunFolder
 
 JOINING = "joining"
-"""Name of the folder, in the folder of the run, that holds the requests to join."""
-MOST = 1 << 10
-"""Largest size of a request in bytes."""
+"""Name of the file, in the folder of the run, with the address of the supervisor's control socket."""
 POLL = 0.05
-"""Seconds between two checks for an answer."""
+"""Seconds between two attempts to reach the supervisor, whose socket is another one after a change of the workers."""
 UNOWNED = 1.0
 """Seconds after which a run counts as ended if no process has owned its folder in the meantime."""
 
 
-class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to add workers to a run."""
+class JoinRequest(msgspec.Struct, forbid_unknown_fields=True, tag="join"):
+    """First message of a process that asks to add workers to a run."""
 
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class JoinAnswer(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,70 +42,71 @@ class JoinAnswer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JoinRequests:
-    """Requests to join a run, as the supervisor of the run reads and answers them."""
+    """Requests to join a run, as the supervisor of the run hears and answers them."""
 
     def __init__(self, record: Path):
         """`record`: the run's folder."""
-        self._folder = record / JOINING
-        self._waiting: dict[Path, int] = {}
-        """Requests that were taken → number of workers, until the workers are admitted."""
-        self._admitted: dict[Path, int] = {}
-        """Requests whose workers take part from the change of the workers that is going on."""
-        for file in self._folder.glob("*.request"):  # to a run before this one
-            file.unlink(missing_ok=True)
+        self._file = record / JOINING
+        self._new: list[tuple[Frames, int]] = []
+        """Connections of those that ask, and the number of workers: not looked at yet."""
+        self._waiting: list[tuple[Frames, int]] = []
+        """Accepted, until the workers are admitted."""
+        self._admitted: list[tuple[Frames, int]] = []
+        """Of those whose workers take part from the change of the workers that is going on."""
+
+    @contextlib.contextmanager
+    def open(self, address: str) -> Iterator[None]:
+        """Context manager in which requests can be sent to the control socket at `address`."""
+        write_whole(self._file, address.encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if self._file.read_text() == address:  # otherwise the supervisor of the changed run has written it
+                    self._file.unlink()
 
     @property
     def workers(self) -> int:
         """Number of workers that were requested and have not been admitted yet."""
-        return sum(self._waiting.values())
+        return sum(workers for _, workers in self._waiting)
+
+    def hear(self, request: JoinRequest, connection: Frames) -> None:
+        """Take a request, which is answered on the connection."""
+        self._new.append((connection, request.workers))
 
     def admit(self) -> None:
         """Admit the waiting workers to the run."""
-        self._admitted.update(self._waiting)
-        self._waiting.clear()
+        self._admitted += self._waiting
+        self._waiting = []
 
     def take(self, why_not: Callable[[int], str]) -> bool:
-        """Accept the new requests, and refuse the requests for which `why_not(workers)` returns a reason.
-
-        Other files in the folder are ignored.
-
-        Returns:
-            Whether a request was accepted.
+        """Accept the new requests, and refuse the requests for which `why_not(workers)` returns a reason; return
+        whether a request was accepted.
         """
-        new = False
-        for file in sorted(self._folder.glob("*.request")):
-            if file in self._waiting or file in self._admitted:
-                continue
-            try:
-                with file.open("rb") as stream:
-                    wanted = msgspec.json.decode(stream.read(MOST), type=JoinRequest).workers
-            except (OSError, ValueError):
-                continue
-            if wanted < 1:
-                continue
-            if reason := why_not(self.workers + wanted):
-                self._answer(file, JoinAnswer(reason, False))
+        before = len(self._waiting)
+        while self._new:
+            connection, workers = self._new.pop(0)
+            if reason := why_not(self.workers + workers):
+                _answer(connection, JoinAnswer(reason, False))
             else:
-                self._waiting[file], new = wanted, True
-        return new
+                self._waiting.append((connection, workers))
+        return len(self._waiting) > before
 
     def confirm(self, text: str) -> None:
         """Answer the requests whose workers were admitted: their workers take part, and `text` is for the user."""
-        for file in self._admitted:
-            self._answer(file, JoinAnswer(text, True))
-        self._admitted.clear()
+        while self._admitted:
+            _answer(self._admitted.pop()[0], JoinAnswer(text, True))
 
     def refuse(self, text: str) -> None:
         """Refuse all accepted requests whose workers do not take part yet."""
-        for file in (*self._waiting, *self._admitted):
-            self._answer(file, JoinAnswer(text, False))
-        self._waiting.clear()
-        self._admitted.clear()
+        self.admit()
+        while self._admitted:
+            _answer(self._admitted.pop()[0], JoinAnswer(text, False))
 
-    def _answer(self, file: Path, answer: JoinAnswer) -> None:
-        with contextlib.suppress(OSError):  # the folder was removed: nobody waits
-            write_whole(file.with_suffix(".answer"), msgspec.json.encode(answer))
-            file.unlink()
+
+def _answer(connection: Frames, answer: JoinAnswer) -> None:
+    connection.send([msgspec.msgpack.encode(answer)])
+    connection.close()
 
 
 def ask(record: RunFolder, workers: int) -> str:
@@ -128,30 +130,22 @@ def ask(record: RunFolder, workers: int) -> str:
             f"no process trains in {record.path}; resume a run that has stopped with flockstep resume {record.path} -n "
             f"{config.workers + workers}"
         )
-    request = record.path / JOINING / f"{secrets.token_hex(8)}.request"
-    make_folder(request.parent)
-    answer = request.with_suffix(".answer")
-    try:
-        write_whole(request, msgspec.json.encode(JoinRequest(workers)))
-        found = _answered(record, answer)
-    finally:
-        request.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another request is there
-            request.parent.rmdir()
-    if not found.joined:
-        raise ConfigurationError(found.text)
-    return found.text
-
-
-def _answered(record: RunFolder, answer: Path) -> JoinAnswer:
-    """Wait for the answer of the run's supervisor."""
     owned = time.monotonic()
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            return msgspec.json.decode(answer.read_bytes(), type=JoinAnswer)
+    while time.monotonic() - owned < UNOWNED:
         if owner.in_use(record.path):
             owned = time.monotonic()
-        elif time.monotonic() - owned > UNOWNED:
-            raise RunError(f"the run in {record.path} ended before the workers took part")
+        with contextlib.suppress(FileNotFoundError, PeerLost):
+            address = (record.path / JOINING).read_text()
+            with contextlib.closing(LocalFrames(connected(address), math.inf)) as connection:
+                connection.send([msgspec.msgpack.encode(JoinRequest(workers))])
+                while not connection.ended:
+                    owned = time.monotonic()
+                    if (said := connection.receive(0)) is None:
+                        select.select([connection], [], [], UNOWNED)
+                        continue
+                    answer = msgspec.msgpack.decode(said[0], type=JoinAnswer)
+                    if not answer.joined:
+                        raise ConfigurationError(answer.text)
+                    return answer.text
         time.sleep(POLL)
+    raise RunError(f"the run in {record.path} ended before the workers took part")

@@ -37,7 +37,7 @@ from flockstep.launchers.gathering import HEARTBEAT, link_timeout_of
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
-from flockstep.launchers.join_requests import JoinRequests
+from flockstep.launchers.join_requests import JoinRequest, JoinRequests
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.node_changes import Members, NodeChanges
@@ -321,6 +321,8 @@ class Supervisor:
         self._transport.prepare(self._directory)
         self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
         self._open.callback(self._control.close)
+        if self._config.max_workers is not None:
+            self._open.enter_context(self.members.requests.open(self._control.address))
         self._hosts.why_not_join, self._hosts.let_leave = self._changes.why_no_host_joins, self._changes.let_leave
         self._hosts.meet()
         for rank in range(self._workers):
@@ -512,7 +514,10 @@ class Supervisor:
         """Let a process in that has said which one it is; close the connection of any other."""
         words, joined = None, False
         with contextlib.suppress(ValueError, RecursionError):
-            words = msgspec.msgpack.decode(data, type=Hello | Failure)
+            words = msgspec.msgpack.decode(data, type=Hello | Failure | JoinRequest)
+        if isinstance(words, JoinRequest):
+            self.members.requests.hear(words, frames)
+            return
         for one in self._open_calls:
             if words is not None and words.run == one._run and words.address in one.peers:
                 if isinstance(words, Failure):
@@ -629,7 +634,8 @@ class Supervisor:
             self._checkpoints.begin(self.peers, self.outcome.strategy, self._cluster)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
         self._memory = None
-        if self._script is None:  # a script may open sockets of a communicator in the folder later
+        # A script may open sockets of a communicator in the folder later, and joiners send their requests there.
+        if self._script is None and self._config.max_workers is None:
             # All are connected, so even a killed supervisor leaves no sockets behind.
             shutil.rmtree(self._directory, ignore_errors=True)
         self._hosts.begin()

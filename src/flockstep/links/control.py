@@ -268,7 +268,7 @@ class Line:
             PeerLost: nothing listens at the address.
         """
         self._me = me
-        self._connection = LocalFrames(_connected(control), heartbeat)
+        self._connection = LocalFrames(connected(control), heartbeat)
         self._descriptors = (self._connection.fileno(),)
         self._sent_count = 0
 
@@ -337,11 +337,16 @@ def say_to_control(control: str, data: bytes) -> None:
     Raises:
         PeerLost: nothing listens at the address.
     """
-    with _connected(control) as sock:
+    with connected(control) as sock:
         sock.sendall(_PREFIX.pack(len(data), _NO_PAYLOAD) + data)
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
+    """Return a connection to the control socket at the address ipc://PATH.
+
+    Raises:
+        PeerLost: nothing listens at the address.
+    """
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(address.partition("://")[2])

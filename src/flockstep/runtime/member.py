@@ -17,7 +17,7 @@ supervisor → node   "again": wait until the run continues with other workers, 
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model if requested
 
-A process that fails before its Hello sends a Failure to the control socket instead.
+A process that fails before its Hello sends a Failure to the control socket instead, and `flockstep join` a JoinRequest.
 """
 
 from __future__ import annotations
