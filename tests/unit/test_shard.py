@@ -547,6 +547,7 @@ def test_loader_workers_may_import_a_script_that_shards(as_rank: Become) -> None
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(vars(flockstep), "clip_grad_norm_", raising=False)  # kept since it was first looked up
     for name in [name for name in sys.modules if name.startswith("flockstep.runtime.torch_")]:
         monkeypatch.delitem(sys.modules, name)
 
