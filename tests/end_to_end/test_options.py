@@ -11,8 +11,7 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.launchers import slurm
 from flockstep.launchers.children import Child
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
-from support.jobs import run_of
+from support.jobs import run_of, supervised
 from support.processes import RealRun
 
 QUICK = ["-n", "2", "--steps", "3"]
@@ -123,7 +122,7 @@ def test_a_system_that_gives_no_process_ends_the_run_in_order(tmp_path: Path) ->
     def refused(*_: object) -> Child:
         raise OSError("no more processes")
 
-    supervisor = Supervisor(run_of(2), tmp_path / "run", Starters(refused, refused), RunOfJob())
+    supervisor = supervised(run_of(2), tmp_path / "run", refused)
     assert str(supervisor.run().error) == "the run could not be supervised: OSError: no more processes"
 
 

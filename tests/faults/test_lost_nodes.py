@@ -15,13 +15,11 @@ import pytest
 
 from flockstep.launchers.children import Forked, fork, kill_all
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.link import ProcessLink
-from flockstep.launchers.peers import RunPeer
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers.peers import ProcessLink, RunPeer
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.setup import prepare
-from support.jobs import go_on, paced
+from support.jobs import go_on, paced, supervised
 from support.matrix import few
 from support.processes import IPC, MEMORY, PATIENCE, RealRun, wait_until
 
@@ -153,7 +151,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     def start(node_spec: NodeSpec) -> None:
         workers.append(fork(worker_main, (replace(node_spec, supervisor=0), 1, config.to_toml())))
 
-    def signal_once(standings: dict[int, RunPeer]) -> None:
+    def signal_once(standings: dict[int, RunPeer], steps: int) -> None:
         if min(one.step for one in standings.values()) > 50 and not sent:
             sent.append(kind)
             os.kill(workers[1].pid, kind)
@@ -167,7 +165,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     monkeypatch.setattr(ProcessLink, "tell", counted)
     folder = tmp_path / "run"
     of_run = replace(config, transport="ipc", heartbeat=3.0)
-    supervisor = Supervisor(of_run, folder, Starters(start, lambda *given: None), RunOfJob(), signal_once)
+    supervisor = supervised(of_run, folder, start, signal_once)
     try:
         outcome = supervisor.run()
         assert re.match(r"worker 1 has ended, or has not answered for 3 s at about step \d+", str(outcome.error))
@@ -178,7 +176,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
         for worker in workers:
             wait_until(lambda worker=worker: worker.exit_code() is not None, PATIENCE, "the workers end by themselves")  # type: ignore[misc]
     finally:
-        supervisor.forget()
+        supervisor.collection.forget()
         kill_all(workers)
 
 

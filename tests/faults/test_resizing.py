@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.resizing import resized_run
+from flockstep.launchers.continuing import resized_run
 from flockstep.messages import MASTER
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent

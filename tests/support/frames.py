@@ -139,11 +139,12 @@ def _control(data: bytes) -> None:
     """The supervisor ignores what is no message of its run, which counts as refused here."""
     heard: list[object] = []
 
-    def hello(words: object, connection: object) -> bool:
+    def hello(words: object, connection: object, files: object) -> bool:
         heard.append(words)
         return True
 
-    call = SimpleNamespace(_run="x", peers={1: None}, _fail=lambda *given: None, _hello=hello)
+    admission = SimpleNamespace(spec=SimpleNamespace(run="x"), hello=hello)
+    call = SimpleNamespace(admission=admission, peers={1: None}, _fail=lambda *given: None, _open=None)
     connection: Any = SimpleNamespace(close=lambda: None)
     Supervisor._accept(SimpleNamespace(_open_calls=[call]), data, connection)  # type: ignore[arg-type]
     if not heard:

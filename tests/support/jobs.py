@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import flockstep
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.children import Child
+from flockstep.launchers.executable import Executable, Show
+from flockstep.launchers.host_messages import ServerSpec
+from flockstep.launchers.run import RunSegment, SupervisedRun
+from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+from flockstep.runtime.member import NodeSpec
 
 PACED = """
 import dataclasses, time
@@ -68,3 +77,30 @@ def run_of(workers: int) -> RunConfig:
     return RunConfig(
         kind="train", job="softmax", strategy="all_reduce", workers=workers, transport="ipc", heartbeat=5.0
     )
+
+
+class Started(Executable):
+    """Workers that a test starts."""
+
+    def __init__(self, start: Callable[[NodeSpec], Child | None], script: bool):
+        super().__init__()
+        self.script, self._start = script, start
+
+    def start(self, node_spec: NodeSpec) -> Child | None:
+        return self._start(node_spec)
+
+    def start_server(self, node_spec: NodeSpec, server: ServerSpec) -> Child | None:
+        return self._start(node_spec)
+
+
+def supervised(
+    config: RunConfig,
+    folder: Path,
+    start: Callable[[NodeSpec], Child | None],
+    show: Show = lambda nodes, steps: None,
+    checkpoints: Checkpointer | None = None,
+    script: bool = False,
+) -> Supervisor:
+    """The supervisor of a run whose processes `start` starts."""
+    run = SupervisedRun(RunFolder(folder), Started(start, script), show)
+    return RunSegment(run, config, None, None).supervisor(folder, checkpoints=checkpoints)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from flockstep.arrays.schema import Schema
 from flockstep.expression import to_data
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
 from flockstep.optimizers.sgd import SGD
 from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder
@@ -23,7 +22,7 @@ from flockstep.runtime.node_creation import make_worker
 from flockstep.runtime.plan import LocalOptimizer
 from flockstep.runtime.real import NodeConnection
 from flockstep.strategies.base import Strategy
-from support.jobs import run_of
+from support.jobs import run_of, supervised
 
 delays = st.floats(0.0, 10.0)
 
@@ -54,11 +53,11 @@ def test_times_of_a_host_with_another_clock_are_recorded_on_the_supervisors(tmp_
         nodes.append(threading.Thread(target=took_part, args=(node_spec, ahead[node_spec.address])))
         nodes[-1].start()
 
-    supervisor = Supervisor(run_of(2), tmp_path, Starters(start, lambda *given: None), RunOfJob())
+    supervisor = supervised(run_of(2), tmp_path, start)
     outcome = supervisor.run()
     for node in nodes:
         node.join()
-    supervisor.forget()
+    supervisor.collection.forget()
     assert outcome.error is None
     went = supervisor.peers.went
     assert went is not None

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.launchers.continuing import Continuation, continuation
-from flockstep.launchers.resizing import keep_configs
+from flockstep.launchers.continuing import Continuation, continuation, keep_configs
 from flockstep.records.checkpoints import new_folder
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.launchers.evaluation import SnapshotMessage, _Desk
+from flockstep.launchers.evaluation import SnapshotEvaluation
 from flockstep.records.snapshots import LAST, Snapshot
 
 
@@ -29,9 +29,8 @@ class Noted:
 )
 def test_without_a_supervisor_only_the_result_is_settled(ended: bool, done: list[object]) -> None:
     tracker = Noted()
-    desk = _Desk(tracker)  # type: ignore[arg-type]
-    for tick in (1.0, 2.0, LAST, 3.0, None):
-        desk.messages.put(SnapshotMessage(item=Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0)))
-    desk.finish(ended)
-    assert desk.errors == []
+    evaluation = SnapshotEvaluation(tracker)  # type: ignore[arg-type]
+    rest = [Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0) for tick in (1.0, 2.0, LAST, 3.0, None)]
+    evaluation.finish(rest, ended)
+    assert evaluation.errors == []
     assert tracker.done == done

@@ -17,7 +17,7 @@ import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import PeerLost, ProtocolError
-from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.peers import ProcessLink
 from flockstep.links.bus import LAUNCHER
 from flockstep.links.control import Control, Line, LocalFrames, _ProcessState, framed, unframed
 from flockstep.links.wire import PROTOCOL, SenderIdentity

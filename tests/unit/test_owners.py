@@ -14,7 +14,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.launchers.peers import Outcome
-from flockstep.launchers.script import conclude
+from flockstep.launchers.run import conclude
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarize
 from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.summary import Status

@@ -15,7 +15,7 @@ import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ProtocolError, RunError
-from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.peers import ProcessLink
 from flockstep.links.control import Control
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker

@@ -12,12 +12,12 @@ import pytest
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.peers import RunPeer, RunPeers
-from flockstep.launchers.supervisor import RunOfJob, Starters, Supervisor
+from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Message
 from flockstep.nodes import Cluster
 from flockstep.runtime.node_metrics import fingerprint
 from flockstep.strategies.base import Strategy
-from support.jobs import run_of
+from support.jobs import run_of, supervised
 
 
 class Link:
@@ -30,19 +30,19 @@ class Link:
 def supervisor_of(
     workers: int, folder: Path, checkpoints: Checkpointer | None = None, min_workers: int | None = None
 ) -> Supervisor:
-    starters = Starters(lambda node_spec: None, lambda *given: None)
     config = replace(run_of(workers), min_workers=min_workers)
-    return Supervisor(config, folder, starters, RunOfJob(), checkpoints=checkpoints)
+    return supervised(config, folder, lambda node_spec: None, checkpoints=checkpoints)
 
 
 def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None:
-    supervisor = supervisor_of(2, tmp_path)
+    supervisor = supervised(run_of(2), tmp_path, lambda node_spec: None, script=True)
     links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
     result = np.arange(5.0)
     for address, link in links.items():
         supervisor.peers.setdefault(address, RunPeer()).link = link
-    supervisor._records.hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
-    supervisor._dismiss(result)
+    supervisor.collection.hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
+    supervisor.collection.outcome.newest_model = lambda policy=None: (None, result)  # type: ignore[method-assign]
+    supervisor.collection.dismiss()
     assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
     assert links[0].result is None
 

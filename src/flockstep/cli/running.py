@@ -211,11 +211,12 @@ def launch(
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli import runs, show
     from flockstep.launchers import script as scripts
+    from flockstep.launchers.executable import AS_THE_SCRIPT_SAYS
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
     overwrite = options.overwrite
-    config = configured("launch", options, str(options.script), scripts.AS_THE_SCRIPT_SAYS)
+    config = configured("launch", options, str(options.script), AS_THE_SCRIPT_SAYS)
     config = replace(config, output=None, prefix=None, rank_output=None)
     if options.strategy is not None:
         config = scripts.with_strategy(config, options.strategy)

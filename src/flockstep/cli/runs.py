@@ -55,7 +55,7 @@ def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gath
         workers = gathering.over(config).workers  # hosts that --hosts names have numbers of workers
     if config.kind == "launch":
         with names_record(folder), show.beside_scripts() as (standings, sink):
-            summary = carry_on(folder, workers, lambda nodes, steps: standings(nodes), gathering, sink)
+            summary = carry_on(folder, workers, standings, gathering, sink)
     else:
         with names_record(folder), show.standings(f"resuming {folder}") as standings_of_job:
             summary = carry_on(folder, workers, standings_of_job, gathering)

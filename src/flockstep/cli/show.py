@@ -202,7 +202,7 @@ def node_table(nodes: dict[Address, RunPeer]) -> Table:
 
 
 @contextmanager
-def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, RunPeer]], None], Sink]]:
+def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, RunPeer], int], None], Sink]]:
     """Context manager that yields two functions: one shows the nodes of a run, the other prints the output of scripts.
 
     Without a terminal, only output is printed.
@@ -213,7 +213,7 @@ def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, RunPeer]], None],
     from flockstep.launchers.output import to_terminal
 
     if not console.is_terminal:
-        yield lambda nodes: None, to_terminal
+        yield lambda nodes, steps: None, to_terminal
         return
     from rich.live import Live
 
@@ -235,7 +235,7 @@ class _ScriptDisplay:
         self._waiting = bytearray()
         self._stopped = threading.Event()
 
-    def show(self, nodes: dict[Address, RunPeer]) -> None:
+    def show(self, nodes: dict[Address, RunPeer], steps: int) -> None:
         """Show the state of every node."""
         if not self._stopped.is_set():
             self._live.update(node_table(nodes))

@@ -16,8 +16,8 @@ from flockstep.experiments.options import RecordOptions, configured, takes
 from flockstep.experiments.single import RunResult
 from flockstep.launchers import function_entry
 from flockstep.launchers.children import GUARD
+from flockstep.launchers.executable import AS_THE_SCRIPT_SAYS
 from flockstep.launchers.output import OUT, Output
-from flockstep.launchers.script import AS_THE_SCRIPT_SAYS
 from flockstep.launchers.script import launch as launch_script
 from flockstep.options import BadGradientOptions, CommonOptions, Opt, ProcessOptions, Workers
 from flockstep.records.access import write_whole

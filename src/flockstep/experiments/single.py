@@ -206,7 +206,7 @@ def carry_out(
 
         output = Output("none", show=say or to_terminal)
         program, words = script.program_of(config)
-        script.launch(program, words, config, folder, output, overwrite, lambda nodes: standings(nodes, 0), gathering)
+        script.launch(program, words, config, folder, output, overwrite, standings, gathering)
     else:
         from flockstep.launchers import train as real
 
@@ -226,5 +226,5 @@ def carry_on(
     from flockstep.launchers.output import to_terminal
 
     if RunFolder(folder).read_config().kind == "launch":
-        return script.resume_script(folder, say or to_terminal, lambda nodes: standings(nodes, 0), workers, gathering)
+        return script.resume_script(folder, say or to_terminal, standings, workers, gathering)
     return train.resume(folder, standings, workers, gathering)

@@ -17,13 +17,15 @@ import msgspec
 
 from flockstep import __version__
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, ProtocolError, RunError
+from flockstep.frameworks.job import train_instead
 from flockstep.launchers.children import ENDED, Child
+from flockstep.launchers.executable import Executable
 from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Join
 from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import meeting_at, read_secret
-from flockstep.launchers.script import supervise
+from flockstep.launchers.run import SupervisedRun
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.links.control import Control, LocalFrames
 from flockstep.links.kinds import Transport
@@ -126,10 +128,23 @@ def run(place: Place, script: str, timeout: float, record: Path, processes: Mapp
         folder = RunFolder(record)
         try:
             with folder.created(config, False):
-                supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, folder, hosts)
+                SupervisedRun(folder, _Adoption(processes, script), lambda nodes, steps: None, hosts).run(config)
         finally:
             if folder.begun is not None:
                 on_stderr(f"the record is written to {record}")
+
+
+class _Adoption(Executable):
+    """Scripts whose processes another launcher has started."""
+
+    script, checkpoints = True, False
+
+    def __init__(self, processes: Mapping[int, Adopted], script: str):
+        super().__init__()
+        self._processes, self.unjoined = processes, train_instead(script)
+
+    def start(self, node_spec: NodeSpec) -> Child:
+        return self._processes[node_spec.address].begin(node_spec)
 
 
 def adopted(control: Control, place: Place, found: dict[int, Adopted], timeout: float) -> None:

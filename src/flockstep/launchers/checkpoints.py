@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -201,39 +201,44 @@ class Checkpointer:
             case "write":
                 node = self._cluster.logical(address)
                 facts = int(note["step"]), int(note["nbytes"]), str(note["sha256"])
-                self._take(address, Shard(node, disk.shard_file(node), *facts))
+                shard = Shard(node, disk.shard_file(node), *facts)
+                if self._hosts.has(address):
+                    # The node has written on its own host. The file may arrive when another checkpoint is being taken.
+                    folder = self._folder
+
+                    def arrived(why: str) -> None:
+                        if folder == self._folder and self.busy:
+                            self._note(address, why or shard)
+
+                    self._hosts.fetch(address, shard, folder, arrived)
+                else:
+                    self._note(address, shard)
             case "skip":
-                self._write(address, None)
+                self._note(address, None)
             case "fail":
-                self._write(address, str(note["why"]))
+                self._note(address, str(note["why"]))
 
     def lose(self, address: Address, step: int | None) -> None:
         """A node is lost after `step` steps, and its part of the state with it: later checkpoints are of the nodes that
         live, and one that is in progress begins again. If the run cannot continue with fewer workers, which a `step` of
         None says, no more checkpoints are taken.
         """
-        if step is not None and self._can_do_without(address):
-            self._lost[address] = step
-            if self.busy:
-                self._drop()
-                self._begin()
-            return
+        require = require_script_resizable if self._scripts else require_resizable
+        fewer = not self._over and address >= 0 and step is not None and (self._hosts.here or not self._scripts)
+        with contextlib.suppress(CompositionError):
+            if fewer and step is not None:
+                require(self._strategy)
+                self._lost[address] = step
+                if self.busy:
+                    self._drop()
+                    self._begin()
+                return
         if not self._over and self._every is not None:
             self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
         if not self._over:
             self.why_not = f"{node_name(address)} was lost"
         self._over = True
         self._give_up()
-
-    def _can_do_without(self, address: Address) -> bool:
-        """Whether a run without this node can continue from a checkpoint of the others."""
-        if self._over or address < 0 or (self._scripts and not self._hosts.here):
-            return False
-        try:
-            (require_script_resizable if self._scripts else require_resizable)(self._strategy)
-        except CompositionError:
-            return False
-        return True
 
     def interrupt(self, why: str) -> None:
         """Abandon the checkpoint in progress, because the nodes of the run change; later checkpoints are taken as
@@ -292,11 +297,16 @@ class Checkpointer:
             return
         still = now == self._before and sum(int(one["sent"]) - int(one["received"]) for one in now.values()) == 0
         self._before = now
-        if self._aligns and (behind := self._behind(now)):
-            for rank, step in behind.items():
-                self._peers.links[rank].tell(CHECKPOINT, {"do": "stop", "after": step})
-            self._ask()
-            return
+        steps = {rank: int(note["step"]) for rank, note in now.items() if rank >= 0}
+        stopped = {rank: step for rank, step in steps.items() if now[rank]["state"] == STOPPED}
+        if self._scripts and self._strategy.traits.in_step and (self._cutting or not self._staying):
+            # All workers stop at the same step; at the end of a run there is no time for this, and no need.
+            furthest = max(steps.values())
+            if behind := [rank for rank, step in stopped.items() if step < furthest]:
+                for rank in behind:
+                    self._peers.link(rank).tell(CHECKPOINT, {"do": "stop", "after": furthest})
+                self._ask()
+                return
         if still and all(note["state"] == STOPPED for note in now.values()):
             self._copy()
             return
@@ -308,31 +318,33 @@ class Checkpointer:
             self._give_up()
             return
         if still:
+            # Workers wait for stopped workers: those that are furthest behind go on by a step.
             self._released += 1
-            steps = {rank: int(one["step"]) for rank, one in now.items() if rank >= 0 and one["state"] == STOPPED}
-            for rank in [rank for rank, step in steps.items() if step == min(steps.values())]:
-                self._peers.links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
+            for rank, step in stopped.items():
+                if step == min(stopped.values()):
+                    self._peers.link(rank).tell(CHECKPOINT, {"do": "stop", "after": step + 1})
         self._ask()
 
-    @property
-    def _aligns(self) -> bool:
-        """Whether all workers stop at the same step; at the end of a run there is no time for this, and no need."""
-        return self._scripts and self._strategy.traits.in_step and (self._cutting or not self._staying)
-
-    def _behind(self, now: Mapping[Address, Fields]) -> dict[Address, int]:
-        """Stopped workers that have taken fewer steps than others → the step at which they can stop with the others."""
-        steps = {rank: int(note["step"]) for rank, note in now.items() if rank >= 0}
-        furthest = max(steps.values())
-        return {rank: furthest for rank, step in steps.items() if step < furthest and now[rank]["state"] == STOPPED}
-
     def _copy(self) -> None:
+        """All nodes have stopped: keep the snapshots that are not evaluated, and let the nodes copy their states."""
+        latest: dict[str, Snapshot] = {}
         try:
-            linked = [self._link(item) for item in self._pending()]
+            for item in self._pending():
+                there, here = Path(item.path), self._folder / Path(item.path).name
+                here.unlink(missing_ok=True)
+                if not there.exists():  # it was evaluated just now
+                    continue
+                try:
+                    os.link(there, here)
+                except OSError:  # of another file system
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.copyfile(there, here)
+                if here.exists():
+                    latest[here.name] = msgspec.structs.replace(item, path=here.name)
         except OSError as error:
             self._fail(error.strerror or str(error))
             return
         self._phase = "copying"
-        latest = {item.path: item for item in linked if (self._folder / item.path).exists()}  # of each file
         thread = ThreadPoolExecutor(1, "flockstep-checkpoint")
         self._linked = thread.submit(disk.keep_pending, self._folder, tuple(latest.values()))
         thread.shutdown(wait=False)
@@ -340,33 +352,7 @@ class Checkpointer:
             folder = self._folder.name if self._hosts.has(address) else str(self._folder)
             link.tell(CHECKPOINT, {"do": "copy", "folder": folder, "wait": int(self._staying)})
 
-    def _link(self, item: Snapshot) -> Snapshot:
-        """Keep a snapshot's file in the checkpoint's folder."""
-        there, here = Path(item.path), self._folder / Path(item.path).name
-        here.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it was evaluated just now
-            try:
-                os.link(there, here)
-            except FileNotFoundError:
-                raise
-            except OSError:  # of another file system
-                shutil.copyfile(there, here)
-        return msgspec.structs.replace(item, path=here.name)
-
-    def _take(self, address: Address, shard: Shard) -> None:
-        """A node has written its state; if it is on another host, fetch the file."""
-        if not self._hosts.has(address):
-            self._write(address, shard)
-            return
-        folder = self._folder
-
-        def arrived(why: str) -> None:
-            if folder == self._folder and self.busy:
-                self._write(address, why or shard)
-
-        self._hosts.fetch(address, shard, folder, arrived)
-
-    def _write(self, address: Address, how: Shard | str | None) -> None:
+    def _note(self, address: Address, how: Shard | str | None) -> None:
         """Note what became of a node's state; None: another process of the same server writes it."""
         self._written[address] = how
         self._finish()

@@ -1,16 +1,34 @@
-"""`--resume`: a command that is started again continues its own run, if there is a run to continue."""
+"""Continues a run from its checkpoint: with the same command, on other hosts, or with another number of workers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from flockstep import __version__
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.gathering import Gathering
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.links.kinds import Tcp, Transport
+from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
+from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import RunFolder
+from flockstep.runtime.cut import Cut, read_cut
+from flockstep.runtime.plan import Plan
+from flockstep.runtime.resizing import (
+    faults_after,
+    require_resizable,
+    require_script_resizable,
+    resized_checkpoint,
+    resized_scripts,
+    script_plan,
+)
+from flockstep.runtime.setup import BuiltJob, prepare
+from flockstep.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -37,8 +55,15 @@ def continuation(config: RunConfig, folder: Path) -> Continuation:
     held = record.read_config()
     if config.kind == "launch" and not config.strategy_given:  # the script has named its strategy
         config = replace(config, strategy=held.strategy)
-    if not any(_same(config, one) for one in (held, *_kept(record, config))):
-        name = next(name for name in _names() if getattr(config, name) != getattr(held, name))
+    # The run may have had other numbers of workers before; their configurations are beside the checkpoints.
+    files = (record.path / disk.CHECKPOINTS).glob("*.toml")
+    before = [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
+    if config.kind == "launch":
+        before = [replace(one, strategy=config.strategy) for one in before]
+    if not any(_same(config, one) for one in (held, *before)):
+        # The transport may differ, so that it is named last.
+        names = sorted((field.name for field in fields(RunConfig) if field.name != "versions"), key="transport".__eq__)
+        name = next(name for name in names if getattr(config, name) != getattr(held, name))
         raise ConfigurationError(
             f"{folder} holds another run: its {name} is {getattr(held, name)}, and this command's is "
             f"{getattr(config, name)}; repeat the command of that run, or choose another folder with --out"
@@ -49,13 +74,6 @@ def continuation(config: RunConfig, folder: Path) -> Continuation:
         return Continuation(resumes=True)
     on_stderr(f"{folder} holds no complete checkpoint, so the run starts from the beginning")
     return Continuation(overwrites=True)
-
-
-def _kept(record: RunFolder, config: RunConfig) -> list[RunConfig]:
-    """Configurations of the run before its workers changed."""
-    files = (record.path / disk.CHECKPOINTS).glob("*.toml")
-    kept = [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
-    return [replace(one, strategy=config.strategy) if config.kind == "launch" else one for one in kept]
 
 
 def _same(command: RunConfig, held: RunConfig) -> bool:
@@ -74,6 +92,170 @@ def _anywhere(config: RunConfig) -> str | None:
     return str(replace(found, host=Tcp.host) if isinstance(found, Tcp) else found)
 
 
-def _names() -> list[str]:
-    """Names of the settings, of which the transport is the last, as it may differ."""
-    return [*(field.name for field in fields(RunConfig) if field.name not in ("versions", "transport")), "transport"]
+def moved(record: RunFolder, config: RunConfig, gathering: Gathering) -> RunConfig:
+    """Return the configuration with which a run continues on other hosts, and store the former configuration beside the
+    checkpoints.
+
+    Raises:
+        ConfigurationError: the configuration names a transport that reaches no other host, or the disk is full.
+    """
+    again = replace(config, transport=gathering.over(config).transport)
+    if again != config:
+        keep_configs(record, config, again)
+        record.write_config(again)
+    return again
+
+
+def keep_configs(record: RunFolder, *configs: RunConfig) -> None:
+    """Store configurations beside the checkpoints that refer to them.
+
+    Raises:
+        ConfigurationError: the disk is full.
+    """
+    try:
+        for config in configs:
+            disk.keep_config(record.path, config.digest, config.to_toml())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the configuration could not be written to {record.path}: {error.strerror or error}; free some space, "
+            "then resume again"
+        ) from None
+
+
+@dataclass(frozen=True)
+class ResizedRun:
+    """A run that continues with another number of workers: its configuration, its plan, and the states of its nodes."""
+
+    config: RunConfig
+    plan: Plan
+    before: RunConfig
+    """Configuration of the run before the number of workers changed."""
+    states: dict[Address, Cut]
+    notes: tuple[str, ...]
+    """Sentences for the record about the change of the number of workers."""
+
+    def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
+        """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
+
+        `checkpoint` is the checkpoint with the states before the change. A run that is killed during this call can be
+        resumed from either checkpoint.
+
+        Raises:
+            ConfigurationError: the disk is full.
+        """
+        keep_configs(record, self.before, self.config)
+        try:
+            folder = disk.new_folder(record.path)
+            shards = [
+                disk.write_shard(folder, node, state.before, state.to_arrays()) for node, state in self.states.items()
+            ]
+            strategy, seconds = str(self.plan.strategy), checkpoint.manifest.seconds
+            facts = FORMAT, __version__, strategy, self.config.workers, self.config.digest, seconds
+            manifest = Manifest(*facts, tuple(sorted(shards, key=lambda shard: shard.node)))
+            disk.write_manifest(folder, manifest)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the states of {self.config.workers} workers could not be written to {record.path}: "
+                f"{error.strerror or error}; free some space, then resume again"
+            ) from None
+        return Checkpoint(folder, disk.read_manifest(folder))
+
+
+def resized_run(
+    checkpoint: Checkpoint,
+    built: BuiltJob,
+    plan: Plan,
+    config: RunConfig,
+    workers: int,
+    gone: Collection[int] = (),
+    evaluated: Collection[float] = (),
+) -> ResizedRun:
+    """Prepare a run to continue from a checkpoint with another number of workers; nothing is written.
+
+    Args:
+        checkpoint: the checkpoint with the states of the run so far.
+        built: the job of the run.
+        plan: the plan of the run so far.
+        config: the configuration of the run so far.
+        workers: the number of workers from now on.
+        gone: ranks of the workers that leave; by default those with the highest ranks.
+        evaluated: times of the evaluations in the record, in seconds.
+
+    Raises:
+        ConfigurationError: the run cannot have this number of workers, or the checkpoint is damaged.
+        CompositionError: the strategy has no rule for another number of workers.
+    """
+    require_resizable(plan.strategy)
+    wanted = replace(config, workers=workers, steps=None)  # refuses what is no number of workers
+    steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
+    kept = {shard.node: read_cut(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
+    manifest = checkpoint.manifest
+    order = sorted(manifest.steps, key=lambda rank: (rank in gone, rank))
+    faults = faults_after(plan, kept, order, workers)
+    _, now, again = prepare(replace(wanted, steps=steps, faults=faults), None, built)
+    changed = replace(config, workers=workers, steps=again.steps, faults=faults)
+    states = resized_checkpoint(built.engine, plan, now, kept, order, manifest.lost.values())
+    steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
+    notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
+    if lost := len({one.tick for one in manifest.unevaluated(evaluated)}):
+        notes.append(f"evaluations were dropped, because their snapshots are of {config.workers} workers: {lost}")
+    return ResizedRun(changed, now, config, states, tuple(notes))
+
+
+def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int] = ()) -> ResizedRun:
+    """Prepare the run of a script to continue from a checkpoint with another number of workers; see `resized_run`.
+
+    Raises:
+        ConfigurationError: the strategy cannot have this number of workers, or the checkpoint is damaged.
+        CompositionError: the strategy has no rule for another number of workers.
+    """
+    from flockstep.runtime import torch_keeper  # noqa: F401 - defines the classes of the saved states
+
+    strategy = Strategy.parse(checkpoint.manifest.strategy)
+    require_script_resizable(strategy)
+    strategy.check(workers)
+    kept = {shard.node: read_cut(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
+    order = sorted(checkpoint.manifest.steps, key=lambda rank: (rank in gone, rank))
+    rule = kept[order[0]].at_boundary.rule
+    plan, now = (script_plan(strategy, rule, n, config.seed) for n in (config.workers, workers))
+    states = resized_scripts(plan, now, kept, order, checkpoint.manifest.lost.values())
+    note = (
+        f"{workers} workers continue the run of {config.workers} workers, from step {states[0].before}, counted with "
+        f"{workers} workers"
+    )
+    return ResizedRun(replace(config, workers=workers), now, config, states, (note,))
+
+
+def require_limits(config: RunConfig) -> None:
+    """Check the smallest and the largest number of workers with which a run may continue.
+
+    Raises:
+        ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
+    """
+    least, most = config.min_workers, config.max_workers
+    if least is not None and least > config.workers:
+        raise ConfigurationError(
+            f"min_workers must be <= {config.workers}, the number of workers, got {least}; lower it"
+        )
+    if most is not None and most < config.workers:
+        raise ConfigurationError(
+            f"max_workers must be >= {config.workers}, the number of workers, got {most}; raise it"
+        )
+    if least is not None and config.checkpoint_every is None:
+        raise ConfigurationError(
+            "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
+            "--checkpoint-every 100"
+        )
+
+
+def config_of(record: RunFolder, checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    """Return the configuration with which a checkpoint was written: `config`, unless the number of workers has changed
+    since.
+
+    `config` is the configuration in the record, from before or after such a change.
+    """
+    wanted = checkpoint.manifest.config
+    if config.digest == wanted or disk.kept_config(record.path, config.digest) is None:
+        return config
+    text = disk.kept_config(record.path, wanted)
+    return config if text is None else RunConfig.from_toml(text, "the configuration of the checkpoint")

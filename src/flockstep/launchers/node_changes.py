@@ -9,7 +9,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from flockstep.errors import FlockstepError, RunError
-from flockstep.launchers.checkpoints import CALLED, Checkpointer, require_checkpoints
+from flockstep.launchers.checkpoints import CALLED, Checkpointer
 from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomers
@@ -17,8 +17,6 @@ from flockstep.launchers.peers import Change, Outcome, RunPeers
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig
-from flockstep.runtime.resizing import require_script_resizable
-from flockstep.strategies.base import Strategy
 
 LEAVE_AGAIN = 10.0
 """Seconds after which workers try again to leave the run, if no checkpoint could be written before they left."""
@@ -71,14 +69,6 @@ class NodeChanges:
         self._losses: list[str] = []
         """Clauses about the lost nodes without which the run is about to continue."""
 
-    def require_possible(self, strategy: Strategy) -> None:
-        """Raise `CompositionError` if workers may leave or join this run of scripts, and its strategy does not allow
-        it.
-        """
-        if self._least is not None or self._most is not None:
-            require_checkpoints(strategy)
-            require_script_resizable(strategy, "leave out --min-workers and --max-workers")
-
     def end(self) -> None:
         """Refuse every later request of a worker to leave, because the run ends."""
         self._least = None
@@ -94,59 +84,49 @@ class NodeChanges:
         """If workers leave or join, or a lost process is to be replaced, take a checkpoint, and change the nodes once
         it is complete.
         """
-        if self._checkpoints is None or not self._peers.running or self._outcome.change is not None:
+        checkpoints = self._checkpoints
+        if checkpoints is None or not self._peers.running or self._outcome.change is not None:
             return
-        self._tell_idle()
+        missing = "" if checkpoints.at_intervals or self._most is None else checkpoints.missing
+        if missing and self._peers.least_step >= CALLED:
+            text = f"--max-workers has no effect so far, because {missing}; call it at the top of the loop over batches"
+            self._outcome.warn(text, on_stderr)
         joiners = self._joiners()
         if not (self._leavers or joiners or self._renewing):
             return
         if not self._cutting and (joiners or self._leave_again is None or time.monotonic() >= self._leave_again):
             self._cutting = True
-            self._checkpoints.cut()
-        if self._cutting and self._checkpoints.is_cut:
+            checkpoints.cut()
+        if self._cutting and checkpoints.is_cut:
             self._change(self._renewing, joiners)
-        elif self._cutting and self._checkpoints.is_cut is False:
-            self._cutting = False  # the run is about to end, a node was lost, or the disk is full
-            self._could_not_change(self._checkpoints.why_not or "the nodes continued before their states were saved")
+        elif self._cutting and checkpoints.is_cut is False:
+            # The run is about to end, a node was lost, or the disk is full: workers that asked to leave try again.
+            self._cutting = False
+            why = checkpoints.why_not or "the nodes continued before their states were saved"
+            self.refuse_joiners(why)
+            for rank in sorted(self._leavers):
+                self._outcome.warn(f"{node_name(rank)} did not leave after SIGTERM: {why}", on_stderr)
+            self._leave_again = time.monotonic() + LEAVE_AGAIN
 
     @property
     def _staying(self) -> int:
         """Number of workers that live and have not asked to leave."""
         return len(set(self._peers.view.ranks) - self._leavers)
 
-    def _tell_idle(self) -> None:
-        """Say once that workers cannot join, because a script does not call `flockstep.checkpoint`."""
-        if self._checkpoints is None or self._checkpoints.at_intervals or self._most is None:
-            return
-        missing = self._checkpoints.missing
-        if missing and self._peers.least_step >= CALLED:
-            text = f"--max-workers has no effect so far, because {missing}; call it at the top of the loop over batches"
-            self._outcome.warn(text, on_stderr)
-
     def _joiners(self) -> int:
-        """Number of workers that can take part now, because their processes have built the job."""
-        return self._joiners_here() + self._hosts.prepared
-
-    def _joiners_here(self) -> int:
-        """Those whose processes are on this machine."""
+        """Number of workers that can take part now, because their processes, here or elsewhere, have built the job."""
         try:
-            return self._requests.workers if self._newcomers.ready() else 0
+            here = self._requests.workers if self._newcomers.ready() else 0
         except RunError as error:
             self.refuse_joiners(str(error))
-            return 0
+            here = 0
+        return here + self._hosts.prepared
 
     def refuse_joiners(self, why: str) -> None:
         """Refuse all workers that are about to join, and end their processes."""
         self._newcomers.end()
         self._requests.refuse(f"no worker can join now: {why}")
         self._hosts.refuse_joiners(f"no worker can join now: {why}")
-
-    def _could_not_change(self, why: str) -> None:
-        """Let the workers that asked to leave try again later."""
-        self.refuse_joiners(why)
-        for rank in sorted(self._leavers):
-            self._outcome.warn(f"{node_name(rank)} did not leave after SIGTERM: {why}", on_stderr)
-        self._leave_again = time.monotonic() + LEAVE_AGAIN
 
     def _change(self, loss: str, joined: int) -> None:
         """Continue without the workers that leave or were lost, and with those that join; `loss`: a clause about a lost
@@ -165,18 +145,15 @@ class NodeChanges:
 
     def look_for_requests(self) -> None:
         """Start the processes of workers that want to join the run."""
-        if self._most is None or not self._peers.running or self._cutting or self._may_offer:
+        if self._most is None or not self._peers.running or self._cutting:
             return
+        if self._checkpoints is not None and self._checkpoints.missing and self._peers.least_step == 0:
+            return  # the script may still call flockstep.checkpoint for the first time, as its first step begins
         try:
             if self._requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
                 self._newcomers.invite(self._requests.workers)
         except RunError as error:
             self.refuse_joiners(str(error))
-
-    @property
-    def _may_offer(self) -> bool:
-        """Whether a script may still call `flockstep.checkpoint` for the first time, as its first step begins."""
-        return self._checkpoints is not None and bool(self._checkpoints.missing) and self._peers.least_step == 0
 
     def why_no_host_joins(self, workers: int) -> str:
         """Return why `workers` workers of another host cannot join now; an empty text if they can."""
@@ -241,7 +218,7 @@ class NodeChanges:
         newest = None if self._checkpoints is None else self._checkpoints.newest
         if newest is None or address in self._peers.done:
             return False
-        began = self._peers.went is not None
+        began, strategy = self._peers.went is not None, self._outcome.strategy
         change = self._outcome.change  # of another node that was lost just now
         joined = change.joined if change is not None else self._joiners() if began else 0
         if address < 0:
@@ -250,19 +227,14 @@ class NodeChanges:
             some_died = len(self._peers.view.ranks) < self._peers.workers
             if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
                 return False
-        elif self._fewer_end_the_run(joined):
-            return False
+        else:
+            # Before all nodes are ready, every strategy needs all workers; but those that join may be lost again.
+            survives = strategy is not None and strategy.traits.deaths(self._peers.workers) >= len(self._peers.missed)
+            if survives and began:
+                return False
+            if self._least is None and (began or not self._joining >= self._peers.missed):
+                return False
+            if self._why_not_with(self._staying + joined):
+                return False
         self._change(reason, joined)
         return True
-
-    def _fewer_end_the_run(self, joined: int) -> bool:
-        """Whether the run does not go back to a checkpoint with the workers that are left and those that join.
-
-        Before all nodes are ready, every strategy needs all workers.
-        """
-        strategy, began = self._outcome.strategy, self._peers.went is not None
-        survives = strategy is not None and strategy.traits.deaths(self._peers.workers) >= len(self._peers.missed)
-        none_leaves = self._least is None and (began or not self._joining >= self._peers.missed)
-        if none_leaves or (survives and began):
-            return True
-        return bool(self._why_not_with(self._staying + joined))

@@ -7,27 +7,93 @@ and the supervisor, which decides that a process is lost. Everything else reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flockstep.arrays.schema import Schema
+from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import FlockstepError
 from flockstep.launchers.children import Child, how_it_ended
-from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
-from flockstep.messages import Address, node_name
+from flockstep.links.bus import LAUNCHER
+from flockstep.links.control import Frames, framed, unframed
+from flockstep.links.wire import MAX_CODING, SenderIdentity
+from flockstep.messages import Address, AnyNote, Message, node_name
 from flockstep.nodes import Cluster, Hosts, View
 from flockstep.records.events import Event, HostsEvent, LostEvent
-from flockstep.runtime.member import NodeLost
+from flockstep.runtime.member import Hello, NodeLost
 from flockstep.runtime.part_group import held_by_servers
-from flockstep.runtime.snapshot_tracker import NewestSnapshots
-from flockstep.strategies.base import Strategy
+from flockstep.runtime.snapshot_tracker import NewestSnapshots, SnapshotTick
+from flockstep.strategies.base import ResultPolicy, Strategy
 
 SETTLING = 0.5
 """Seconds to wait, after a process has exited or its connection has closed, for the other of these two events, because
 the last messages of the process may still arrive.
 """
+
+
+FOR_ALL = ("lost", "left", "stop")
+"""Tags of messages that a process must receive at once; they are sent on the process's own link and on the link of its
+communicator.
+"""
+
+
+class ProcessLink:
+    """A process of the run: the facts that it reported at its start, and the connection to it."""
+
+    def __init__(self, frames: Frames, hello: Hello):
+        """`frames` is the connection on which `hello` has arrived."""
+        self.hello = hello
+        self.frames = frames
+        self.address = hello.address
+        self.beside: ProcessLink | None = None
+        """The link to the process's communicator, if it has opened one."""
+        self._me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
+        self._sent_count = 0
+
+    def tell(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
+        """Queue a message for the node without waiting.
+
+        Messages that concern all processes also go to the node's communicator.
+
+        The array must not change afterwards, because all links send it without a copy.
+        """
+        if self.beside is not None and tag in FOR_ALL:
+            self.beside.tell(tag, note)
+        self._sent_count += 1
+        message = Message(LAUNCHER, tag, array, note or {}, number=self._sent_count)
+        self.frames.send(framed(message, self._me))
+
+    def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
+        """Tell the node that the run has ended; on request, send it the resulting model and the final buffers of every
+        worker.
+        """
+        for rank, array in buffers.items():
+            if array is not None and self.address >= 0:
+                self.tell("buffers", {"rank": rank}, array)
+        self.tell("end", None, result)
+
+    def receive(self) -> Message | None:
+        """Return the next message that has arrived from the node; None if no message has arrived.
+
+        Raises:
+            ProtocolError: the message breaks the protocol.
+        """
+        if self.beside is not None:  # a communicator says nothing but that it is alive
+            while self.beside.receive() is not None:
+                pass
+        frames = self.frames.receive(self._me.model_bytes + MAX_CODING)
+        return None if frames is None else unframed(frames, self.address, self._me)
+
+    def disconnected(self) -> bool:
+        """Return whether the process is gone, or has been stopped for longer than the heartbeat timeout."""
+        return self.frames.disconnected()
+
+    def close(self) -> None:
+        """Close the link; queued messages are dropped."""
+        self.frames.close()
+        if self.beside is not None:
+            self.beside.close()
 
 
 @dataclass
@@ -51,12 +117,22 @@ class Outcome:
     """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
 
     @property
-    def held(self) -> list[slice]:
-        """Slice of the model that each server holds; known once the nodes have joined."""
-        assert self.strategy is not None
-        assert self.schema is not None
-        sizes = self.sizes or (self.schema.size,)
-        return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
+    def parts(self) -> int:
+        """Number of workers that hold one replica together."""
+        return max(1, len(self.sizes))
+
+    def newest_model(self, policy: ResultPolicy | None = None) -> tuple[SnapshotTick, FlatArray] | None:
+        """Return the newest snapshots, and the model that `policy`, or the first one that the strategy names, selects
+        from them; None if there are no snapshots.
+        """
+        if self.strategy is None or self.schema is None or not self.strategy.traits.results:
+            return None
+        tick = self.newest.tick({node // self.parts if node >= 0 else node for node in self.lost})
+        if not tick.workers:
+            return None
+        held = held_by_servers(self.strategy, self.workers // self.parts, self.sizes or (self.schema.size,))
+        model = tick.model(policy or self.strategy.traits.results[0], held)
+        return None if model is None else (tick, model)
 
     def warn(self, text: str, say: Callable[[str], None] = lambda text: None) -> None:
         """Add a sentence to the warnings, and say it, unless they already contain it."""
@@ -147,6 +223,8 @@ class RunPeers(dict[Address, RunPeer]):
         number of changes of the workers so far. `hint`: clause for a script that ends without joining the run.
         """
         super().__init__({rank: RunPeer() for rank in range(workers)})
+        self.cluster = Cluster(0)
+        """The nodes of the run; none until the strategy is known."""
         self.workers, self.view = workers, View(epoch, tuple(range(workers)))
         self._heartbeat, self._hint, self._now = heartbeat, hint, now
         self._memory = memory or OutOfMemoryDetector()
@@ -155,6 +233,12 @@ class RunPeers(dict[Address, RunPeer]):
     def running(self) -> bool:
         """Whether all nodes have begun, and none has been told that the run has ended."""
         return self.went is not None and not self.over
+
+    def link(self, address: Address) -> ProcessLink:
+        """Return the connection of a process that has joined."""
+        link = self[address].link
+        assert link is not None
+        return link
 
     @property
     def links(self) -> dict[Address, ProcessLink]:

@@ -2,61 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
 
-from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components, train_instead
-from flockstep.launchers.checkpoints import Checkpointer, require_resumable
+from flockstep.launchers import children
+from flockstep.launchers.checkpoints import require_checkpoints
 from flockstep.launchers.children import (
     KERNELS,
     Child,
-    Script,
     drain_all,
     fork_script,
     refuse_program,
     start_fork_server,
     unbuffered,
 )
-from flockstep.launchers.completion import finished, first_error, keep_newest, newest_model
-from flockstep.launchers.entry import start_server
+from flockstep.launchers.continuing import ResizedRun, require_limits, resized_script
+from flockstep.launchers.executable import Executable, Show
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.join_requests import JoinRequests
-from flockstep.launchers.newcomers import Newcomers
-from flockstep.launchers.node_changes import Members
 from flockstep.launchers.open_files import require_cores, require_open_files
-from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
-from flockstep.launchers.peers import Outcome, RunPeer
-from flockstep.launchers.resizing import config_of, moved, require_limits, resized_script
+from flockstep.launchers.output import SHOWN, Output, RankOutput, Sink, to_terminal
+from flockstep.launchers.run import SupervisedRun, resume_run
 from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script_main
-from flockstep.launchers.segment import NodesChanged, back_to, continue_record, pause_notes
-from flockstep.launchers.supervisor import RunOfScript, Starters, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.links.kinds import Transport
-from flockstep.messages import Address
-from flockstep.records import owner
-from flockstep.records.checkpoints import Checkpoint, newest
-from flockstep.records.config import KEEP, RunConfig
-from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.checkpoints import Checkpoint
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.runtime.loop import require_for_scripts
-from flockstep.runtime.member import NodeSpec, folder_of_call
+from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.place import SECRET
+from flockstep.runtime.resizing import require_script_resizable
 from flockstep.runtime.setup import JOB_FILE, canonical, check, digest, require_unchanged
+from flockstep.strategies.base import Strategy
 
-AS_THE_SCRIPT_SAYS = "as the script says"
-"""Placeholder for the strategy in the configuration of a launched run, until the script has named its strategy."""
 NO_SCRIPT = {".ipynb", ".json", ".sh", ".toml", ".yaml", ".yml"}
 """Suffixes of files that Python might read as a program although they are none."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -74,7 +64,7 @@ def launch(
     folder: Path,
     output: Output = SHOWN,
     overwrite: bool = False,
-    show: Callable[[dict[Address, RunPeer]], None] = lambda nodes: None,
+    show: Show = lambda nodes, steps: None,
     gathering: Gathering | None = None,
 ) -> Summary:
     """Run a user's script on `config.workers` processes, and write the record.
@@ -106,7 +96,7 @@ def launch(
     require_script(script)
     import_components(config.imports)
     settings = _settings(config, script, arguments)
-    config = dataclasses.replace(config, versions={**config.versions, JOB_FILE: _digest_of(script, arguments)})
+    config = dataclasses.replace(config, versions={**config.versions, JOB_FILE: digest(_file_of(script, arguments))})
     config = output.kept_in(config)
     if gathering is not None:
         config = gathering.over(config)
@@ -116,10 +106,10 @@ def launch(
     _require_unchanging(config, gathering)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        _ChangingRun(script, arguments, record, gathering, hosts, show).run(config, output)
+        SupervisedRun(record, ScriptExecutable(script, arguments, output, gathering), show, hosts).run(config)
     return record.read_summary()
 
 
@@ -134,72 +124,10 @@ def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _ChangingRun:
-    """The run of a script whose workers may change, with all that stays the same when the workers change."""
-
-    script: Path
-    arguments: Sequence[str]
-    record: RunFolder
-    gathering: Gathering | None
-    """The hosts of the run, of which this one coordinates; None: all processes are on this machine."""
-    hosts: OtherHosts
-    show: Callable[[dict[Address, RunPeer]], None]
-
-    def run(self, config: RunConfig, output: Output, resumed: Checkpoint | None = None) -> None:
-        """Run the script, and begin the script again from a checkpoint whenever workers leave or join.
-
-        Args:
-            config: the configuration with which the script begins.
-            output: how the scripts' output is handled until the workers change.
-            resumed: the checkpoint from which the script begins; None: the script begins anew.
-        """
-        left: NodesChanged | None = None
-        while True:
-            start = ScriptStarter(self.script, self.arguments, config, output, self.gathering)
-            checkpoints = _checkpointer(config, self.record, self.hosts, resumed)
-            try:
-                supervise(start, config, self.record, self.hosts, start.close, self.show, checkpoints, left)
-                return
-            except NodesChanged as change:
-                left = change
-            finally:
-                start.close()
-            config, resumed = _continued(self.record, config, newest(self.record.path), left.workers, left)
-            output = Output.of(config, output.show)
-
-
-def _continued(
-    record: RunFolder,
-    config: RunConfig,
-    checkpoint: Checkpoint,
-    workers: int | None,
-    left: NodesChanged | None = None,
-) -> tuple[RunConfig, Checkpoint]:
-    """Prepare a record, whose folder this process owns, for the continuation of the run of a script.
-
-    Args:
-        record: the run's folder.
-        config: the configuration with which the checkpoint was written.
-        checkpoint: the checkpoint from which the run continues.
-        workers: number of workers from now on; None: as many as the checkpoint holds.
-        left: how the workers have changed during the run; None: the run had stopped.
-
-    Returns:
-        The configuration and the checkpoint with which the run continues.
-    """
-    change, workers = None, workers or len(checkpoint.manifest.steps)
-    if workers != config.workers or checkpoint.manifest.lost:
-        change = resized_script(checkpoint, config, workers, () if left is None else left.gone)
-        require_open_files(workers)
-        config = change.config
-    return config, continue_record(record, config, checkpoint, change, left)
-
-
 def resume_script(
     folder: Path,
     sink: Sink = to_terminal,
-    show: Callable[[dict[Address, RunPeer]], None] = lambda nodes: None,
+    show: Show = lambda nodes, steps: None,
     workers: int | None = None,
     gathering: Gathering | None = None,
 ) -> Summary:
@@ -221,50 +149,22 @@ def resume_script(
         RunError: the run failed; the record is complete up to the failure.
     """
     record = RunFolder(folder)
-    config = _unnamed(record.read_config())
+    config = record.read_config()
     if config.versions.get(JOB_FILE) is None:
         raise ConfigurationError(
             f"{folder} holds a run that flockstep launch did not start from a script, so it cannot be resumed; repeat "
             "the run"
         )
-    if not record.unfinished:
-        raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     script, arguments = program_of(config)
     require_script(script)
-    checkpoint = newest(record.path)
-    config = config_of(record, checkpoint, config)
     if gathering is not None and workers not in (None, config.workers):
         raise ConfigurationError(
             f"a script on several hosts must be resumed with as many workers as it had, got -n {workers} in place of "
             f"{config.workers}; leave out -n"
         )
     _require_unchanging(config, gathering)
-    require_resumable(checkpoint, None, config.workers, config.digest)
-    require_unchanged(config, _digest_of(script, arguments))
-    import_components(config.imports)
-    require_open_files(config.workers)
-    with owner.owned(record.path), contextlib.ExitStack() as stack:
-        config, checkpoint = _continued(record, config, checkpoint, workers)
-        hosts, settings = OtherHosts(), _settings(config, script, arguments)
-        if gathering is not None:
-            config = moved(record, config, gathering)
-            hosts = gathering.hosts(config, settings, stack, resumes=True)
-        changing = _ChangingRun(script, arguments, record, gathering, hosts, show)
-        changing.run(config, Output.of(config, sink), checkpoint)
-    return record.read_summary()
-
-
-def _checkpointer(
-    config: RunConfig, record: RunFolder, hosts: OtherHosts, resumed: Checkpoint | None = None
-) -> Checkpointer:
-    """Takes the checkpoints of a script's run."""
-    path, keep, digest = record.path.resolve(), config.keep or KEEP, _unnamed(config).digest
-    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=digest, scripts=True, hosts=hosts)
-
-
-def _unnamed(config: RunConfig) -> RunConfig:
-    """The configuration before the script has named its strategy; unchanged if the user has given the strategy."""
-    return config if config.strategy_given else dataclasses.replace(config, strategy=AS_THE_SCRIPT_SAYS)
+    executable = ScriptExecutable(script, arguments, Output.of(config, sink), gathering)
+    return resume_run(record, executable, show, workers, gathering, _settings(config, script, arguments))
 
 
 def with_strategy(config: RunConfig, text: str) -> RunConfig:
@@ -299,11 +199,9 @@ def launch_for(
     """
     require_script(script)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
-    start = ScriptStarter(script, arguments, config, output, gathering)
-    try:
-        gathering.serve(config, _settings(config, script, arguments), lambda node_spec, accepted: start(node_spec))
-    finally:
-        start.close()
+    ScriptExecutable(script, arguments, output, gathering).serve(
+        config, _settings(config, script, arguments), gathering
+    )
 
 
 def program_of(config: RunConfig) -> tuple[Path, list[str]]:
@@ -340,14 +238,14 @@ def _file_of_module(name: str) -> str:
     return str(inside or (found.origin if found is not None else name))
 
 
-def _digest_of(script: Path, arguments: Sequence[str]) -> str:
-    """Hash of the file that is run: the script, or the module that its first argument names."""
-    return digest(Path(_file_of_module(arguments[0])) if script == MODULE_ENTRY else script)
+def _file_of(script: Path, arguments: Sequence[str]) -> Path:
+    """The file that is run: the script, or that of the module that the script's first argument names."""
+    return Path(_file_of_module(arguments[0])) if script == MODULE_ENTRY else script
 
 
 def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict[str, str]:
     """Settings that must be equal on all hosts."""
-    module = {MODULE: named_content(_file_of_module(arguments[0]))} if script == MODULE_ENTRY else {}
+    module = {MODULE: named_content(str(_file_of(script, arguments)))} if script == MODULE_ENTRY else {}
     return {**settings_of(config, arguments), **module}
 
 
@@ -385,185 +283,82 @@ def _ranks_here(config: RunConfig, gathering: Gathering | None) -> range:
     return range(config.workers) if gathering is None else gathering.ranks(config.workers)
 
 
-class ScriptStarter:
-    """Starts a script as each worker of this host."""
+class ScriptExecutable(Executable):
+    """A user's script, which runs as each worker of this host."""
 
-    def __init__(
-        self, script: Path, arguments: Sequence[str], config: RunConfig, output: Output, gathering: Gathering | None
-    ):
-        """`gathering`: this host's part in a run over several.
+    script = True
+
+    def __init__(self, script: Path, arguments: Sequence[str], output: Output, gathering: Gathering | None):
+        """`gathering`: this host's part in a run over several."""
+        super().__init__()
+        self._script, self._arguments, self._output, self._gathering = script, arguments, output, gathering
+        self._sinks: dict[int, RankOutput] = {}
+        self._processes: dict[int, children.Script] = {}
+
+    def prepare_again(self, config: RunConfig, begins: bool) -> None:
+        if begins:
+            require_unchanged(config, digest(_file_of(self._script, self._arguments)))
+            import_components(config.imports)
+            require_open_files(config.workers)
+
+    def resized(
+        self, checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int], record: RunFolder
+    ) -> ResizedRun:
+        return resized_script(checkpoint, config, workers, gone)
+
+    def require_possible(self, strategy: Strategy) -> None:
+        if self._elastic:
+            require_checkpoints(strategy)
+            require_script_resizable(strategy, "leave out --min-workers and --max-workers")
+
+    def begin(self, config: RunConfig) -> None:
+        """Create the files for the output, and start the fork server, which imports what all workers import.
 
         Raises:
             ConfigurationError: a file for the output cannot be created.
         """
-        self._ranks = _ranks_here(config, gathering)
-        self._sinks = output.sinks(self._ranks, config.workers)
-        self._scripts: dict[int, Script] = {}
+        self._elastic = config.min_workers is not None or config.max_workers is not None
+        self._ranks = _ranks_here(config, self._gathering)
+        self._sinks = self._output.sinks(self._ranks, config.workers)
+        self._output = dataclasses.replace(self._output, continues=True)  # when the workers change
+        self.unjoined = train_instead(config.job)
         threads = config.threads or (None if _threads_chosen() else 1)
-        environment = common_environment(config.threads, config.workers, len(self._ranks))
-        self._program = ScriptProgram(script, tuple(arguments), unbuffered(environment), threads)
-        early = {name: text for name, text in self._program.environment.items() if name in EARLY}
-        start_fork_server(_preload(script, arguments, config.transport), early)
+        environment = unbuffered(common_environment(config.threads, config.workers, len(self._ranks)))
+        self._program = ScriptProgram(self._script, tuple(self._arguments), environment, threads)
+        # PyTorch takes seconds to import; a text that does not contain its name hardly needs it, and JAX or NumPy
+        # alone should not wait for it.
+        text = _file_of(self._script, self._arguments).read_bytes()
+        torch = ["flockstep.runtime.torch_loop"] if b"torch" in text else []
+        kernels = [KERNELS] if Transport.parse(config.transport or "shared_memory").zero_copy else []
+        early = {name: value for name, value in environment.items() if name in EARLY}
+        start_fork_server([script_main.__module__, *kernels, *torch], early)
 
-    def __call__(self, node_spec: NodeSpec) -> Child:
-        """Start the script as the worker that `node_spec` describes, and return its process."""
+    def start(self, node_spec: NodeSpec) -> Child:
         rank = node_spec.address
         place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
         program = dataclasses.replace(self._program, environment={**self._program.environment, **place})
-        script = self._scripts[rank] = fork_script(script_main, (node_spec, program), self._sinks[rank])
-        return script
+        process = self._processes[rank] = fork_script(script_main, (node_spec, program), self._sinks[rank])
+        return process
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Pass on the rest of the output of scripts that have ended."""
-        drain_all(list(self._scripts.values()))
+        drain_all(list(self._processes.values()))
         for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
-            sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
+            sink.close(failed=rank in self._processes and bool(self._processes[rank].exit_code()))
+        self._sinks, self._processes = {}, {}
 
+    def serve(self, config: RunConfig, settings: dict[str, str], gathering: Gathering) -> None:
+        """Run the script as this host's workers, until the end, in a run that another host coordinates.
 
-def _preload(script: Path, arguments: Sequence[str], transport: str | None) -> list[str]:
-    """Modules that the fork server imports once for all workers of a script.
-
-    PyTorch takes seconds to import; a text that does not contain its name hardly needs it, and JAX or NumPy alone
-    should not wait for it.
-    """
-    file = Path(_file_of_module(arguments[0])) if script == MODULE_ENTRY else script
-    torch = ["flockstep.runtime.torch_loop"] if b"torch" in file.read_bytes() else []
-    kernels = [KERNELS] if Transport.parse(transport or "shared_memory").zero_copy else []
-    return [script_main.__module__, *kernels, *torch]
-
-
-def supervise(
-    start: Callable[[NodeSpec], Child],
-    config: RunConfig,
-    record: RunFolder,
-    hosts: OtherHosts,
-    ended: Callable[[], None] = lambda: None,
-    show: Callable[[dict[Address, RunPeer]], None] = lambda standings: None,
-    checkpoints: Checkpointer | None = None,
-    left: NodesChanged | None = None,
-) -> None:
-    """Supervise a run of scripts as the coordinator, and complete the record.
-
-    Args:
-        start: starts a worker of this host.
-        hosts: the other hosts.
-        ended: called when all processes have ended, before the record is completed.
-        show: called from time to time with the state of every node, by address.
-        checkpoints: takes the checkpoints of the script's first call to `distribute`.
-        left: the change of the workers after which the scripts begin again; None: the run begins.
-
-    Raises:
-        NodesChanged: the run continues with other workers.
-        RunError: the run failed, or a part of its record was lost.
-    """
-    run = _ScriptRun(start, config, record, hosts, show, checkpoints, left)
-    with contextlib.ExitStack() as stack:
-        supervisor = run.supervisor(run.path)
-        stack.callback(supervisor.forget)
-        supervisor.run(result_of)
-        ended()
-        outcome, error = supervisor.outcome, supervisor.outcome.error
-        if checkpoints is not None and checkpoints.resumed is not None:
-            record.note(checkpoints.resumed.manifest.seconds, pause_notes(left, supervisor))
-        outcome.warnings += [] if checkpoints is None else checkpoints.notes
-        outcome.warnings += run.notes
-        if error is not None and supervisor.failed_later:
-            outcome.warnings.append(f"the script failed in a later call of distribute: {error}")
-            outcome.error = None
-        if outcome.change is not None and error is None:
-            error = outcome.error = NodesChanged(outcome.change, supervisor)
-        conclude(record, config, outcome)
-        if error is not None:
-            raise error
-
-
-@dataclass
-class _ScriptRun:
-    """The supervisors and records of the calls of `distribute` in one run of scripts."""
-
-    start: Callable[[NodeSpec], Child]
-    config: RunConfig
-    record: RunFolder
-    hosts: OtherHosts
-    show: Callable[[dict[Address, RunPeer]], None]
-    checkpoints: Checkpointer | None
-    left: NodesChanged | None
-    """The change of the workers after which the scripts begin again; None: the run begins."""
-    later: list[RunFolder] = field(default_factory=list)
-    """Records of the later calls."""
-
-    @property
-    def path(self) -> Path:
-        """Folder of the record of the first call."""
-        return self.record.path.resolve()
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentence about the later calls, for the record of the first call; none if there are no later calls."""
-        if not self.later:
-            return []
-        where = ", ".join(one.path.name for one in self.later)
-        return [
-            f"this record describes the script's first call of distribute; the records of later calls are in {where}"
-        ]
-
-    def supervisor(
-        self, place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
-    ) -> Supervisor:
-        """The supervisor of a call whose record is in `place`; see `Supervisor` for `within` and `ended`."""
-        config, left, hosts = self.config, self.left, self.hosts
-        resumed = None if self.checkpoints is None else self.checkpoints.resumed
-        back = back_to(config, resumed, left) if hosts.here else None
-        if left is None:
-            members = Members(JoinRequests(place), Newcomers(), back_to=back)
-        else:
-            members = Members(left.supervisor.members.requests, Newcomers(), left.joining, left.epoch + 1, back)
-        return Supervisor(
-            config,
-            place,
-            Starters(
-                lambda spec: hosts.start(spec) if hosts.has(spec.address) else self.start(spec), start_server, hosts
-            ),
-            RunOfScript(self.begin_call, within, ended, train_instead(config.job)),
-            show=self.show,
-            checkpoints=self.checkpoints if within is None else None,
-            members=members,
-        )
-
-    def begin_call(self, first: Supervisor, number: int) -> Supervisor:
-        """Create the record and the supervisor of a later call."""
-        later, owning = RunFolder(folder_of_call(self.path, number)), contextlib.ExitStack()
-        owning.enter_context(later.created(self.config))
-        self.later.append(later)
-
-        def conclude_it(outcome: Outcome) -> None:
-            with owning, contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
-                conclude(later, self.config, outcome)
-
-        return self.supervisor(later.path, first, conclude_it)
-
-
-def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
-    """Complete the record with the facts that only the supervisor knows.
-
-    Raises:
-        RunError: the run failed, or a part of its record was lost.
-    """
-    owner.check(record.path)
-    if outcome.strategy is not None and outcome.strategy.traits.results:
-        config = dataclasses.replace(config, strategy=str(outcome.strategy))
-        with first_error(outcome):
-            record.write_config(config)
-    with first_error(outcome), finished(record, config) as notes:
-        with EventWriter(record.node_events_file(None)) as events:
-            for event in outcome.events:
-                events.write(event)
-        if outcome.strategy is not None and outcome.strategy.traits.results:
-            keep_newest(record, outcome.strategy.traits.results[0], outcome)
-        notes += outcome.warnings
-        if outcome.error is not None:
-            raise outcome.error
-        record.check_whole(outcome.nodes)
+        Raises:
+            ConfigurationError: the coordinator refused, or cannot be reached.
+            RunError: the run failed.
+        """
+        self.begin(config)
+        try:
+            gathering.serve(config, settings, lambda node_spec, accepted: self.start(node_spec))
+        finally:
+            self.end()
 
 
 def common_environment(threads: int | None, workers: int, here: int) -> dict[str, str]:
@@ -586,10 +381,3 @@ def common_environment(threads: int | None, workers: int, here: int) -> dict[str
 def _threads_chosen() -> bool:
     """Whether the user's environment sets the number of threads of numerical libraries."""
     return any(name in os.environ for name in THREADS)
-
-
-def result_of(outcome: Outcome) -> FlatArray | None:
-    """Return the model that the strategy's default result policy selects from the final parameters."""
-    if outcome.strategy is None or not outcome.strategy.traits.results:
-        return None
-    return newest_model(outcome.newest.tick(outcome.lost), outcome.strategy.traits.results[0], outcome)

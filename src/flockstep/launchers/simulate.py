@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from flockstep.frameworks.base import Engine
-from flockstep.launchers.completion import TargetReached, finished, until_target
+from flockstep.launchers.completion import finished
 from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
-from flockstep.records.events import HostsEvent
+from flockstep.records.events import EvaluationEvent, Event, HostsEvent
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.summary import Summary
-from flockstep.runtime.node_metrics import Emit
-from flockstep.runtime.plan import Plan
+from flockstep.records.summary import Summary, reaches
 from flockstep.runtime.runner import reporting_users_errors
 from flockstep.runtime.setup import prepare
 from flockstep.runtime.virtual import Simulation
@@ -61,9 +58,21 @@ def simulate(
     ):
         if len(hosts := network.hosts(config.workers)) > 1:
             events.write(HostsEvent(0.0, hosts))
-        heard = until_target(config, events.write) if config.until_target else events.write
-        run = _simulation(engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults)
-        with reporting_users_errors(), contextlib.suppress(TargetReached):
+
+        def heard(event: Event) -> None:
+            events.write(event)
+            if config.until_target and isinstance(event, EvaluationEvent) and reaches(config, event.metric):
+                raise _TargetReached
+
+        def shown(done: int, t: float) -> None:
+            progress(done, every_step, t)
+
+        run: Simulation | SplitSimulation
+        if plan.split is not None:
+            run = SplitSimulation(plan.split, plan, compute, network, heard, shown)
+        else:
+            run = Simulation(engine, plan, compute, network, heard, shown, faults=faults)
+        with reporting_users_errors(), contextlib.suppress(_TargetReached):
             run.run()
         run.stop()
         record.check_whole([None])
@@ -73,15 +82,5 @@ def simulate(
     return record.read_summary()
 
 
-def _simulation(
-    engine: Engine,
-    plan: Plan,
-    compute: ComputeModel,
-    network: Network,
-    emit: Emit,
-    progress: Callable[[int, float], None],
-    faults: Sequence[Fault],
-) -> Simulation | SplitSimulation:
-    if plan.split is not None:
-        return SplitSimulation(plan.split, plan, compute, network, emit, progress)
-    return Simulation(engine, plan, compute, network, emit, progress, faults=faults)
+class _TargetReached(Exception):
+    """Raised after the evaluation that reaches the target, to end the run."""

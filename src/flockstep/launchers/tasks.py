@@ -17,7 +17,7 @@ from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
-from flockstep.launchers.script import ScriptStarter, program_of
+from flockstep.launchers.script import ScriptExecutable, program_of
 from flockstep.records.config import RunConfig
 from flockstep.records.scratch import scratch
 from flockstep.runtime.member import NodeSpec
@@ -92,11 +92,9 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
             )
             return
         shown = Output(spec.output.ranks, spec.output.prefix, spec.output.folder)
-        start = ScriptStarter(program_of(config)[0], spec.arguments, config, shown, gathering)
-        try:
-            gathering.serve(config, settings_of(config), lambda node_spec, accepted: start(node_spec))
-        finally:
-            start.close()
+        ScriptExecutable(program_of(config)[0], spec.arguments, shown, gathering).serve(
+            config, settings_of(config), gathering
+        )
 
 
 def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: OwnData | None) -> Child:
