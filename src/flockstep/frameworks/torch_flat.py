@@ -7,7 +7,7 @@ import mmap
 import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -201,9 +201,7 @@ class FlatModule:
         """Gather each gradient as soon as a backward pass has completed it, while the gradient is in the processor's
         cache, until `keep_gradients` is called. A second array of gradients is then never needed.
         """
-        for index, parameter in enumerate(self.parameters):
-            gather = partial(_gather, weakref.ref(self), index)  # a module's hooks must not keep this object alive
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(gather))  # type: ignore[no-untyped-call]
+        self._hooks = on_gradients(self.parameters, self._completed)
 
     def drop_gradients(self) -> None:
         """Remove the gradients: set every parameter's `.grad` to None."""
@@ -334,10 +332,10 @@ class FlatModule:
             copy_values(view, parameter.grad)
         parameter.grad = view
 
-    def gather_completed(self, index: int) -> None:
-        """Gather a gradient that a backward pass has just completed. After `leave_gradients`, only check whether the
-        gradient is finite.
-        """
+    def _completed(self, index: int, parameter: torch.Tensor) -> None:
+        """Gather a gradient that a backward pass has just completed; after `leave_gradients`, only look at it."""
+        if parameter.grad is None or parameter.grad.requires_grad:  # of a gradient of the gradient
+            return
         if self._loose is None or self.in_place(index):
             self.gather(index)
         else:
@@ -533,9 +531,7 @@ class FlatBackward:
         self._flat = flat
         self._targets: list[torch.Tensor] | None = None
         self._missing: set[int] = set()
-        for index, parameter in enumerate(flat.parameters):
-            take = partial(_take, weakref.ref(self), index)  # a module's hooks must not keep this object alive
-            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        on_gradients(flat.parameters, self._take)
 
     def __call__(self, loss: torch.Tensor, out: FlatArray | None = None) -> None:
         """Write the gradient of `loss` to `out`, with zeros for unused parameters; if `out` is None, discard the
@@ -550,7 +546,7 @@ class FlatBackward:
         finally:
             self._targets = None
 
-    def take(self, index: int, parameter: torch.Tensor) -> None:
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
         """Copy the gradient that autograd has just completed for `parameter` to the flat array, and release it."""
         if self._targets is None or parameter.grad is None:
             return
@@ -560,16 +556,22 @@ class FlatBackward:
         parameter.grad = None
 
 
-def _take(of: weakref.ref[FlatBackward], index: int, parameter: torch.Tensor) -> None:
-    backward = of()
-    if backward is not None:
-        backward.take(index, parameter)
+def on_gradients(
+    parameters: Sequence[torch.nn.Parameter], completed: Callable[[int, torch.Tensor], None]
+) -> list[RemovableHandle]:
+    """Let every backward pass call the method `completed(index, parameter)` for each gradient that it has completed; the
+    hooks do not keep the method's object alive.
+    """
+    method = weakref.WeakMethod(completed)
 
+    def call(index: int, parameter: torch.Tensor) -> None:
+        if (found := method()) is not None:
+            found(index, parameter)
 
-def _gather(of: weakref.ref[FlatModule], index: int, parameter: torch.Tensor) -> None:
-    flat = of()
-    if flat is not None and parameter.grad is not None and not parameter.grad.requires_grad:
-        flat.gather_completed(index)
+    return [
+        one.register_post_accumulate_grad_hook(partial(call, index))  # type: ignore[no-untyped-call]
+        for index, one in enumerate(parameters)
+    ]
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:

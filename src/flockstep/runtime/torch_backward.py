@@ -5,7 +5,6 @@ changes that a script makes to gradients between the backward pass and `step`.
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -13,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.namespace import as_tensor
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_flat import FlatModule, on_gradients
 from flockstep.runtime.loop import Loop
 from flockstep.strategies.base import Strategy
 
@@ -57,9 +56,7 @@ class BackwardHooks:
     def begin(self) -> None:
         """Start to watch the next backward pass."""
         if self._loop.awaited and not self._hooks:
-            for index, parameter in enumerate(self._flat.parameters):
-                completed = partial(self._completed, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(completed))  # type: ignore[no-untyped-call]
+            self._hooks = on_gradients(self._flat.parameters, self._completed)
         if self._hooks:
             self._sent: list[tuple[int, int, torch.Tensor]] = []
             """Begin and end of each part that was passed on, and some of its bytes, because torch does not count
@@ -154,10 +151,7 @@ class GradientChangeDetector:
         """Indices of the parameters that backward has given a gradient."""
         self._version = 0
         """Torch's count of writes to the gradients, after the last gradient of backward."""
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(flat.parameters)
-        ]
+        self._hooks = on_gradients(flat.parameters, self._note)
 
     def check(self, allowed: int = 0) -> bool:
         """Look for changed gradients at the start of a step, and return whether there are any.

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.namespace import as_tensor
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_flat import FlatModule, on_gradients
 
 COMPARED = 1 << 12
 """Number of elements, at equal distances in the flat array, that are compared before every step, beside the first
@@ -54,16 +54,14 @@ class Guard:
             if not self._names.keys().isdisjoint(earlier._names):
                 earlier.end()
         self.live.add(self)
-        me = weakref.ref(self)  # a module's hooks must not keep this object alive
-
-        def completed(parameter: torch.Tensor) -> None:
-            if (guard := me()) is not None:
-                if guard._backward is not None and guard._backward != parameter._version:
-                    guard.require_own_steps()
-                guard._backward = parameter._version
-
-        self._hook = flat.parameters[-1].register_post_accumulate_grad_hook(completed)  # type: ignore[no-untyped-call]
+        (self._hook,) = on_gradients(flat.parameters[-1:], self._completed)
         self.note()
+
+    def _completed(self, _: int, parameter: torch.Tensor) -> None:
+        """Notice at the last parameter's gradient that the parameter was written to since its last gradient."""
+        if self._backward is not None and self._backward != parameter._version:
+            self.require_own_steps()
+        self._backward = parameter._version
 
     def end(self) -> None:
         """Stop watching backward passes, because the run has ended or another call trains a parameter."""
