@@ -231,8 +231,8 @@ def worker(out: Path, schedule: str, steps: int, store: str, rank: int) -> None:
 
 def cuts_of(layers: list[nn.Module]) -> list[int]:
     """Where flockstep cuts the chain too."""
-    from flockstep.frameworks.torch_chain import chain_of, chunks_of
     from flockstep.frameworks.torch_layers import shape_of
+    from flockstep.split.torch_chain import chain_of, chunks_of
 
     whole = nn.Sequential(*layers)
     shape = shape_of(whole, torch.zeros(BATCH, CONTEXT, dtype=torch.int64), name="gpt")

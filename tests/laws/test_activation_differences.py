@@ -18,12 +18,12 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import FlockstepError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
-from flockstep.frameworks.torch_ways import TorchWay
 from flockstep.partitions.base import Partition
 from flockstep.programs import GRADIENT
 from flockstep.records.events import NodeEvent
 from flockstep.runtime.plan import Batches
-from flockstep.runtime.stage import ActivationDifferences
+from flockstep.split.stage_program import ActivationDifferences
+from flockstep.split.torch_ways import TorchWay
 from support.split_jobs import BATCH, chain, job_of, simulated
 
 EPOCH, STEPS = 10, 25

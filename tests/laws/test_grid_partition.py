@@ -15,18 +15,18 @@ import flockstep
 from flockstep import LocallyConnected2d
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.frameworks.grid import GridModel, HaloExchange
-from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_grid import receptive_field_of, split_grid
-from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_stages import PartsEngine
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.records.events import NodeEvent
 from flockstep.runtime.virtual_split import SplitSimulation
+from flockstep.split.grid import GridModel, HaloExchange
+from flockstep.split.splitting import make_split, without_whole
+from flockstep.split.torch_grid import receptive_field_of, split_grid
+from flockstep.split.torch_skeleton import SkeletonEngine
+from flockstep.split.torch_stages import PartsEngine
 from flockstep_lab.claims.local_layers import LocalLayer
 from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
 from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated

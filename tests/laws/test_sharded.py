@@ -16,14 +16,14 @@ from torch import nn
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.shards import ShardedModel
-from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
 from flockstep.records.events import NodeEvent, StepEvent
-from flockstep.runtime import sharded_way
 from flockstep.runtime.virtual_split import SplitSimulation
+from flockstep.split import sharded_program
+from flockstep.split.shards import ShardedModel
+from flockstep.split.stages import MicroBatch
+from flockstep.split.torch_shards import TorchUnit, shard_torch
 from flockstep.workloads.models import squared_error
 from support.split_jobs import GRADIENT, chain, check_trains_as_whole, job_of, simulated, tied
 
@@ -216,7 +216,7 @@ def test_shares_of_the_batch_that_do_not_count_by_their_samples_are_noticed(monk
     def alike(replica: int, step: int, number: int, indices: np.ndarray, share: float) -> MicroBatch:
         return MicroBatch(replica, step, number, indices, 0.5)
 
-    monkeypatch.setattr(sharded_way, "MicroBatch", alike)
+    monkeypatch.setattr(sharded_program, "MicroBatch", alike)
     wrong = simulated(job, "all_reduce", "sharded(2)")
     assert np.abs(wrong.result - whole.result).max() > 1e-4
 

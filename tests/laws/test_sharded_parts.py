@@ -14,10 +14,6 @@ from torch import nn
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.job import make_split
-from flockstep.frameworks.shards import ShardedPartsModel
-from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.ways import TensorModel
 from flockstep.messages import PART
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import ShardedParts
@@ -25,10 +21,14 @@ from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.programs import GRADIENT
 from flockstep.records.events import LostEvent, NodeEvent
-from flockstep.runtime import sharded_way
 from flockstep.runtime.plan import Batches
-from flockstep.runtime.sharded_way import PartShard
 from flockstep.runtime.virtual_split import SplitSimulation
+from flockstep.split import sharded_program
+from flockstep.split.sharded_program import PartShard
+from flockstep.split.shards import ShardedPartsModel
+from flockstep.split.splitting import make_split
+from flockstep.split.stages import MicroBatch
+from flockstep.split.ways import TensorModel
 from flockstep.workloads.base import Workload
 from support import grid_jobs, images_job
 from support.matrix import few
@@ -102,7 +102,7 @@ def test_shards_that_do_not_count_by_their_samples_are_noticed(monkeypatch: pyte
         def divided(self, ways: int, partition: str) -> list[MicroBatch]:
             return [dataclasses.replace(one, share=1 / ways) for one in super().divided(ways, partition)]
 
-    monkeypatch.setattr(sharded_way, "MicroBatch", Alike)
+    monkeypatch.setattr(sharded_program, "MicroBatch", Alike)
     assert apart_from_whole("tensor(2) * sharded(2)", batch=13) > 1e-4
 
 

@@ -22,9 +22,6 @@ from flockstep.errors import CompositionError, ConfigurationError, PeerLost, Run
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.job import make_split
-from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
@@ -37,6 +34,9 @@ from flockstep.report.table import gradient_notes
 from flockstep.runtime.plan import Batches
 from flockstep.runtime.setup import check
 from flockstep.runtime.virtual_split import SplitSimulation
+from flockstep.split.splitting import make_split
+from flockstep.split.stages import MicroBatch
+from flockstep.split.torch_stages import split_torch
 from flockstep.strategies.base import Strategy
 from flockstep_lab.pipeline_timeline import timeline
 from support.matrix import few

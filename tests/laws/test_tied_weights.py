@@ -10,13 +10,13 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.job import make_split
-from flockstep.frameworks.shards import ShardedModel
-from flockstep.frameworks.stages import PipelineModel
 from flockstep.partitions.base import Partition
 from flockstep.records.events import NodeEvent
-from flockstep.runtime.sharded_way import ShardedWay
-from flockstep.runtime.stage import PipelineStage
+from flockstep.split.sharded_program import ShardedWay
+from flockstep.split.shards import ShardedModel
+from flockstep.split.splitting import make_split
+from flockstep.split.stage_program import PipelineStage
+from flockstep.split.stages import PipelineModel
 from support.split_jobs import check_trains_as_whole, job_of, simulated, tied
 from support.tied_job import WIDTH, WORDS, job, model
 
@@ -52,7 +52,7 @@ def test_tied_weights_train_as_in_the_unsplit_model(made: Callable[[], Job], str
 
 @pytest.mark.parametrize("program", ["stage", "shard"])
 def test_a_use_whose_gradient_is_left_out_is_noticed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the owner trains with the gradient of its own use only."""
+    """Negative control: the owner trains with the gradient of its own use only. A stage is noticed before the run."""
     partition = "pipeline(2, 1f1b, 2)" if program == "stage" else "sharded(2)"
     whole = simulated(job(), "all_reduce")
     if program == "stage":
@@ -64,6 +64,8 @@ def test_a_use_whose_gradient_is_left_out_is_noticed(program: str, monkeypatch: 
             await end(self, step)
 
         monkeypatch.setattr(PipelineStage, "_end_step", ended)
+        with pytest.raises(ConfigurationError, match="must compute what the model computes, got a loss of"):
+            simulated(job(), "all_reduce", partition)
     else:
         gather = ShardedWay._gathered
 
@@ -74,8 +76,8 @@ def test_a_use_whose_gradient_is_left_out_is_noticed(program: str, monkeypatch: 
             return params
 
         monkeypatch.setattr(ShardedWay, "_gathered", gathered)
-    split = simulated(job(), "all_reduce", partition)
-    assert np.abs(split.result - whole.result).max() > 1e-3
+        split = simulated(job(), "all_reduce", partition)
+        assert np.abs(split.result - whole.result).max() > 1e-3
 
 
 def test_tied_weights_travel_twice_in_a_step() -> None:
@@ -101,7 +103,7 @@ def test_sharded_tied_weights_are_gathered_no_more_often() -> None:
 def test_a_tied_parameter_has_one_owner(partition: str) -> None:
     split = make_split(job(), 0, Partition.parse(partition))
     assert isinstance(split, PipelineModel | ShardedModel)
-    (tie,) = split.ties
+    (tie,) = (split if isinstance(split, PipelineModel) else split.inner).ties
     assert tie.lent.stop - tie.lent.start == tie.borrowed.stop - tie.borrowed.start == WORDS * WIDTH
     assert sum(split.sizes) == sum(one.numel() for one in model().parameters())
     assert len({entry.name for part in split.parts for entry in part.schema.entries}) == sum(

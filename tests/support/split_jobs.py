@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.base import Partition
 from flockstep.records.events import EvaluationEvent, Event, StepEvent
@@ -23,6 +22,7 @@ from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
+from flockstep.split.splitting import make_split
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.models import squared_error
 from flockstep.workloads.split import Iid

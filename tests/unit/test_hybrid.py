@@ -26,8 +26,6 @@ from flockstep.costs.cluster_file import read_cluster
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.job import make_split
-from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
@@ -55,6 +53,8 @@ from flockstep.records.events import StepEvent
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.handling import Handled, Longer
+from flockstep.split.splitting import make_split
+from flockstep.split.torch_stages import split_torch
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.split import Iid
 from support.images_job import images

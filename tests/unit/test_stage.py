@@ -10,19 +10,16 @@ import pytest
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
-from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_stages import split_torch
 from flockstep.links import wire
 from flockstep.messages import PART, Mailbox, Message
-from flockstep.nodes import Cluster
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.runtime.part_program import NeedPass, NeedRequest, PartRun, PartRunner, Ways
-from flockstep.runtime.parts import program_of
-from flockstep.runtime.plan import Plan
-from flockstep.runtime.stage import PipelineStage, stage_notes
-from flockstep.strategies.base import Strategy
+from flockstep.split.parts import program_of
+from flockstep.split.program import NeedPass, NeedRequest, PartRun, PartRunner, Ways
+from flockstep.split.splitting import make_split
+from flockstep.split.stage_program import PipelineStage, stage_notes
+from flockstep.split.torch_stages import split_torch
 from support.split_jobs import job_of
 
 LR, STEPS = 0.2, 3
@@ -48,8 +45,7 @@ class OverTheWire:
 
     def _runner(self, number: int) -> PartRunner:
         batches = iter([np.arange(12) + 12 * step for step in range(STEPS)])
-        send, random = partial(self._send, number), lambda step: np.random.default_rng((number, step))
-        run = PartRun(0, number, self.pipeline.part_name(number), STEPS, batches.__next__, send, random)
+        run = PartRun(0, number, STEPS, batches.__next__, partial(self._send, number), name=f"stage {number}")
         stage = PipelineStage(run, self.split.parts[number], self.pipeline)
         return PartRunner(stage, lambda need: None, partial(self._step, number))
 
@@ -142,8 +138,7 @@ def test_parts_have_the_noun_of_their_partition(partition: str, names: list[str]
     parsed = Partition.parse(partition)
     assert [parsed.part_name(part) for part in range(parsed.parts)] == names
     split = make_split(job_of(batch=12), 0, parsed)
-    plan = Plan(Strategy.parse("all_reduce"), Cluster(1), split.engine.optimizer, [np.arange(24)], 12, 1, 0, "rank0", 1)
-    program = program_of(split, parsed.parts - 1, 0, plan, lambda: np.arange(12), lambda to, message: None)
+    program = program_of(split, PartRun(0, parsed.parts - 1, 1, lambda: np.arange(12), lambda to, message: None))
     runner = PartRunner(program, lambda need: None, lambda gradient, loss: None)
     runner.close()
     with pytest.raises(RunError, match=f"^{names[-1]} has no further step"):
@@ -152,7 +147,7 @@ def test_parts_have_the_noun_of_their_partition(partition: str, names: list[str]
 
 def test_a_lost_message_between_ways_names_the_part_that_sent_it() -> None:
     """Part 0 of the third replica is worker 4, not worker 0."""
-    run = PartRun(2, 1, "way 1", STEPS, lambda: np.arange(12), lambda to, message: None, np.random.default_rng)
+    run = PartRun(2, 1, STEPS, lambda: np.arange(12), lambda to, message: None)
     mailbox = Mailbox()
     mailbox.put(Message(PART, "reduce", np.zeros(4), number=2))
     with pytest.raises(ProtocolError, match="message 1 from part 0 was lost"):

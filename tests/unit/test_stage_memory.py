@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.job import make_split, without_whole
-from flockstep.frameworks.stages import MicroBatch, SplitModel
-from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_stages import PartsEngine, split_torch, stage_torch
-from flockstep.frameworks.ways import ModelWay, TensorModel, WayWeights
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.split.splitting import make_split, without_whole
+from flockstep.split.stages import MicroBatch, SplitModel
+from flockstep.split.torch_skeleton import SkeletonEngine
+from flockstep.split.torch_stages import PartsEngine, split_torch, stage_torch
+from flockstep.split.ways import ModelWay, TensorModel, WayWeights
 from support.split_job import model as normalized
 from support.split_jobs import chain, job_of
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch_layers import shape_of
-from flockstep.frameworks.torch_trace import traced_chain
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.split.splitting import make_split, without_whole
+from flockstep.split.torch_trace import traced_chain
 from flockstep.workloads.models import Transformer
 
 SCALE = 1.5
@@ -70,7 +70,7 @@ def test_the_units_of_a_gpt_compute_what_it_computes() -> None:
 
 
 def test_each_counted_layer_is_in_one_unit() -> None:
-    from flockstep.frameworks.torch_chain import layers_within
+    from flockstep.split.torch_chain import layers_within
 
     gpt = Transformer(11, 5, 8, 2, 2, tied=False)
     shape = shape_of(gpt, torch.randint(0, 11, (3, 5)))

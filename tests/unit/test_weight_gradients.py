@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flockstep.arrays.schema import slices
-from flockstep.frameworks.stages import MicroBatch, PipelineModel
-from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
-from flockstep.frameworks.torch_stages import TorchPart, split_torch
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.split.stages import MicroBatch, PipelineModel
+from flockstep.split.torch_accumulation import AddedTogether, WeightGradient, fusible
+from flockstep.split.torch_stages import TorchPart, split_torch
 from support.split_jobs import chain, job_of
 
 BATCH = np.arange(12)

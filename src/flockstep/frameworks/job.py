@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shlex
 import symtable
@@ -11,39 +10,18 @@ import tokenize
 import traceback
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flockstep.arrays.memory import release
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency, in_short
+from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, in_short
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
-from flockstep.frameworks.shards import ShardedPartsModel
-from flockstep.frameworks.stages import SplitModel
-from flockstep.partitions.base import Partition
-from flockstep.partitions.grid import SpatialGrid
-from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.sharded import Sharded, ShardedParts
-from flockstep.partitions.split_facts import SplitFacts
-from flockstep.partitions.tensor import Product, TensorParallel
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
-_SPLITTERS: dict[type[Partition], tuple[str, str, str, str]] = {
-    Pipeline: ("torch_stages", "split_torch", "stage_torch", "pipeline_difference"),
-    TensorParallel: ("torch_ways", "split_layers", "ways_without_values", "ways_difference"),
-    Product: ("torch_ways", "split_layers", "ways_without_values", "ways_difference"),
-    Sharded: ("torch_shards", "shard_torch", "shards_without_values", "units_difference"),
-    SpatialGrid: ("torch_grid", "split_grid", "rectangles_without_values", "grid_difference"),
-}
-"""Kind of partition → the module that splits models so, and three of its functions: one that splits a job's model, one
-for a process that holds a single part, and one that says how the results of two such models differ.
-"""
-WHOLE, PART, DIFFERENCE = range(3)
-"""Places of these functions in `_SPLITTERS`."""
 WORDS = (tokenize.NAME, tokenize.STRING, tokenize.OP)
 
 
@@ -70,56 +48,6 @@ def make_engine(job: Job, seed: int) -> Engine:
         f"the model of job {job.name!r} must be a torch.nn.Module, a flockstep.jax.JaxModel or a "
         f"flockstep.frameworks.numpy.Model, got {kind}; "
         f"let model() return one of these"
-    )
-
-
-def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | None = None) -> SplitModel:
-    """Return the job's model, split into the parts of `partition`. With `facts`, which another process has found, this
-    process holds only one part of the model. Raise `ConfigurationError` if the model is not a torch module, or
-    cannot be split into these parts; `CompositionError` if no framework can split models in this way.
-    """
-    if isinstance(partition, ShardedParts):
-        inner = make_split(job, seed, partition.inner, facts)
-        from flockstep.frameworks.torch_shards import shard_parts
-
-        return shard_parts(job, inner, partition)
-    if facts is not None:
-        part: SplitModel = _splitter_of(partition, PART)(job, seed, partition, facts)
-        return part
-    model = build_model(job)
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(
-            f"a model that is split must be a torch.nn.Module, got {type(model).__name__} of job {job.name!r}; use "
-            "partition=none"
-        )
-    kept = weakref.ref(model)
-    del model  # freed before the split builds a model with its own seed
-    release(collect=kept() is not None)
-    split: SplitModel = _splitter_of(partition, WHOLE)(job, seed, partition)
-    return split
-
-
-def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return the split model in a form that lets this process hold a single part without building the whole model; if
-    that is impossible, the facts of the returned model hold the reason.
-    """
-    if isinstance(split, ShardedPartsModel):
-        inner = without_whole(job, seed, split.inner)
-        return replace(split, inner=inner, facts=inner.facts)
-    from flockstep.frameworks.torch_stages import with_obstacle
-
-    build, difference = (_splitter_of(split.partition, task) for task in (PART, DIFFERENCE))
-    return with_obstacle(split, lambda: build(job, seed, split.partition, split.facts), difference)
-
-
-def _splitter_of(partition: Partition, task: int) -> Any:
-    """The function for a partition, from a module that imports torch."""
-    for kind, (module, *names) in _SPLITTERS.items():
-        if isinstance(partition, kind):
-            return getattr(importlib.import_module(f"flockstep.frameworks.{module}"), names[task])
-    raise CompositionError(
-        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded, grid or partition=none"
     )
 
 

@@ -559,8 +559,9 @@ class FlatBackward:
 def on_gradients(
     parameters: Sequence[torch.nn.Parameter], completed: Callable[[int, torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Let every backward pass call the method `completed(index, parameter)` for each gradient that it has completed; the
-    hooks do not keep the method's object alive.
+    """Let backward passes call the method `completed(index, parameter)` for each gradient that they have completed.
+
+    The hooks do not keep the method's object alive.
     """
     method = weakref.WeakMethod(completed)
 

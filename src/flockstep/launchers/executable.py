@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.stages import SplitModel
 from flockstep.launchers.children import Child
 from flockstep.launchers.continuing import ResizedRun
 from flockstep.launchers.entry import start_server
@@ -27,6 +26,7 @@ from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.member import NodeSpec
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import ResultPolicy, Strategy
 
 AS_THE_SCRIPT_SAYS = "as the script says"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.job import without_whole
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine
 from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
 from flockstep.launchers.continuing import ResizedRun, require_limits, resized_run
@@ -32,6 +31,7 @@ from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.resizing import require_resizable
 from flockstep.runtime.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
+from flockstep.split.splitting import without_whole
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.own_data import OwnData
 

@@ -24,10 +24,6 @@ from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer
 from flockstep.costs.stages import Chain, chunks
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.job import make_split
-from flockstep.frameworks.shards import ModelShard, ShardedModel, ShardedPartsModel
-from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel
-from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
@@ -37,6 +33,10 @@ from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.surrogate import SurrogateEngine
 from flockstep.runtime.part_group import PartGroup, groups_of
+from flockstep.split.shards import ModelShard, ShardedModel, ShardedPartsModel
+from flockstep.split.splitting import make_split
+from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel
+from flockstep.split.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 
 FINEST = 8
 """Smallest number of elements in a surrogate for the activations of a micro-batch, so that rounding to whole elements
@@ -571,7 +571,9 @@ class ShardsShape(SplitShape):
             ModelShard(_one_tensor(engine, sum(span.stop - span.start for span in own)), engine.train_size, units, own)
             for own in spans
         )
-        return ShardedModel(engine, parts, self.layers, _facts(len(units)), self.partition, units, ())
+        facts, pipeline = _facts(len(units)), Pipeline(len(units), microbatches=self.partition.ways)
+        inner = PipelineModel(engine, units, self.layers, facts, pipeline, pipeline)
+        return ShardedModel(engine, parts, self.layers, facts, self.partition, inner)
 
 
 @dataclass(frozen=True)
@@ -622,8 +624,8 @@ def _shards(task: JobProfile, partition: Sharded) -> ShardsShape:
 
     def described(model: SplitModel) -> ShardsShape:
         assert isinstance(model, ShardedModel)
-        sizes, shares = tuple(unit.schema.size for unit in model.units), tuple(unit.shares[0] for unit in model.units)
-        return ShardsShape(partition, task.batch, model.layers, sizes, shares, outputs)
+        shares = tuple(unit.shares[0] for unit in model.inner.parts)
+        return ShardsShape(partition, task.batch, model.layers, model.inner.sizes, shares, outputs)
 
     return _as_run(task, partition, described)
 

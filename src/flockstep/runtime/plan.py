@@ -13,13 +13,13 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import DistillationTargets, Engine, Indices, TrainedModel
-from flockstep.frameworks.stages import SplitModel
 from flockstep.nodes import BadGradients, Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient, Stepper
 from flockstep.runtime.node_creation import make_worker
 from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.faults import Fault
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.workloads.sampler import Sampler, SamplerState
 

@@ -10,7 +10,6 @@ import numpy as np
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.frameworks.base import Engine
-from flockstep.frameworks.stages import SplitModel
 from flockstep.messages import node_name
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
@@ -20,13 +19,14 @@ from flockstep.runtime.fault_injector import wrong_gradients
 from flockstep.runtime.member import BeginAgain, NodeSpec
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.part_group import PartGroup, groups_of
-from flockstep.runtime.parts import notes_between
 from flockstep.runtime.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.real_part import PartConnection
 from flockstep.runtime.runner import Runner
 from flockstep.runtime.session import Session
 from flockstep.runtime.settings import room_for
+from flockstep.split.parts import notes_between
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import Strategy
 
 

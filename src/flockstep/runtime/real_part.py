@@ -6,7 +6,6 @@ from collections import Counter
 from functools import partial
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.stages import SplitModel
 from flockstep.links.bus import LAUNCHER
 from flockstep.messages import PART, Message, Wanted
 from flockstep.nodes import Worker
@@ -14,10 +13,11 @@ from flockstep.programs import GRADIENT, NeedGradient
 from flockstep.records.failpoints import reach
 from flockstep.runtime.member import Member
 from flockstep.runtime.part_group import PartGroup
-from flockstep.runtime.part_program import NeedRequest, PartRunner, require_plain
-from flockstep.runtime.parts import program_of
 from flockstep.runtime.plan import Batches, LocalOptimizer, Plan
 from flockstep.runtime.real import NodeConnection
+from flockstep.split.parts import program_of
+from flockstep.split.program import NeedRequest, PartRun, PartRunner, require_plain
+from flockstep.split.stages import SplitModel
 
 
 class PartConnection(NodeConnection):
@@ -41,8 +41,8 @@ class PartConnection(NodeConnection):
         self._numbers: Counter[int] = Counter()
         """Number of messages sent to each other part."""
         batch = partial(batches.next, GRADIENT)
-        program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_part, taken)
-        self._runner_of_part = PartRunner(program, lambda need: None, lambda gradient, loss: None)
+        run = PartRun(worker.rank, group.part, plan.steps, batch, self._send_to_part, plan.seed, taken)
+        self._runner_of_part = PartRunner(program_of(split, run), lambda need: None, lambda gradient, loss: None)
 
     def train(self, stepper: LocalOptimizer) -> None:
         """Run the worker's program to its end, with the gradients of the part."""

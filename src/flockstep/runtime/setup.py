@@ -15,8 +15,7 @@ from typing import Any
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
-from flockstep.frameworks.stages import SplitModel
+from flockstep.frameworks.job import import_components, load_job_file, make_engine
 from flockstep.links.kinds import Transport
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import check_microbatches
@@ -30,6 +29,8 @@ from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
+from flockstep.split.splitting import make_split
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.strategies.finite import require_skippable
 from flockstep.systems import catalog

@@ -15,7 +15,6 @@ import numpy as np
 
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.stages import HeldPart, SplitModel
 from flockstep.messages import HEADER_BYTES, Address, Message, node_name
 from flockstep.programs import GRADIENT, NeedGradient
 from flockstep.records.events import Event
@@ -23,8 +22,6 @@ from flockstep.runtime.batched import ReplicaGradients
 from flockstep.runtime.fault_injector import FaultInjector
 from flockstep.runtime.node_metrics import Emit
 from flockstep.runtime.part_group import PartGroup, by_worker, groups_of, tracked, with_addresses_of_run
-from flockstep.runtime.part_program import NeedPass, PartProgram, PartRunner, require_plain
-from flockstep.runtime.parts import program_of
 from flockstep.runtime.plan import Plan, require_splittable, whole_cluster
 from flockstep.runtime.runner import Runner
 from flockstep.runtime.tracker import Tracker
@@ -33,6 +30,9 @@ from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Fabric, Network
 from flockstep.simulation.queue import EventQueue
+from flockstep.split.parts import program_of
+from flockstep.split.program import NeedPass, PartProgram, PartRun, PartRunner, require_plain
+from flockstep.split.stages import HeldPart, SplitModel
 
 
 class StepDurations:
@@ -232,8 +232,9 @@ class SplitSimulation:
 
     def _part_runner(self, part: int, gradients: PartGradients, rank: int) -> PartRunner:
         batch = partial(gradients.batches[rank].next, GRADIENT)
-        program = program_of(self.model, part, rank, self.plan, batch, partial(self._send, part, rank))
-        return PartRunner(program, partial(self._begin, part, rank), partial(self._answer, part, rank))
+        run = PartRun(rank, part, self.plan.steps, batch, partial(self._send, part, rank), self.plan.seed)
+        begin, answer = partial(self._begin, part, rank), partial(self._answer, part, rank)
+        return PartRunner(program_of(self.model, run), begin, answer)
 
     def _runner(self, part: int, rank: int) -> Runner:
         return self.groups[part].runners[rank]

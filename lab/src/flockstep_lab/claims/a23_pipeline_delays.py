@@ -140,7 +140,7 @@ def _job() -> Job:
 
 def _trained(pipeline: Pipeline) -> tuple[FlatArray, Plan]:
     """Train one replica split by `pipeline` in virtual time; return its parameters and the plan of the run."""
-    from flockstep.frameworks.torch_stages import split_torch
+    from flockstep.split.torch_stages import split_torch
 
     split, strategy = split_torch(_job(), 0, pipeline), LocalSGD(period=STEPS + 1)
     run = ran(split, strategy, BATCH, STEPS, 0, Lognormal(0.01), Link("1gbit", "50us"))

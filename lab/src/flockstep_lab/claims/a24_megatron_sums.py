@@ -10,10 +10,10 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.ring import Ring
 from flockstep.frameworks.base import Data, Engine, Job
-from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.simulation.compute import Lognormal
 from flockstep.simulation.network import Link
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep_lab.claims.small_run import SmallRun, distance, ran
@@ -161,7 +161,7 @@ def _ran(model: Engine | SplitModel) -> SmallRun:
 
 def _trained(layers: int, heads: int, ways: int) -> WayTraffic:
     """Train one replica that is split over ways; return its traffic and its parameters, as those of the whole model."""
-    from flockstep.frameworks.torch_ways import split_layers
+    from flockstep.split.torch_ways import split_layers
 
     model = split_layers(_job(layers, heads), SEED, TensorParallel(ways))
     run = _ran(model)

@@ -15,10 +15,10 @@ from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
 from flockstep.frameworks.base import Data, Engine, Job
-from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Link
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, same
 from flockstep_lab.claims.small_run import SmallRun, distance, ran
@@ -218,7 +218,7 @@ def _ran(model: Engine | SplitModel, replicas: int, batch: int) -> tuple[SmallRu
 
 def _split(partition: TensorParallel) -> tuple[SmallRun, float]:
     """Train one replica whose layers are split over ways."""
-    from flockstep.frameworks.torch_ways import split_layers
+    from flockstep.split.torch_ways import split_layers
 
     batch = partition.ways * RUN_BATCH
     return _ran(split_layers(_job(batch), SEED, partition), 1, batch)

@@ -11,10 +11,10 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.frameworks.base import Data, Engine, Job
-from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, bounded, same
 from flockstep_lab.claims.local_layers import LocalLayer
@@ -173,7 +173,7 @@ def _ran(model: Engine | SplitModel) -> SmallRun:
 
 
 def _trained(layer: LocalLayer, grid: SpatialGrid) -> GridRun:
-    from flockstep.frameworks.torch_grid import split_grid
+    from flockstep.split.torch_grid import split_grid
 
     model = split_grid(_job(layer), SEED, grid)
     run = _ran(model)

@@ -8,13 +8,13 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine
-from flockstep.frameworks.stages import SplitModel
 from flockstep.records.events import Event, NodeEvent
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.virtual import Simulation
 from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
+from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.split import Iid
 

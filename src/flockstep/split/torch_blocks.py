@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_call import called
-from flockstep.frameworks.torch_chain import ChainLayer, layers_within
-from flockstep.frameworks.torch_split_layers import (
+from flockstep.split.torch_chain import ChainLayer, layers_within
+from flockstep.split.torch_split_layers import (
     ELEMENTWISE,
     ColumnAndRow,
     Heads,
@@ -27,7 +27,7 @@ from flockstep.frameworks.torch_split_layers import (
     VocabularyOfInputs,
     VocabularyOfOutputs,
 )
-from flockstep.frameworks.torch_trace import is_elementwise, writes_inputs
+from flockstep.split.torch_trace import is_elementwise, writes_inputs
 
 Tensors = Mapping[int, torch.Tensor]
 """Identity of a parameter or buffer of the module → tensor to use in its place."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.grid import GridModel
-from flockstep.frameworks.stages import MicroBatch
 from flockstep.messages import frozen
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
-from flockstep.runtime.part_program import NeedPass, PartRun, resumed
-from flockstep.runtime.stage import TAGS, PipelineStage, StageNote
+from flockstep.split.grid import GridModel
+from flockstep.split.program import NeedPass, PartRun, resumed
+from flockstep.split.stage_program import TAGS, PipelineStage, StageNote
+from flockstep.split.stages import MicroBatch
 
 
 class GridWay(PipelineStage):

@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_chain import ChainLayer
 from flockstep.frameworks.torch_layers import WHOLE
 from flockstep.frameworks.torch_local import LocallyConnected2d
+from flockstep.split.torch_chain import ChainLayer
 
 ELEMENTWISE_FUNCTIONS = frozenset(
     [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,17 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import Entry, FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.shards import ModelShard, ShardedModel, ShardedPartsModel
-from flockstep.frameworks.stages import HeldPart, MicroBatch, PipelineModel, SplitModel
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_blocks import of_all_samples
-from flockstep.frameworks.torch_chain import places_of
-from flockstep.frameworks.torch_stages import (
+from flockstep.partitions.base import Partition, check_samples
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.sharded import Sharded, ShardedParts
+from flockstep.partitions.split_facts import SplitFacts
+from flockstep.split.shards import ModelShard, ShardedModel, ShardedPartsModel
+from flockstep.split.stages import HeldPart, MicroBatch, PipelineModel, SplitModel
+from flockstep.split.torch_blocks import of_all_samples
+from flockstep.split.torch_chain import places_of
+from flockstep.split.torch_stages import (
     PartsEngine,
     TorchPart,
     check_loss,
@@ -27,14 +32,8 @@ from flockstep.frameworks.torch_stages import (
     difference_in_shares,
     engine_of,
     model_chain,
-    pipeline_difference,
     stage_torch,
 )
-from flockstep.partitions.base import Partition, check_samples
-from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.sharded import Sharded, ShardedParts
-from flockstep.partitions.split_facts import SplitFacts
 
 
 class TorchUnit(TorchPart):
@@ -42,7 +41,20 @@ class TorchUnit(TorchPart):
     computed.
     """
 
-    overwritten: ClassVar[bool] = True
+    def forward(
+        self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        found = super().forward(chunk, params, batch, inputs)
+        if self.engine.in_trial:  # until the backward pass, other units use the memory of the parameters
+            self._overwritten = params, params.copy()
+            params.fill(math.nan)
+        return found
+
+    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
+        if self.engine.in_trial:
+            params, values = self._overwritten
+            params[:] = values
+        return super().backward(chunk, batch, errors, out)
 
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
         """New tensors for each pass, so that no tensor keeps its gradient in memory after the pass."""
@@ -97,18 +109,6 @@ def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFac
     return _sharded(stage_torch(job, seed, pipeline, facts, TorchUnit), sharded, f"job {job.name!r}")
 
 
-def units_difference(bare: ShardedModel, known: ShardedModel) -> str | None:
-    """Return how the results of `bare` for one batch differ from those of `known`; None if by rounding only."""
-    return pipeline_difference(_units_of(bare), _units_of(known))
-
-
-def _units_of(split: ShardedModel) -> PipelineModel:
-    """The units as the stages of a pipeline."""
-    pipeline, unit = Pipeline(len(split.units), GPipe(), split.partition.ways), split.units[0]
-    assert isinstance(unit, TorchUnit)
-    return PipelineModel(unit.engine, split.units, split.layers, split.facts, pipeline, pipeline, split.ties)
-
-
 def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     """Divide the parameters of each unit among the ways."""
     held = [
@@ -117,7 +117,7 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     ]
     engine, parts = shards_of(units, held, sharded, who)
     words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in range(sharded.ways))
-    return ShardedModel(engine, parts, words, units.facts, sharded, units.parts, units.ties)
+    return ShardedModel(engine, parts, words, units.facts, sharded, units)
 
 
 def shards_of(

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel, Tie
 from flockstep.partitions.sharded import Sharded, ShardedParts
+from flockstep.split.stages import HeldPart, PipelineModel, SplitModel
 
 
 class ModelShard(HeldPart):
@@ -78,9 +78,8 @@ class ShardedModel(SplitModel):
 
     parts: tuple[ModelShard, ...]
     partition: Sharded
-    units: tuple[ModelPart, ...]
-    ties: tuple[Tie, ...]
-    """The parameters of one unit with which a later unit also computes."""
+    inner: PipelineModel
+    """The units, as the stages of a pipeline."""
 
     @property
     def microbatches(self) -> int:
@@ -88,7 +87,7 @@ class ShardedModel(SplitModel):
 
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest unit, because some collectives send whole units."""
-        return max(unit.schema.nbytes for unit in self.units)
+        return max(unit.schema.nbytes for unit in self.inner.parts)
 
 
 @dataclass(frozen=True, eq=False)

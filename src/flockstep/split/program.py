@@ -17,11 +17,11 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, RunError
 from flockstep.frameworks.base import Indices
-from flockstep.frameworks.stages import HeldPart
 from flockstep.messages import PART, Address, AnyNote, Array, Mailbox, Message, Wanted, frozen
 from flockstep.nodes import Hosts
 from flockstep.partitions.base import Partition
 from flockstep.programs import NeedGradient, Rendezvous, SharedArrays
+from flockstep.split.stages import HeldPart
 from flockstep.strategies.base import Strategy
 
 STREAM = 0x57A6E
@@ -59,22 +59,23 @@ class PartRun:
     """Number of the replica."""
     number: int
     """Number of the part in its replica."""
-    name: str
-    """Name of the part for the user."""
     steps: int
     """Number of steps of the run."""
     batch: Callable[[], Indices]
-    """Function that returns the samples of the replica's next batch, which are the same for all parts of the
-    replica.
-    """
+    """Function that returns the samples of the replica's next batch, which are equal for all parts of the replica."""
     send: Send
     """Function (part, message) that sends a message to another part of this replica."""
-    random: Callable[[int], np.random.Generator]
-    """Function that returns the random generator of a step, for the random choices of codecs and collectives."""
+    seed: int = 0
     taken: int = 0
-    """Number of steps that the part had taken when the run was continued from a checkpoint; no message was in flight
-    then.
-    """
+    """Number of steps before the run was continued from a checkpoint; no message was in flight then."""
+    name: str = "part"
+    """Name of the part for the user."""
+    drawing: int = 0
+    """The part whose random numbers are used: all ways of a stage encode equal activations as equal bytes."""
+
+    def random(self, step: int) -> np.random.Generator:
+        """Return the generator of a step for the random choices of codecs and collectives, the same in all drivers."""
+        return np.random.default_rng(np.random.SeedSequence((self.seed, STREAM, self.rank, self.drawing, step)))
 
 
 class PartProgram(ABC):
@@ -162,13 +163,6 @@ class PartRunner:
             self._begin(effect)
         elif began:
             self._answer(self.part.gradient, self.part.loss)
-
-
-def part_random(seed: int, replica: int, number: int, step: int) -> np.random.Generator:
-    """Return the generator with which a part draws the random choices of codecs in one step; all drivers return the
-    same generator.
-    """
-    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number, step)))
 
 
 def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) -> None:

@@ -25,19 +25,22 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
-from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
-from flockstep.frameworks.torch_blocks import all_of_all_samples
 from flockstep.frameworks.torch_call import Substituted
-from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_job import sample_facts
 from flockstep.frameworks.torch_layers import shape_of
-from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_trace import traced_chain, writes_inputs
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
+from flockstep.split.parts import computed_by_parts
+from flockstep.split.shards import ShardedModel
+from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
+from flockstep.split.torch_accumulation import AddedTogether, WeightGradient, fusible
+from flockstep.split.torch_blocks import all_of_all_samples
+from flockstep.split.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
+from flockstep.split.torch_skeleton import SkeletonEngine
+from flockstep.split.torch_trace import traced_chain, writes_inputs
+from flockstep.split.ways import TensorModel
 
 S = TypeVar("S", bound=SplitModel)
 ROUNDING = 1e-6
@@ -93,7 +96,20 @@ def cut_chain(
     facts = SplitFacts(tuple(starts), changing, whole.random, most, of_batch=of_batch)
     check_buffers(whole, chunks, who)
     split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
-    _compare(split, split, who)
+    with passes_over(who):
+        outputs, buffers = trial(split, split)
+    if outputs:
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
+            "what the model does besides running its layers (a forward method of its own, state that layers share) "
+            "into one layer, let a layer read parameters from its attributes only, or use partition=none"
+        )
+    if buffers:
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
+            f"values that differ by {buffers:.2g}; change buffers in the forward method of a layer, not in a hook, or "
+            "use partition=none"
+        )
     check_loss(engine_of(split), whole, pipeline.microbatches, who, way_out)
     return split if make or of_batch else with_layers_of_batch(split, len(whole.trial_samples))
 
@@ -118,9 +134,9 @@ def stage_torch(
     return _assembled(whole, chunks, facts, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
-def with_obstacle(split: S, build: Callable[[], S], difference: Callable[[S, S], str | None]) -> S:
+def with_obstacle(split: S, build: Callable[[], S]) -> S:
     """Return `split`, with the reason why its parts cannot be built without the values of the whole model, if there is
-    one: `build`, which builds them so, fails, or `difference` of what it has built and `split` is not None.
+    one: `build`, which builds them so, fails, or has built parts that compute something else.
     """
     try:
         bare = build()
@@ -138,7 +154,7 @@ def with_obstacle(split: S, build: Callable[[], S], difference: Callable[[S, S],
             f"building the model without values raised {in_short(error.__cause__ or error)}; do not compute with "
             "values in constructors"
         )
-    return replace(split, facts=replace(split.facts, obstacle=obstacle or ""))
+    return replace(split, facts=replace(split.facts, obstacle=obstacle))
 
 
 def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
@@ -511,8 +527,9 @@ class PartsEngine(Engine):
         self.whole, self.schema, self._buffer_names, self._given_order = whole, schema, buffers, order
         self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
         self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
-        self._buffers: dict[int, Tensors] = {}
-        self._trial = False
+        self._buffers: dict[tuple[int, int], Tensors] = {}
+        self.in_trial = False
+        """Whether all chunks draw random numbers as the unsplit model does."""
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64] | None:
@@ -570,23 +587,25 @@ class PartsEngine(Engine):
         """Text that says that gradients are computed one by one, because the model is split."""
         return "one by one: the model is split"
 
-    def buffers_of(self, replica: int) -> Tensors:
-        """Return a replica's changing buffers: name in the model → tensor. Training changes the tensors in place."""
-        if replica not in self._buffers:
-            self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
-        return self._buffers[replica]
+    def buffers_of(self, replica: int, way: int = 0) -> Tensors:
+        """Return a replica's changing buffers: name in the model → tensor. Training changes the tensors in place. Each
+        of the ways that compute the same layers has its own.
+        """
+        if (replica, way) not in self._buffers:
+            self._buffers[replica, way] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
+        return self._buffers[replica, way]
 
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
         """Return a context in which torch's random numbers are seeded for one micro-batch at one place of the model. In
         a trial, nothing is seeded.
         """
-        return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
+        return nullcontext() if self.in_trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
     def stream_of_all(self, batch: MicroBatch, chunk: int) -> AbstractContextManager[None]:
         """Return a context in which layers that all parts compute draw the same random numbers. In a trial, these are
         the first that the unsplit model draws; only the part with chunk number 1 takes them from the trial's stream.
         """
-        if self._trial and chunk > 1:
+        if self.in_trial and chunk > 1:
             return self.whole.stream(batch.replica, batch.step)
         return self.stream(batch, 0)
 
@@ -595,12 +614,12 @@ class PartsEngine(Engine):
         """Return a context in which all chunks draw random numbers from the stream of step 0 of replica 0, as the
         unsplit model does. The replica's buffers are restored afterwards.
         """
-        before, self._trial = self.whole.buffers(0), True
+        before, self.in_trial = self.whole.buffers(0), True
         try:
             with self.whole.stream(0, 0):
                 yield
         finally:
-            self._trial = False
+            self.in_trial = False
             self._buffers.clear()
             self.whole.restore_buffers(0, before)
 
@@ -669,26 +688,6 @@ def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
     return flat
 
 
-def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
-    """Raise `ConfigurationError` if loss and gradient of one batch, computed by the chunks of `split`, differ from
-    those of the unsplit model of `known`.
-    """
-    with passes_over(who):
-        outputs, buffers = _trial_differences(split, known)
-    if outputs:
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
-            "what the model does besides running its layers (a forward method of its own, state that layers share) "
-            "into one layer, let a layer read parameters from its attributes only, or use partition=none"
-        )
-    if buffers:
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
-            f"values that differ by {buffers:.2g}; change buffers in the forward method of a layer, not in a hook, or "
-            "use partition=none"
-        )
-
-
 @contextmanager
 def passes_over(who: str) -> Iterator[None]:
     """Return a context for trial passes over the layers of a model; raise `ConfigurationError` if torch raises an error
@@ -703,54 +702,45 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def unsplit_trial(
-    known: SplitModel, model: SplitModel, dropout: bool = False
-) -> Iterator[tuple[TorchEngine, MicroBatch, float, FlatArray, FlatArray]]:
-    """Return a context for a trial of the parts of `model`, which draw random numbers as the unsplit model of `known`
-    does; unless `dropout` is set, no unit drops out.
+def trial(model: SplitModel, known: SplitModel) -> tuple[str, float]:
+    """Let the programs of all parts of `model` compute one batch, from the parameters of `known`, as in a run; return
+    how loss and gradient differ from those of the unsplit model of `known`, in words, and the largest difference of the
+    changing buffers afterwards; empty and 0 if by rounding only, or if the gradient is not finite.
 
-    It yields the engine of the unsplit model, its first batch, and the loss, the gradient and the changing buffers that
-    the unsplit model computes from the batch.
+    The parts draw random numbers as the unsplit model does. Only in a pipeline do units drop out, because parts that
+    share a layer draw for different elements.
     """
-    engine, whole = engine_of(known), _built(known)
-    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
-    gradient = np.empty_like(engine.initial())
+    assert isinstance(model, PipelineModel | TensorModel)
+    engine, whole, dropout = engine_of(known), _built(known), model.partition.divides == "layers"
+    indices, expected = whole.trial_samples, np.empty_like(engine.initial())
     with trial_of(known, dropout):
-        loss = engine.gradient(engine.initial(), batch.indices, gradient)
+        loss = engine.gradient(engine.initial(), indices, expected)
         buffers = whole.buffers(0)
     with trial_of(model, dropout), whole.displaced():
-        yield whole, batch, loss, gradient, buffers
+        own, found = computed_by_parts(model, [part.initial() for part in known.parts], indices)
+        held = joined(list(engine_of(model).buffers_of(0).values()))
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    distance, tolerance = float(np.linalg.norm(found.astype(np.float64) - expected)), whole.tolerance
+    if not math.isfinite(size):
+        return "", 0.0
+    outputs = (
+        ""
+        if distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)
+        else _apart(own, loss, distance, size)
+    )
+    level = tolerance * np.abs(buffers).max(initial=0)
+    alike = np.allclose(held, buffers, rtol=tolerance, atol=level, equal_nan=True)
+    return outputs, 0.0 if alike else float(np.abs(held - buffers).max())
 
 
-def pipeline_difference(model: PipelineModel, known: PipelineModel) -> str | None:
-    """Return how loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those
-    of the unsplit model of `known`; None if by rounding only.
+def difference(model: SplitModel, known: SplitModel) -> str:
+    """Return how the results of `model` for one batch differ from those of the unsplit model of `known`, in words;
+    empty if by rounding only.
     """
-    outputs, buffers = _trial_differences(model, known)
-    return outputs or (f"buffers that differ by {buffers:.2g}" if buffers else None)
-
-
-def _trial_differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
-    """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
-    `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
-    """
-    with unsplit_trial(known, split, dropout=True) as (whole, batch, loss, expected, buffers):
-        values = known.lent([part.initial() for part in known.parts])
-        slopes = [np.zeros_like(one) for one in values]
-        params = [one.copy() if part.overwritten else one for one, part in zip(values, split.parts, strict=True)]
-        count, between, own = len(split.facts.starts), None, math.nan
-        for number in range(count):
-            local, of = divmod(number, len(split.parts))
-            between, own = split.parts[of].forward(local, params[of], batch, between)
-            if split.parts[of].overwritten:
-                params[of].fill(math.nan)
-        for number in reversed(range(count)):
-            local, of = divmod(number, len(split.parts))
-            params[of][:] = values[of]
-            between = split.parts[of].backward(local, batch, between, slopes[of])
-        apart = buffers_apart(engine_of(split), buffers, whole.tolerance)
-    return difference(own, loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance) or "", apart
+    if isinstance(model, ShardedModel) and isinstance(known, ShardedModel):
+        return difference(model.inner, known.inner)
+    outputs, buffers = trial(model, known)
+    return outputs or (f"changing buffers that differ by {buffers:.2g}" if buffers else "")
 
 
 def difference_in_shares(split: SplitModel, count: int) -> str:
@@ -784,31 +774,6 @@ def difference_in_shares(split: SplitModel, count: int) -> str:
     if not math.isfinite(size) or (distance <= tolerance * size and abs(total[0] - loss) <= tolerance * level):
         return ""
     return _apart(float(total[0]), float(loss), distance, float(np.linalg.norm(expected[1:])))
-
-
-def buffers_apart(engine: PartsEngine, expected: FlatArray, tolerance: float) -> float:
-    """Return the largest difference between the changing buffers of replica 0 and those of the unsplit model, 0.0 if
-    they agree up to the relative `tolerance`.
-    """
-    held, size = joined(list(engine.buffers_of(0).values())), np.abs(expected).max(initial=0)
-    near = np.allclose(held, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-    return 0.0 if near else float(np.abs(held - expected).max())
-
-
-def difference(
-    own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float, buffers: float = 0.0
-) -> str | None:
-    """Return how the loss `own` and the gradient `found` (K,) of parts differ from those of the unsplit model, in
-    words, or that changing buffers differ by `buffers`; None if all agree up to the relative `tolerance`, or if the
-    model's gradient is not finite.
-    """
-    size = float(np.linalg.norm(expected.astype(np.float64)))
-    distance = float(np.linalg.norm(found.astype(np.float64) - expected))
-    if not math.isfinite(size):
-        return None
-    if distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss):
-        return f"changing buffers that differ by {buffers:.2g}" if buffers else None
-    return _apart(own, loss, distance, size)
 
 
 def _apart(own: float, loss: float, distance: float, size: float) -> str:

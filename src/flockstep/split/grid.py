@@ -14,8 +14,8 @@ from itertools import product
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.frameworks.stages import PipelineModel
 from flockstep.partitions.grid import SpatialGrid
+from flockstep.split.stages import PipelineModel
 
 
 @dataclass(frozen=True)

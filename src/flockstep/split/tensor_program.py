@@ -17,11 +17,11 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.exchange import sum_shares
-from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.ways import TensorModel, WayWeights
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
-from flockstep.runtime.part_program import NeedPass, PartRun, Ways, resumed
-from flockstep.runtime.stage import StageProgram
+from flockstep.split.program import NeedPass, PartRun, Ways, resumed
+from flockstep.split.stage_program import StageProgram
+from flockstep.split.stages import MicroBatch
+from flockstep.split.ways import TensorModel, WayWeights
 
 
 class TensorWay(StageProgram):

@@ -5,10 +5,10 @@ between the sums over all ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +20,23 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch import Tensors, TorchEngine
-from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
-from flockstep.frameworks.torch_chain import ChainLayer, chunks_of, layers_named
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
-from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs, numbered
-from flockstep.frameworks.torch_stages import (
+from flockstep.partitions.base import check_samples
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.split_facts import SplitFacts
+from flockstep.partitions.tensor import Product, TensorParallel
+from flockstep.split.stages import MicroBatch
+from flockstep.split.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
+from flockstep.split.torch_chain import ChainLayer, chunks_of, layers_named
+from flockstep.split.torch_skeleton import SkeletonEngine
+from flockstep.split.torch_split_layers import VocabularyOfOutputs, numbered
+from flockstep.split.torch_stages import (
     FLOATS,
     PartsEngine,
     TorchHeldPart,
-    buffers_apart,
     buffers_within,
     check_buffers,
     check_loss,
@@ -42,16 +46,10 @@ from flockstep.frameworks.torch_stages import (
     model_chain,
     others_of,
     passes_over,
-    unsplit_trial,
     with_layers_of_batch,
 )
-from flockstep.frameworks.torch_trace import opened
-from flockstep.frameworks.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
-from flockstep.partitions.base import check_samples
-from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.split_facts import SplitFacts
-from flockstep.partitions.tensor import Product, TensorParallel
+from flockstep.split.torch_trace import opened
+from flockstep.split.ways import BlockOutputs, BlockShares, ModelWay, TensorModel, WayWeights
 
 Places = npt.NDArray[np.int64]
 TRIALS = 64
@@ -85,7 +83,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     facts = SplitFacts(tuple(starts), changing, whole.random, 0, _classifies(whole), of_batch)
     model = _assembled(whole, partition, facts, who, shape, job.batch)
     with passes_over(who):
-        loss, largest, outputs = _trial(model, model)
+        loss = difference(model, model)
     if loss:
         raise ConfigurationError(
             f"the layers of {who}, split over {tensor.ways} ways, must compute what the model computes, got {loss}; "
@@ -93,11 +91,10 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
             "layers share, random numbers other than dropout) into one layer, remove activation checkpointing, let a "
             "layer read parameters from its attributes only, or use partition=none"
         )
-    for part in model.parts:
-        assert isinstance(part, TorchWay)
-        part.forget()
     check_loss(engine_of(model), whole, pipeline.microbatches, who)
-    model = replace(model, facts=replace(facts, sample_bytes=largest), outputs=outputs)
+    sent = [part.sent for part in model.parts if isinstance(part, TorchWay)]
+    largest = max(nbytes for one in sent for _, nbytes in one.values())
+    model = replace(model, facts=replace(facts, sample_bytes=largest), outputs=_outputs(model, sent[:: tensor.ways]))
     return model if of_batch else with_layers_of_batch(model, len(whole.trial_samples))
 
 
@@ -179,6 +176,22 @@ def _assembled(
         names = ", ".join(name for one in split for name in one.layers)
         words += [f"part {way} of {names}" for way in range(tensor.ways)]
     return TensorModel(engine, parts, tuple(words), facts, partition, pipeline, tensor, copied)
+
+
+def _outputs(
+    model: TensorModel, sent: Sequence[Mapping[tuple[str, int, int], tuple[float, int]]]
+) -> list[list[BlockOutputs]]:
+    """Elements of the outputs of each block of each chunk of the model, from what one way of each stage has sent."""
+    places = [divmod(number, model.pipeline.stages) for number in range(len(model.facts.starts))]
+    return [
+        [
+            BlockOutputs(
+                *(sent[stage].get((kind, chunk, block), (0, 0))[0] for kind in ("forward", "backward", "divided"))
+            )
+            for block in range(len(model.parts[stage * model.tensor.ways].shares[chunk]))
+        ]
+        for chunk, stage in places
+    ]
 
 
 def kind_of(module: nn.Module) -> str:
@@ -404,15 +417,13 @@ class TorchWay(TorchHeldPart, ModelWay):
         if chunks[0].blocks[0].divided:
             self.divided_parameters = [self._span(each.divided) for each in self._ways]
         self._kept: dict[Key, BlockPass] = {}
-        self._buffer_names, self._buffers = buffers, dict[int, dict[str, torch.Tensor]]()
+        self._buffer_names = buffers
+        self.sent: dict[tuple[str, int, int], tuple[float, int]] = {}
+        """Kind of pass, chunk and block → elements and bytes per sample of the array that the pass returned last."""
 
     @property
     def kept(self) -> int:
         return len({key[:4] for key in self._kept})
-
-    def forget(self) -> None:
-        """Delete the buffers of all replicas."""
-        self._buffers.clear()
 
     def initial(self) -> FlatArray:
         return self._engine.initial()[self._start : self._start + self.schema.size].copy()
@@ -428,7 +439,7 @@ class TorchWay(TorchHeldPart, ModelWay):
     def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
         # a stream that no term draws from, because ways have other samples
         outputs = self._compute(0, 0, weights, batch, None, 1 + len(self._ways) + self._place.way).x
-        return self._floats(outputs, self._chunks[0], len(batch.indices))
+        return self._sent("divided", 0, 0, batch, self._floats(outputs, self._chunks[0], len(batch.indices)))
 
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
@@ -447,7 +458,7 @@ class TorchWay(TorchHeldPart, ModelWay):
             kept.outputs = [loss]
             return None, float(loss.item())
         if one.split is None:
-            return self._floats(x, of, len(batch.indices)), 0.0
+            return self._sent("forward", chunk, block, batch, self._floats(x, of, len(batch.indices))), 0.0
         kept.into = x.detach().requires_grad_(kept.outputs[0].requires_grad)
         kept.split = [
             (held, _leaf_of(held, weights.own, self._offsets[id(held)]))
@@ -456,7 +467,7 @@ class TorchWay(TorchHeldPart, ModelWay):
         ]
         with engine.stream(batch, of.number, block, 1 + way):
             kept.term = one.split.term(way, kept.into, {held.role[2]: tensor for held, tensor in kept.split}, targets)
-        return self._floats(kept.term, of), 0.0
+        return self._sent("forward", chunk, block, batch, self._floats(kept.term, of)), 0.0
 
     def _compute(
         self,
@@ -496,11 +507,16 @@ class TorchWay(TorchHeldPart, ModelWay):
         inputs = slopes[: len(kept.inputs)]
         self._add(kept.trained, slopes[len(inputs) :], out)
         if not block:
-            return native(inputs[0]) if inputs else None
+            return self._sent("backward", chunk, 0, batch, native(inputs[0])) if inputs else None
         before = self._before(chunk, block, batch, inputs)
         slopes = _term_slopes(before, [*before.below, *(tensor for _, tensor in before.split)])
         self._add(before.split, slopes[len(before.below) :], out)
-        return native(slopes[0]) if before.below else None
+        return self._sent("backward", chunk, block, batch, native(slopes[0])) if before.below else None
+
+    def _sent(self, kind: str, chunk: int, block: int, batch: MicroBatch, array: FlatArray) -> FlatArray:
+        samples = len(batch.indices)
+        self.sent[kind, chunk, block] = array.size / samples, array.nbytes // samples
+        return array
 
     def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         kept = self._kept[_key(chunk, block, batch)]
@@ -565,12 +581,7 @@ class TorchWay(TorchHeldPart, ModelWay):
 
     def _held_buffers(self, replica: int) -> Tensors:
         """The replica's changing buffers, by their names in the model; every way has its own, all of equal values."""
-        if not self._place.way:
-            return self._engine.buffers_of(replica)
-        if replica not in self._buffers:
-            first = self._engine.whole.changing_buffers
-            self._buffers[replica] = {name: one.detach().clone() for name, one in first.items()}
-        return self._buffers[replica]
+        return self._engine.buffers_of(replica, self._place.way)
 
     def _buffers_of(self, replica: int) -> dict[int, torch.Tensor]:
         """The replica's changing buffers, by the identity of the module's buffer."""
@@ -718,99 +729,3 @@ def _shares(
         BlockShares(forward[n] / total, by_input[n] / total, by_weight[n] / total, divided[n] / total, holds[n])
         for n in range(len(blocks))
     ]
-
-
-def ways_difference(bare: TensorModel, known: TensorModel) -> str | None:
-    """Return how the results of `bare` for one batch differ from those of the unsplit model of `known`, in words; None
-    if by rounding only.
-    """
-    found = _trial(bare, known)[0]
-    for part in known.parts:
-        assert isinstance(part, TorchWay)
-        part.forget()
-    return found
-
-
-def _trial(model: TensorModel, known: TensorModel) -> tuple[str | None, int, list[list[BlockOutputs]]]:
-    """How loss and gradient of one batch, computed by all parts of `model`, differ from those of the unsplit model of
-    `known`, None if by rounding only; the bytes of the largest array between parts, for one sample; the outputs of
-    each block of each chunk.
-    """
-    ways, stages = model.tensor.ways, model.pipeline.stages
-    params = [part.initial() for part in known.parts]
-    found = [np.zeros(part.schema.size + part.borrowed, part.schema.dtype) for part in model.parts]
-    given: FlatArray | None = None
-    largest, own = 0, math.nan
-    forward, backward, divided = list[float](), list[float](), list[float]()
-    order = [
-        (range(stage * ways, stage * ways + ways), chunk, block)
-        for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
-        for block in range(len(model.parts[stage * ways].shares[chunk]))
-    ]
-    with unsplit_trial(known, model) as (whole, batch, loss, expected, buffers):
-        for group, chunk, block in order:
-            copied = [model.parts[one].copied(params[one]) for one in group]
-            weights = [WayWeights(params[one], copied) for one in group]
-            divided.append(0)
-            if model.parts[group[0]].divides(chunk, block):
-                given = _gathered(model, weights, batch)
-                largest = max(largest, given.nbytes // len(batch.indices))
-                divided[-1] = given.size / len(batch.indices)
-            terms = [model.parts[one].forward(chunk, block, weights[one % ways], batch, given) for one in group]
-            own = terms[0][1]
-            given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
-            largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
-            forward.append(0 if given is None else given.size / len(batch.indices))
-        errors: FlatArray | None = None
-        for group, chunk, block in reversed(order):
-            inputs = [(batch, errors)] * ways
-            if model.parts[group[0]].divides(chunk, block):
-                inputs = _returned(model, batch, errors)
-            slopes = [model.parts[one].backward(chunk, block, *inputs[one % ways], found[one]) for one in group]
-            errors = _joined(slopes, block == 0)
-            largest = max(largest, 0 if errors is None else errors.nbytes // len(batch.indices))
-            backward.append(0 if errors is None else errors.size / len(batch.indices))
-        total, apart = _own_gradients(model, found), buffers_apart(engine_of(model), buffers, whole.tolerance)
-    sizes = map(BlockOutputs, forward, reversed(backward), divided)
-    counts = [len(model.parts[group[0]].shares[chunk]) for group, chunk, block in order if not block]
-    outputs = [list(islice(sizes, count)) for count in counts]
-    return difference(own, loss, total, expected, whole.tolerance, apart), largest, outputs
-
-
-def _gathered(model: TensorModel, weights: Sequence[WayWeights], batch: MicroBatch) -> FlatArray:
-    """Compute the divided layers on all ways of the first stage; return their outputs for all samples."""
-    own = batch.divided(model.tensor.ways, "tensor")
-    outputs = [part.divided(held, one) for part, held, one in zip(model.parts, weights, own, strict=False)]
-    return np.concatenate(outputs)
-
-
-def _returned(
-    model: TensorModel, batch: MicroBatch, errors: FlatArray | None
-) -> list[tuple[MicroBatch, FlatArray | None]]:
-    """The samples of each way, and the gradients of the divided layers' outputs for these samples."""
-    spans = slices(len(batch.indices), model.tensor.ways)
-    own = [None if errors is None else errors[span] for span in spans]
-    return list(zip(batch.divided(model.tensor.ways, "tensor"), own, strict=True))
-
-
-def _own_gradients(model: TensorModel, slopes: Sequence[FlatArray]) -> FlatArray:
-    """Return the gradients of all parts, one after another, from the gradients (K + B,) that the parts have computed;
-    gradients of divided layers are summed.
-    """
-    found = [slope[: part.schema.size].copy() for slope, part in zip(slopes, model.parts, strict=True)]
-    dividing = [(part, slope) for part, slope in zip(model.parts, slopes, strict=True) if part.divided_parameters]
-    for way, (part, _) in enumerate(dividing):
-        terms = [slope[other.divided_parameters[way]] for other, slope in dividing]
-        found[way][part.divided_parameters[way]] = sum(terms)
-    return np.concatenate(found)
-
-
-def _joined(terms: Sequence[FlatArray | None], alike: bool) -> FlatArray | None:
-    """What all ways return together: one of their arrays if these are alike, otherwise their sum, or None."""
-    if alike:
-        return terms[0]
-    total: FlatArray | None = None
-    for term in terms:
-        if term is not None:
-            total = term.copy() if total is None else total + term
-    return total

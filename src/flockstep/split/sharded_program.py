@@ -22,10 +22,10 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Indices
-from flockstep.frameworks.shards import ShardedModel, ShardedPartsModel
-from flockstep.frameworks.stages import MicroBatch
 from flockstep.messages import PART, Message, Wanted
-from flockstep.runtime.part_program import NeedPass, NeedRequest, PartEffect, PartProgram, PartRun, Send, Ways, resumed
+from flockstep.split.program import NeedPass, NeedRequest, PartEffect, PartProgram, PartRun, Send, Ways, resumed
+from flockstep.split.shards import ShardedModel, ShardedPartsModel
+from flockstep.split.stages import MicroBatch
 
 
 class ShardedWay(PartProgram):
@@ -34,13 +34,13 @@ class ShardedWay(PartProgram):
     def __init__(self, run: PartRun, model: ShardedModel):
         self._part = model.parts[run.number]
         super().__init__(run, self._part)
-        self._units, self._ways, self._collective = model.units, model.parts, model.partition.collective
+        self._units, self._ways, self._collective = model.inner.parts, model.parts, model.partition.collective
         self._group = Ways(range(len(self._ways)), run, self.mailbox)
         self._params: FlatArray = self.gradient.copy()
         largest = max(unit.schema.size + unit.borrowed for unit in self._units)
         self._gathered_unit: FlatArray = np.empty(largest, self._params.dtype)
         """The parameters of one unit at a time; the passes over a unit compute with this memory."""
-        self._ties = list(enumerate(model.ties))
+        self._ties = list(enumerate(model.inner.ties))
         self._lent: dict[int, FlatArray] = {}
         """Number of a tie → the parameter, until its user's backward pass, then the gradient of this use."""
 

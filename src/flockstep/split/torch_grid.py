@@ -14,42 +14,39 @@ import numpy as np
 import torch
 from torch import nn
 
-from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.arrays.schema import Schema
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
-from flockstep.frameworks.stages import PassShares, Tie
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_blocks import hooked, is_elementwise_layer, uses_of
-from flockstep.frameworks.torch_chain import ChainLayer, layers_within
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_local import LocallyConnected2d
-from flockstep.frameworks.torch_skeleton import SkeletonEngine
-from flockstep.frameworks.torch_split_layers import Places, numbered
-from flockstep.frameworks.torch_stages import (
+from flockstep.partitions.grid import SpatialGrid
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.split_facts import SplitFacts
+from flockstep.split.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
+from flockstep.split.stages import PassShares, Tie
+from flockstep.split.torch_blocks import hooked, is_elementwise_layer, uses_of
+from flockstep.split.torch_chain import ChainLayer, layers_within
+from flockstep.split.torch_skeleton import SkeletonEngine
+from flockstep.split.torch_split_layers import Places, numbered
+from flockstep.split.torch_stages import (
     Chunk,
     TorchPart,
-    buffers_apart,
     buffers_within,
     check_buffers,
     difference,
-    engine_of,
     passes_over,
     trained_within,
-    unsplit_trial,
 )
-from flockstep.frameworks.torch_ways import (
+from flockstep.split.torch_ways import (
     Held,
     WayTensors,
     kind_of,
     opened_chain,
     ways_engine,
 )
-from flockstep.partitions.grid import SpatialGrid
-from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.split_facts import SplitFacts
 
 
 def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
@@ -76,7 +73,7 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
     shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
     model = _assembled(whole, chain, grid, facts, who, shape, job.batch)
     with passes_over(who):
-        if got := grid_difference(model, model):
+        if got := difference(model, model):
             raise ConfigurationError(
                 f"the layers of {who}, divided into {grid.rows} x {grid.columns} rectangles, must compute what the "
                 f"model computes, got {got}; move what the model does besides running its layers (a forward method of "
@@ -555,42 +552,3 @@ def _undivided(division: GridLayers) -> tuple[str, ...]:
         several = f"the {len(names)} layers from {names[0]} to {names[-1]}" if len(names) > 1 else ""
         found += [f"{who} computes {several or f'layer {names[0]}'}"] if names else []
     return tuple(found)
-
-
-def grid_difference(model: GridModel, known: GridModel) -> str | None:
-    """Return how loss, gradient and changing buffers of one batch, computed by all parts of `model`, differ from those
-    of the unsplit model of `known`; None if by rounding only.
-    """
-    params = known.lent([part.initial() for part in known.parts])
-    slopes, parts = [np.zeros_like(one) for one in params], range(len(params))
-    given: list[FlatArray | None] = [None for _ in parts]
-    own = [0.0 for _ in parts]
-    with unsplit_trial(known, model) as (whole, batch, loss, expected, buffers):
-        for number in range(len(model.exchanges) + 1):
-            if number:
-                exchange = model.exchanges[number - 1]
-                sent = [exchange.pieces(part, _present(given[part])) for part in parts]
-                given = [exchange.inputs(part, _present(given[part]), _arrived(sent, part)) for part in parts]
-            for part in parts:
-                if number < len(model.parts[part].shares):
-                    given[part], own[part] = model.parts[part].forward(number, params[part], batch, given[part])
-        for number in reversed(range(len(model.exchanges) + 1)):
-            for part in parts:
-                if number < len(model.parts[part].shares):
-                    given[part] = model.parts[part].backward(number, batch, given[part], slopes[part])
-            if number:
-                exchange = model.exchanges[number - 1]
-                sent = [exchange.slopes(part, given[part]) for part in parts]
-                given = [exchange.output_slopes(part, given[part], _arrived(sent, part)) for part in parts]
-        apart = buffers_apart(engine_of(model), buffers, whole.tolerance)
-    return difference(own[0], loss, np.concatenate(known.returned(slopes)), expected, whole.tolerance, apart)
-
-
-def _present(array: FlatArray | None) -> FlatArray:
-    assert array is not None
-    return array
-
-
-def _arrived(sent: Sequence[Mapping[int, FlatArray]], part: int) -> dict[int, FlatArray]:
-    """What all parts send to one part."""
-    return {other: pieces[part] for other, pieces in enumerate(sent) if part in pieces}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.stages import HeldPart, MicroBatch, PassShares, SplitModel
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.tensor import TensorParallel
+from flockstep.split.stages import HeldPart, MicroBatch, PassShares, SplitModel
 
 
 @dataclass(frozen=True)

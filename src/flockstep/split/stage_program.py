@@ -21,11 +21,11 @@ from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.errors import ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
-from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
 from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
-from flockstep.runtime.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
+from flockstep.split.program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
+from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, Tie
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages that carry the inputs and outputs of such passes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -117,10 +116,6 @@ class ModelPart(HeldPart):
     """Work of the passes over each chunk, in order of the chunks."""
     borrowed: int = 0
     """Number B of elements that other parts train and with which this part also computes."""
-    overwritten: ClassVar[bool] = False
-    """Whether the array of the parameters may be overwritten between a forward pass and its backward pass, like the
-    array that all units of a sharded model share.
-    """
 
     @abstractmethod
     def forward(
@@ -208,24 +203,6 @@ class PipelineModel(SplitModel):
     @property
     def microbatches(self) -> int:
         return self.pipeline.microbatches
-
-    def lent(self, own: Sequence[FlatArray]) -> list[FlatArray]:
-        """Return the arrays (K + B,) with which the parts compute, given the parameters (K,) of each part."""
-        found = [
-            np.concatenate([one, np.zeros(part.borrowed, one.dtype)]) for one, part in zip(own, self.parts, strict=True)
-        ]
-        for tie in self.ties:
-            found[tie.user][tie.borrowed] = own[tie.owner][tie.lent]
-        return found
-
-    def returned(self, slopes: Sequence[FlatArray]) -> list[FlatArray]:
-        """Return the gradient (K,) of each part, given the gradients (K + B,) of the arrays with which the parts
-        compute.
-        """
-        own = [slope[: part.schema.size].copy() for slope, part in zip(slopes, self.parts, strict=True)]
-        for tie in self.ties:
-            own[tie.owner][tie.lent] += slopes[tie.user][tie.borrowed]
-        return own
 
     def largest_message(self, batch: int) -> int:
         itemsize = np.dtype(self.engine.schema.dtype).itemsize
