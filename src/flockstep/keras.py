@@ -106,9 +106,7 @@ class _KerasStepper:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step; raises `ConfigurationError` if a schedule sets it, which only the optimizer
-        knows.
-        """
+        """Learning rate of the next step; raises `ConfigurationError` if a schedule sets it, unknown here."""
         rate = self._optimizer._learning_rate
         for variable, value in zip(self._optimizer.variables, self.state, strict=True):
             if variable is rate:

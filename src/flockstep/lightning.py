@@ -48,9 +48,7 @@ __all__ = ["FlockstepEnvironment", "FlockstepFabricStrategy", "FlockstepStrategy
 
 
 class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
-    """Lightning's cluster environment in a run of flockstep. The environment starts no process, because the workers
-    already exist.
-    """
+    """Lightning's cluster environment in a run of flockstep, whose workers exist already."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -222,9 +220,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self.optimizers = [self._distribute([self.lightning_module], each) for each in plain]
 
     def setup_precision_plugin(self) -> None:
-        """Make Lightning clip the gradients that the optimizer uses. Lightning's own plugin would clip the gradients
-        that the backward pass left.
-        """
+        """Make Lightning clip the gradients that the optimizer uses, not those that the backward pass left."""
         super().setup_precision_plugin()
         self.precision_plugin.clip_gradients = self._clip_gradients
 

@@ -1,6 +1,4 @@
-"""The interface between drivers and frameworks: jobs, data, and engines that compute gradients and evaluations at given
-flat parameters.
-"""
+"""The interface between drivers and frameworks: jobs, data, and engines that compute gradients and evaluations."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Job:
     target: float | None = None
     name: str = "job"
     facts: dict[str, str] = field(default_factory=dict)
-    """Facts that must be the same when the run is repeated, such as a hash of the data. The record of the run stores
-    the facts.
-    """
+    """Facts that must be the same when the run is repeated, such as a hash of the data; the record stores them."""
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, "batch", ">= 1", self.batch, "32 is usual")
@@ -143,9 +139,7 @@ def metric_of(
 
 @dataclass(frozen=True, eq=False)
 class DistillationTargets:
-    """The models from whose predictions a model learns: parameters `teachers` of shape (M, K), and the weight of the
-    distance to the predictions.
-    """
+    """Models from whose predictions a model learns: `teachers` (M, K), and the weight of the distance."""
 
     teachers: FlatArray
     weight: float
@@ -162,9 +156,7 @@ class TrainedModel(ABC):
         """Return a copy of the parameters (K,) with which every replica starts."""
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the fully connected layers whose gradients over `batch` samples can certainly be computed as
-        factors.
-        """
+        """Return the fully connected layers whose gradients over `batch` samples can be computed as factors."""
         return ()
 
 
@@ -179,9 +171,7 @@ class Engine(TrainedModel):
     optimizer: Optimizer
     higher_is_better: bool
     labels: npt.NDArray[np.int64] | None
-    """Class of every training sample, of shape (samples,); None if there are no classes or the data set does not
-    provide them.
-    """
+    """Class of every training sample (samples,); None if there are no classes or the data set names none."""
     classes: bool
     """Whether the targets of the job are classes."""
     _data: Data
@@ -193,23 +183,17 @@ class Engine(TrainedModel):
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts of the data that must be equal in every process of a run, such as the digest of an iterable's
-        samples.
-        """
+        """Facts of the data that must be equal in every process of a run, such as the digest of an iterable."""
         column = self._data.train_x
         return {"train": column.reader.digest} if isinstance(column, SampleColumn) and column.reader.digest else {}
 
     @property
     def batching(self) -> str:
-        """Text that says how gradients of several replicas are computed: "batched", or "one by one: …" with the
-        reason.
-        """
+        """How gradients of several replicas are computed: "batched", or "one by one: …" with the reason."""
         return "batched"
 
     def operations(self, batch: int) -> float | None:
-        """Return the floating-point operations of the gradient of `batch` samples; None if the framework does not count
-        them.
-        """
+        """Return the floating-point operations of a gradient of `batch` samples; None if they are not counted."""
         return None
 
     def home(self) -> FlatArray:
@@ -277,9 +261,7 @@ class Engine(TrainedModel):
         raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
-        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, together with the schema of this
-        layout.
-        """
+        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, and the schema of this layout."""
         return params, self.schema
 
     @abstractmethod

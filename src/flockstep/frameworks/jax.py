@@ -179,9 +179,7 @@ class JaxEngine(ArrayEngine):
         return -(jax.nn.softmax(taught) * jax.nn.log_softmax(outputs)).sum(-1).mean()
 
     def _mean_outputs(self, members: FlatArray, x: FlatArray) -> FlatArray:
-        """Return the mean outputs of the models `members`, (M, K); with classes, the logarithm of mean
-        probabilities.
-        """
+        """Return the mean outputs of the models `members` (M, K); with classes, the log of mean probabilities."""
         outputs = [self._outputs(params, x) for params in members]
         if len(outputs) == 1:
             mean = outputs[0]
@@ -229,9 +227,7 @@ def _optimizer_of(job: Job, tree: FlatTree, start: FlatArray) -> Optimizer:
 
 
 def _kept(name: str, values: Any) -> Any:
-    """The values, without integers that JAX would cut off to 32 bits; samples that are read when needed are checked
-    batch by batch.
-    """
+    """The values, without integers that JAX would cut off to 32 bits; a column is checked batch by batch."""
     if isinstance(values, SampleColumn):
         return values.mapped(lambda batch: _kept(name, batch))
     if values.dtype == np.int64 and not jax.config.read("jax_enable_x64") and np.abs(values).max() >= 1 << 31:

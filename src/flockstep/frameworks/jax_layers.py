@@ -1,6 +1,4 @@
-"""Finds the layers of a JAX model, with their parameters, products and bytes, by tracing the model once on a few
-samples.
-"""
+"""Finds the layers of a JAX model, with their parameters, products and bytes, by tracing it once on samples."""
 
 from __future__ import annotations
 

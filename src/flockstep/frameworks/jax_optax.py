@@ -41,9 +41,7 @@ class FlatOptax:
         self.next_lr = jax.jit(next_lr)
 
     def digest(self, state: Any) -> str:
-        """Return 16 hexadecimal digits of a hash of the optimizer's step in StableHLO, which depends on the computation
-        and all its constants.
-        """
+        """Return 16 hexadecimal digits of a hash of the step in StableHLO: the computation and all its constants."""
         array = jax.ShapeDtypeStruct((self._size,), self._dtype)
         return hashlib.sha256(self.stepped.lower(array, array, state).as_text().encode()).hexdigest()[:16]
 
@@ -65,9 +63,7 @@ class OptaxOptimizer(Optimizer):
 
     @classmethod
     def of(cls, optimizer: Any, tree: FlatTree, params: FlatArray) -> OptaxOptimizer:
-        """Return the optimizer for the parameters (K,) of `tree`; raise `ConfigurationError` if its state holds
-        something other than numbers.
-        """
+        """Return the optimizer for the parameters (K,) of `tree`; raise `ConfigurationError` for random keys."""
         flat = FlatOptax(optimizer, tree)
         state = flat.init(params.copy())
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):

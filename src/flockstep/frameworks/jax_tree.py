@@ -18,9 +18,7 @@ Tree = Any
 
 
 class FlatTree:
-    """The layout of a pytree of parameters in a flat array. The leaves of the tree are the tensors of the layout, in
-    JAX's order.
-    """
+    """The layout of a pytree of parameters in a flat array: its leaves are the tensors, in JAX's order."""
 
     def __init__(self, tree: Tree):
         """Take names, shapes, dtypes and devices from `tree`; raise `ConfigurationError` if a leaf is no floating-point
@@ -66,18 +64,14 @@ class FlatTree:
             view[...] = values
 
     def read(self, flat: FlatArray) -> Tree:
-        """Return a tree of new arrays with the values of the flat array (K,). Each leaf is on the device of the
-        original leaf.
-        """
+        """Return a tree of new arrays with the values of the flat array (K,), each on its leaf's device."""
         views = zip(self.schema.views(flat).values(), self._dtypes, strict=True)
         # A copy first: on the CPU a JAX array may share the memory of the numpy array that it is made of.
         leaves = jax.device_put([np.array(view, dtype) for view, dtype in views], self._places)
         return jax.tree.unflatten(self.structure, leaves)
 
     def unflatten(self, flat: jax.Array, narrow: bool = True) -> Tree:
-        """Return the tree for a flat JAX array (K,), traced or not. Unless `narrow` is set, all leaves have the dtype
-        of the array.
-        """
+        """Return the tree for a flat JAX array (K,), traced or not; without `narrow`, in the array's dtype."""
         dtypes = self._dtypes if narrow else [flat.dtype] * len(self._dtypes)
         parts = zip(self.schema.entries, self.schema.slices, dtypes, strict=True)
         leaves = [flat[part].reshape(entry.shape).astype(dtype) for entry, part, dtype in parts]

@@ -132,9 +132,7 @@ def import_components(files: Iterable[str]) -> None:
 
 
 def imported(file: Path, where: str) -> ModuleType:
-    """Return the module of a user's Python file, called `where` in errors; raise `FlockstepError` if running the file
-    fails.
-    """
+    """Return the module of a user's Python file, called `where` in errors; raise `FlockstepError` if it fails."""
     name = f"flockstep_job_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -152,9 +150,7 @@ def imported(file: Path, where: str) -> ModuleType:
 
 
 def build_model(job: Job) -> Any:
-    """Return the model that the job's `model()` builds, without changing torch's random state; raise `FlockstepError`
-    if `model()` fails.
-    """
+    """Return the model of a job, with torch's random state unchanged; raise `FlockstepError` if `model()` fails."""
     try:
         torch = sys.modules.get("torch")
         if torch is None:
@@ -168,9 +164,7 @@ def build_model(job: Job) -> Any:
 
 
 def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
-    """Return the error that reports an exception of a user's code in one sentence, including the last line of `file` in
-    the traceback.
-    """
+    """Return the error that reports an exception of a user's code, with the last line of `file` in its traceback."""
     if isinstance(error, FlockstepError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:

@@ -46,9 +46,7 @@ class Model(ABC):
         """
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
-        """Return the factors of the gradients of one model's fully connected layers: name → U and V with the gradient
-        Uᵀ V.
-        """
+        """Return factors of the gradients of one model's fully connected layers: name → U and V, gradient Uᵀ V."""
         return {}
 
     @abstractmethod
@@ -99,9 +97,7 @@ class QuadraticModel(Model):
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write each replica's gradient, H (w - mean x), to `out`; return each replica's loss, the mean over the batch
-        of ½ (w - x)ᵀ H (w - x).
-        """
+        """Write each replica's gradient, H (w - mean x), to `out`; return the mean losses ½ (w - x)ᵀ H (w - x)."""
         apart = params["w"][:, None, :] - x
         slopes = self._times_hessian(apart)
         np.mean(slopes, axis=1, out=out["w"])
@@ -143,9 +139,7 @@ class SoftmaxRegression(Model):
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write the gradients xᵀ (softmax - onehot) / batch + l2 W for W, and the sum of (softmax - onehot) / batch for
-        b; return the mean losses.
-        """
+        """Write the gradients xᵀ e + l2 W and Σ e, with e = (softmax - onehot) / batch; return the mean losses."""
         scalar, weight = x.dtype.type, params["weight"]
         losses, error = self._error(params, x, y)
         np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
@@ -306,9 +300,7 @@ def _mean_probabilities(logits: FlatArray) -> FlatArray:
 
 
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
-    """Return the fraction of the samples whose largest output is that of the target class. Classes are on the last axis
-    of the outputs.
-    """
+    """Return the fraction of the samples whose largest output, on the last axis, is that of the target class."""
     return float(np.mean(outputs.argmax(axis=-1) == targets))
 
 

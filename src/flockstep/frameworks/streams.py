@@ -20,9 +20,7 @@ AHEAD = 2
 MOST = 1_000_000
 """Largest number of samples of an iterable that are read into memory."""
 TRIED, READINGS = 8, 4
-"""TRIED: number of samples for which the values are compared between readings. READINGS: number of times that each of
-these samples is read.
-"""
+"""TRIED: number of samples whose values are compared between readings. READINGS: number of readings of each."""
 
 
 class SampleReader:
@@ -43,9 +41,7 @@ class SampleReader:
 
     @property
     def labels(self) -> npt.NDArray[np.int64] | None:
-        """Class of every sample, from the data set's attribute `targets`; None if the data set has no such
-        attribute.
-        """
+        """Class of every sample, from the data set's attribute `targets`; None if it has no such attribute."""
         targets = getattr(self._samples, "targets", None)
         if targets is None:
             return None
@@ -168,16 +164,12 @@ def _array_of(part: Any) -> npt.NDArray[Any]:
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
-    """Return the class of every sample, from an array of targets or the data set's attribute `targets`; None if neither
-    exists.
-    """
+    """Return the class of every sample, from an array of targets or the data set's `targets`; None without."""
     return column.reader.labels if isinstance(column, SampleColumn) else column
 
 
 def columns_of(samples: Any, name: str) -> tuple[Any, Any]:
-    """Return the inputs and the targets of `samples`: a pair of arrays, a data set, a DataLoader, or an iterable of
-    pairs (x, y).
-    """
+    """Return inputs and targets of a pair of arrays, a data set, a DataLoader, or an iterable of pairs (x, y)."""
     if isinstance(samples, tuple) and len(samples) == 2 and all(hasattr(one, "shape") for one in samples):
         return samples
     collate, digest = None, ""

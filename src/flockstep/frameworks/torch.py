@@ -102,15 +102,11 @@ class TorchEngine(FactoringEngine):
         return self.flat.params
 
     def initial(self) -> FlatArray:
-        """Return a copy of the parameters with which every replica starts. After a call of `home`, return a copy of the
-        module's own parameters.
-        """
+        """Return a copy of the parameters with which replicas start; after `home`, of the module's own."""
         return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """Return the module's own parameters (K,), in their initial state. A process that trains in place has no other
-        copy of the parameters.
-        """
+        """Return the module's own parameters (K,), in their initial state, of which there is no other copy then."""
         self._given_away = True
         return self.flat.params
 
@@ -185,9 +181,7 @@ class TorchEngine(FactoringEngine):
         return self._evaluate([self._state_of(params) | self._mean_buffers(replicas)])
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Return loss and metric of the mean prediction of the models `members` (M, K), each with the buffers of its
-        own replica.
-        """
+        """Return loss and metric of the mean prediction of `members` (M, K), each with its replica's buffers."""
         pairs = zip(members, replicas, strict=True)
         return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
 
@@ -205,9 +199,7 @@ class TorchEngine(FactoringEngine):
         return self.loss(called(self.module, params, x), y)
 
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
-        """Compute one batched call; a single replica is computed twice, because some kernels differ for a
-        batch of one.
-        """
+        """Compute one batched call; a single replica is computed twice, as some kernels differ for one."""
         count = len(params)
         matrix, index = as_tensor(params), as_tensor(indices)
         if count == 1:
@@ -307,9 +299,7 @@ class TorchEngine(FactoringEngine):
 
     @property
     def trial_samples(self) -> Indices:
-        """Return the training samples of one batch for trials. The samples are evenly spaced in the training data,
-        which may be sorted by class.
-        """
+        """Training samples of one batch for trials, evenly spaced, because data may be sorted by class."""
         count = min(self._batch_size, self.train_size)
         return np.arange(count) * self.train_size // count
 
@@ -375,18 +365,14 @@ class TorchEngine(FactoringEngine):
 
 
 def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and
-    batch.
-    """
+    """Return a context with torch's random numbers seeded for a gradient, or a `part` of model and batch."""
     words = np.random.SeedSequence([seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
     return seeded(int(words[0]))
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Return a context in which torch's random numbers on the CPU are seeded. The state of the random numbers is
-    restored afterwards.
-    """
+    """Return a context in which torch's random numbers on the CPU are seeded; their state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % 2**64)
         yield

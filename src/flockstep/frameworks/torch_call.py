@@ -21,9 +21,7 @@ class Substituted:
         self._module = module
         first: dict[int, str] = {}
         self._places: list[tuple[dict[str, Any], str, str]] = []
-        """Table of a module inside, key in the table, and name in `module` of the tensor there; a tied tensor has its
-        first name.
-        """
+        """Table inside a module, key in the table, and the tensor's name in `module`, the first of a tied tensor."""
         for path, owner in module.named_modules():
             for table in (owner._parameters, owner._buffers):
                 for key, tensor in table.items():
@@ -71,9 +69,7 @@ def evaluate(
     metric: Callable[[Any, Any], Any],
     classes: bool,
 ) -> Evaluation:
-    """Return loss and metric on the test set of the mean prediction of the models `members`, each given by its
-    parameters and buffers by name.
-    """
+    """Return loss and metric on the test set of the mean prediction of `members`: parameters and buffers by name."""
     size = len(data.test_x)
     losses = metrics = 0.0
     module.eval()
@@ -90,9 +86,7 @@ def evaluate(
 
 
 def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> torch.Tensor:
-    """Return the distance of outputs from the combined outputs of teachers: the cross-entropy for classes, otherwise
-    the mean squared difference.
-    """
+    """Return the distance from outputs of teachers: cross-entropy for classes, else the mean squared difference."""
     if not classes:
         return torch.nn.functional.mse_loss(outputs, teacher)
     return -(torch.softmax(teacher, -1) * torch.log_softmax(outputs, -1)).sum(-1).mean()

@@ -16,25 +16,19 @@ from flockstep.frameworks.base import Engine, Indices
 from flockstep.frameworks.torch_flat import FlatModule
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Dtype → largest relative distance between a layer's gradient and the sum of its products that is attributed to
-rounding.
-"""
+"""Dtype → largest relative distance of a layer's gradient from its factors' product that is rounding."""
 Factors = tuple[FlatArray, FlatArray]
 
 
 class FactoringEngine(Engine):
-    """An engine that computes the gradients of `torch.nn.Linear` modules as factors: the inputs of the modules, and the
-    gradients of their outputs.
-    """
+    """Computes gradients of `torch.nn.Linear` as factors: inputs of the modules and gradients of their outputs."""
 
     module: torch.nn.Module
     flat: FlatModule
     _layers: dict[int, tuple[FactoredWeight, ...]]
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the Linear modules whose weights no other operation uses, as found in a trial with the first
-        samples.
-        """
+        """Return the Linear modules whose weights no other operation uses, as found in a trial."""
         known = self.__dict__.setdefault("_layers", {})
         if batch not in known:
             known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
@@ -50,9 +44,7 @@ class FactoringEngine(Engine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient in which the matrices of `layers` are packed as factors. Autograd also computes these
-        matrices, but they are not packed.
-        """
+        """Compute a gradient in which the matrices of `layers`, which autograd computes too, are packed as factors."""
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())
         with captured([modules[layer.offset] for layer in layers]) as factors:
@@ -61,9 +53,7 @@ class FactoringEngine(Engine):
         return loss
 
     def _linear(self) -> Iterator[tuple[int, torch.nn.Linear]]:
-        """Yield offset and module of every Linear whose weight is trainable, used once, and of the flat
-        array's dtype.
-        """
+        """Yield offset and module of each Linear with a trainable weight, used once, of the flat dtype."""
         modules = list(self.module.modules())
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
         pairs = zip(self.schema.entries, self.flat.parameters, strict=True)
@@ -90,9 +80,7 @@ class FactoringEngine(Engine):
 
 
 class FactorRecorder:
-    """Records the factors of one module in one forward and backward pass: a pair of arrays for each time the module is
-    used.
-    """
+    """Records the factors of one module in a forward and backward pass: two arrays for each use of the module."""
 
     def __init__(self, module: torch.nn.Linear):
         self._module = module
@@ -123,9 +111,7 @@ class FactorRecorder:
 
 @contextmanager
 def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[FactorRecorder]]:
-    """Return a context that records the inputs and the gradients of outputs of the modules, and yields one recorder for
-    each module, in order.
-    """
+    """Return a context that yields, for each module in order, a recorder of inputs and gradients of outputs."""
     traces = [FactorRecorder(module) for module in modules]
     handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]
     try:

@@ -29,9 +29,7 @@ NamedTensors = dict[str, torch.Tensor]
 RELEASED = 32 << 20
 """Number of bytes of parameters that are moved at a time; after each move, the old memory is returned to the system."""
 PIECE = 1 << 20
-"""Number of elements of narrower parameters that are processed at a time, because torch makes a wider copy of these
-elements.
-"""
+"""Number of elements of narrower parameters that are processed at a time, because torch copies them wider."""
 
 LARGE = 1 << 20
 """Smallest size, in elements, of a flat gradient whose parts may stay in the tensors that autograd creates."""
@@ -41,9 +39,7 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """Consecutive parameters of a narrower dtype than the flat array: the parameters' slice of the flat array, and
-    their separate memory.
-    """
+    """Consecutive parameters of a narrower dtype: their slice of the flat array, and their own memory."""
 
     indices: range
     part: slice
@@ -168,9 +164,7 @@ class FlatModule:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
     def master(self) -> NamedTensors:
-        """Return the flat array's values of each narrower parameter, or the values that a script has assigned: name →
-        copy.
-        """
+        """Return the flat array's values of each narrower parameter, or those a script has assigned: name → copy."""
         views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
@@ -209,9 +203,7 @@ class FlatModule:
             parameter.grad = None
 
     def drop_absent(self) -> None:
-        """Set `.grad` to None for each parameter that the last backward pass gave no gradient, if its gradient in the
-        flat array is still zero.
-        """
+        """Set `.grad` to None for parameters without a gradient of the last backward pass, if still zero."""
         for index in self.absent:
             if not self._grad_views[index].any():
                 self.parameters[index].grad = None
@@ -224,9 +216,7 @@ class FlatModule:
                 self.parameters[index].grad = None
 
     def clear_signs(self, start: int, stop: int) -> None:
-        """If `signs` is set, replace -0 by +0 in the first element of each gradient that begins at an element from
-        `start` to `stop` - 1.
-        """
+        """If `signs` is set, replace -0 by +0 at the first element of each gradient in [start, stop)."""
         if self.signs:
             first, last = bisect_left(self._offsets, start), bisect_left(self._offsets, stop)
             self.grads[self._firsts[first:last]] += 0
@@ -320,9 +310,7 @@ class FlatModule:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
     def gather(self, index: int) -> None:
-        """Move a parameter's gradient to its place: in the flat array, or, for a narrower dtype, in the separate memory
-        of the narrower parameters.
-        """
+        """Move a parameter's gradient to its place: in the flat array, or in the memory of narrower parameters."""
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
@@ -363,16 +351,12 @@ class FlatModule:
         return dict(self.module.named_buffers())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' tensors as views of a flat tensor (K,), or the tensors (R, *shape) of R replicas as
-        views of a matrix (R, K).
-        """
+        """Return views of a flat tensor (K,) for each parameter, or of a matrix (R, K) for R replicas."""
         lead = flat.shape[:-1]
         return [flat[..., e.offset : e.offset + e.size].view((*lead, *e.shape)) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' tensors as views of a flat tensor, but narrower parameters as copies in their own
-        dtypes, with which the module computes.
-        """
+        """Return views of a flat tensor for each parameter; narrower parameters as copies in their dtypes."""
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
     def narrow_within(self, start: int, stop: int) -> list[torch.Tensor]:
@@ -393,9 +377,7 @@ class FlatModule:
         return found
 
     def _places(self, flat: torch.Tensor, narrow: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the memory of each parameter (or its gradient): in the flat tensor, or in that of narrower
-        parameters.
-        """
+        """Return the memory of each parameter or gradient: in the flat tensor, or in that of narrower ones."""
         views = self.views(flat)
         for each, memory in zip(self.narrow, narrow, strict=True):
             views[each.indices.start : each.indices.stop] = each.views(memory, self.schema)
@@ -468,9 +450,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def native(flat: torch.Tensor) -> FlatArray:
-    """Return a flat tensor in the form that strategies use: on the CPU, a numpy array that shares the tensor's memory;
-    elsewhere, the tensor.
-    """
+    """Return a flat tensor as strategies use it: on the CPU a numpy array of the same memory, elsewhere the tensor."""
     array: Any = flat.numpy() if flat.is_cpu else flat
     return array  # type: ignore[no-any-return]
 
@@ -512,9 +492,7 @@ class LooseGradients:
 
 
 def _memory_of(gradient: torch.Tensor) -> Any:
-    """The elements of a dense gradient on the CPU as a numpy array (elements,), in the order of the memory; None for
-    other gradients.
-    """
+    """A dense gradient on the CPU as a numpy array (elements,) in the order of memory; None for others."""
     if gradient.layout != torch.strided or not gradient.is_cpu or gradient.dtype not in (torch.float32, torch.float64):
         return None
     if not (gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last)):
@@ -523,9 +501,7 @@ def _memory_of(gradient: torch.Tensor) -> Any:
 
 
 class FlatBackward:
-    """Makes backward passes write each gradient directly into a flat array, so that no second array of the gradients'
-    size exists.
-    """
+    """Makes backward passes write each gradient into a flat array at once, so that there is no second array."""
 
     def __init__(self, flat: FlatModule):
         self._flat = flat
@@ -534,9 +510,7 @@ class FlatBackward:
         on_gradients(flat.parameters, self._take)
 
     def __call__(self, loss: torch.Tensor, out: FlatArray | None = None) -> None:
-        """Write the gradient of `loss` to `out`, with zeros for unused parameters; if `out` is None, discard the
-        gradient.
-        """
+        """Write the gradient of `loss` to `out`, with zeros for unused parameters; None: discard it."""
         self._targets = [] if out is None else self._flat.views(as_tensor(out))
         self._missing = set(range(len(self._targets)))
         try:

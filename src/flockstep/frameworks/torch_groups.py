@@ -25,9 +25,7 @@ ELEMENTWISE = (
 )
 """Names of the classes of torch.optim that step every element independently."""
 LINEAR = ("SGD", "ASGD")
-"""Names of the classes whose step is linear in the gradient and the weight decay. Steps of the other classes hardly
-depend on the scale of the gradient.
-"""
+"""Classes whose step is linear in gradient and weight decay; others hardly depend on the gradient's scale."""
 PER_STEP = ("lr_decay", "momentum_decay", "lambd")
 """Names of the settings that torch multiplies by the number of steps."""
 DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
@@ -117,9 +115,7 @@ class TorchOptimizer(Optimizer):
         state.steps += share
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """Return the arrays of the state under torch's names, with zeros for groups that lack an array, and the scalars
-        of each group.
-        """
+        """Return the state under torch's names: arrays, zero for groups without, and numbers of each group."""
         found = OptimizerState(state.steps)
         size = state.foreign.ranges[-1][1] if state.foreign.ranges else 0
         for part, group, own in self._own(state.foreign):
@@ -179,9 +175,7 @@ class TorchOptimizer(Optimizer):
         return {**whole, **changed}
 
     def _scale(self, held: Pieces, by: float) -> None:
-        """Multiply the sums in torch's state; scaling before and after a step makes the step add only its share to
-        them.
-        """
+        """Multiply the sums in torch's state, so that a step between two calls adds only its share to them."""
         if by == 1 or self.kind in LINEAR:
             return
         for own in held.own:

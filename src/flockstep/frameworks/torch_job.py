@@ -23,9 +23,7 @@ CHECKED = 64
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the fraction of the targets (batch, …) whose class has the largest output. Classes are on the last or on
-    the second axis of the outputs.
-    """
+    """Return the fraction of the targets (batch, …) with the largest output; classes on axis -1 or 1 of outputs."""
     if outputs.shape[:-1] == targets.shape:
         guesses = outputs.argmax(-1)
     elif outputs.shape[:1] + outputs.shape[2:] == targets.shape:
@@ -39,9 +37,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-    """Return the job's optimizer as a flockstep optimizer; raise `ConfigurationError` if a torch optimizer leaves a
-    parameter out, or has no counterpart.
-    """
+    """Return the job's flockstep optimizer; raise `ConfigurationError` if a torch optimizer has no counterpart."""
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)
     theirs = job.optimizer(list(parameters))

@@ -21,9 +21,7 @@ from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a leaf module, with its inputs and outputs for `batch` samples. `data` is True if no input has a
-    gradient.
-    """
+    """One call of a leaf module for `batch` samples. `data`: no input has a gradient."""
 
     name: str
     module: Any

@@ -1,6 +1,4 @@
-"""Finds the layers of a torch module, with their parameters, work, depth and bytes, by running the module once on a few
-samples.
-"""
+"""Finds the layers of a torch module, with parameters, work, depth and bytes, by running it once on samples."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ class LocallyConnected2d(nn.Module):
             nn.init.uniform_(one, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs (batch, out_channels, H', W') for inputs (batch, in_channels, H, W); raise
-        `ConfigurationError` if the inputs have another shape.
-        """
+        """Return outputs (batch, out_channels, H', W'); raise `ConfigurationError` for inputs of another shape."""
         if tuple(x.shape[1:]) != (self.in_channels, *self.size):
             raise ConfigurationError(
                 f"inputs of a locally connected layer must have the shape (batch, {self.in_channels}, {self.size[0]}, "

@@ -1,6 +1,4 @@
-"""Converts torch's optimizers to flockstep optimizers with the same class and hyper-parameters; raises an error if that
-is impossible.
-"""
+"""Converts torch's optimizers to flockstep optimizers with the same class and hyper-parameters, or refuses."""
 
 from __future__ import annotations
 
@@ -117,18 +115,14 @@ def for_servers(
 
 
 def same_settings(one: Optimizer, other: Optimizer) -> bool:
-    """Return whether two forms of a script's optimizer differ at most in the learning rate, which is sent with each
-    gradient.
-    """
+    """Return whether two forms of a script's optimizer differ at most in the learning rate."""
     if isinstance(one, Clipped) and isinstance(other, Clipped):
         return one.max_norm == other.max_norm and same_settings(one.optimizer, other.optimizer)
     return type(one) is type(other) and replace(one, lr=1.0) == replace(other, lr=1.0)  # type: ignore[type-var]
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group that determine a step, as values that JSON has, without the entries
-    that only a schedule or the script reads.
-    """
+    """Return each parameter group's settings that determine a step, as values that JSON has."""
     return [
         {
             name: _plain(value)
@@ -177,9 +171,7 @@ _spans: weakref.WeakKeyDictionary[FlatModule, tuple[tuple[tuple[int, ...], ...],
 
 
 def _plain(value: Any) -> Any:
-    """Return the value that JSON has for a setting, equal for equal settings; for a setting of another kind, the name
-    of its class.
-    """
+    """Return JSON's value of a setting, equal for equal settings; of another kind, the name of its class."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         value = value.reshape(-1)[:LONGEST].tolist()
         value = value[0] if len(value) == 1 else value

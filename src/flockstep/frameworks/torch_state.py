@@ -47,9 +47,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set the state of `optimizer` to `state`. The optimizer's tensors become views of the slots of `state`, in the
-    dtype of the flat array.
-    """
+    """Set the state of `optimizer` to views of the slots of `state`, in the dtype of the flat array."""
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)

@@ -21,9 +21,7 @@ parts; "distributed array abstraction" if a part works on its slice of an array 
 
 
 def check_ways(partition: str, ways: int, collective: Collective) -> None:
-    """Raise an error unless a partition whose workers exchange arrays by a collective has several ways, and the
-    collective works on flockstep's messages.
-    """
+    """Raise an error unless there are several ways, whose collective works on flockstep's messages."""
     require(ways >= 2, f"ways of {partition}", ">= 2", ways, "use partition=none for one worker")
     if not collective.over_messages:
         raise CompositionError(
@@ -62,16 +60,12 @@ class Partition(Component):
 
     @property
     def splits_model(self) -> bool:
-        """Whether a worker computes only a part of the model, which is model parallelism (Langer et al. 2020, section
-        3.1.1).
-        """
+        """Whether a worker computes only a part of the model: model parallelism (Langer et al. 2020, 3.1.1)."""
         return self.divides in ("layers", "tensors")
 
     @property
     def delays(self) -> str | None:
-        """Text for the user about gradients that are computed with outdated weights; None if all gradients use current
-        weights.
-        """
+        """What to tell the user of gradients computed with outdated weights; None if all are current."""
         return None
 
     @property
@@ -100,15 +94,11 @@ class Partition(Component):
         return 1.0
 
     def copies(self, part: int) -> int:
-        """Return the number of copies of its parameters that the worker of a part stores besides the parameters that it
-        trains.
-        """
+        """Return the copies of its parameters that a part's worker stores besides those that it trains."""
         return 0
 
     def replicas(self, workers: int) -> int:
-        """Return the number of replicas that `workers` workers hold; raise `ConfigurationError` if that is no whole
-        number.
-        """
+        """Return the replicas that `workers` workers hold; raise `ConfigurationError` for a fraction."""
         whole, rule = workers >= 1 and workers % self.parts == 0, f"a multiple of {self.parts} for {self}"
         near = max(1, workers // self.parts) * self.parts
         require(whole, "the number of workers", rule, workers, f"use {near} workers")

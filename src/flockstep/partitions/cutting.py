@@ -38,9 +38,7 @@ def balanced(seconds: Sequence[Number], nbytes: Sequence[Number], parts: int) ->
 def _bottleneck(
     loads: Sequence[Number], limited: Sequence[Number], parts: int, limit: float
 ) -> tuple[float, list[int]]:
-    """Return the least largest load of a part, and the first unit of each part, where no part's sum of `limited`
-    exceeds `limit`, up to rounding.
-    """
+    """Return the least largest load of a part, and the parts' first units, with sums of `limited` within `limit`."""
     units = len(loads)
     load, bound = [0.0, *accumulate(map(float, loads))], [0.0, *accumulate(map(float, limited))]
     most = limit * (1 + 1e-9)

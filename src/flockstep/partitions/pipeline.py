@@ -37,9 +37,7 @@ class Pipeline(Partition):
     schedule: PipelineSchedule = field(default=OneForwardOneBackward(), metadata=SHOWN)
     microbatches: int = field(default=1, metadata=SHOWN)
     split_at: tuple[int | str, ...] = ()
-    """Names of the layers at which the second and every later chunk begins; empty for the cut whose slowest chunk has
-    the least work.
-    """
+    """Names of the layers at which later chunks begin; empty for the cut whose slowest chunk has least work."""
     codec: Codec = Identity()
     """Codec for the activations and gradients of activations that stages send to each other."""
     differences: bool = False

@@ -1,6 +1,4 @@
-"""Tensor parallelism: every worker computes a part of the same layers; the layers may also be divided into pipeline
-stages.
-"""
+"""Tensor parallelism: every worker computes a part of the same layers, which may also be cut into stages."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ class Product(Partition):
         return f"{self.tensor.part_name(way)} of {self.pipeline.part_name(stage)}"
 
     def batches_held(self, part: int) -> float:
-        """Return the number of batches whose activations a worker stores at the same time, as its stage of the pipeline
-        does.
-        """
+        """Return the batches whose activations a worker stores at once, as its pipeline stage does."""
         return self.pipeline.batches_held(part // self.tensor.ways)
 
     def copies(self, part: int) -> int:

@@ -77,9 +77,7 @@ class Trainer:
 
     @property
     def params(self) -> Tree:
-        """This worker's parameters as new arrays. Before the first step, they are the parameters of rank 0; after
-        `finish`, they are the result of the run.
-        """
+        """This worker's parameters as new arrays: rank 0's before the first step, the run's result after `finish`."""
         return self._tree.read(self._flat)
 
     @property
@@ -216,9 +214,7 @@ class OptaxStepper:
 
     @property
     def rule(self) -> str:
-        """Text with a digest of the optimizer's compiled step; optimizers that XLA compiles to the same computation
-        have equal texts.
-        """
+        """Text with a digest of the compiled step, equal for optimizers that XLA compiles to one computation."""
         return f"an optax optimizer whose step is {self._optax.digest(self.state)}"
 
     def reset(self, params: FlatArray) -> None:

@@ -68,17 +68,13 @@ class PartGroup:
 
 
 def groups_of(sizes: Sequence[int], servers: int) -> list[PartGroup]:
-    """Return the groups of a model whose parts have the given numbers of elements; `servers` is the number of servers
-    of each group.
-    """
+    """Return the groups of a model with parts of the given `sizes`; `servers`: number of servers of each."""
     spans = pairwise(accumulate(sizes, initial=0))
     return [PartGroup(part, len(sizes), servers, start, stop) for part, (start, stop) in enumerate(spans)]
 
 
 def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> list[slice]:
-    """Return, for each server, the slice of the whole model that it holds; `sizes` are the numbers of elements of the
-    parts.
-    """
+    """Return, for each server, its slice of the whole model, whose parts have the given `sizes`."""
     return [
         slice(group.start + one.start, group.start + one.stop)
         for group in groups_of(sizes, 0)
@@ -87,9 +83,7 @@ def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> 
 
 
 def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
-    """Return the replicas and servers whose parameters are evaluated, and the slice that each server holds; `sizes` are
-    the numbers of elements of the parts.
-    """
+    """Return the replicas and servers that are evaluated, and each server's slice, for parts of these `sizes`."""
     cluster = plan.cluster if len(sizes) == 1 else Cluster(plan.cluster.workers, plan.cluster.servers * len(sizes))
     return cluster, held_by_servers(plan.strategy, plan.cluster.workers, sizes)
 

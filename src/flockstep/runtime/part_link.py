@@ -1,6 +1,4 @@
-"""A bus for a node of a split model, which reaches the nodes of the node's own group and the parts of its own
-replica.
-"""
+"""A bus for a node of a split model, which reaches the node's own group and the parts of its own replica."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class PartLink:
         """Address in the run of part 0 of this worker's replica."""
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message for this node; None if no message arrives within the given number of seconds. Raise
-        `PeerLost` as `within` does.
-        """
+        """Return the next message within the given seconds, or None. Raise `PeerLost` as `within` does."""
         if wanted is not None and wanted.source is not None:
             wanted = msgspec.structs.replace(wanted, source=self._outside(wanted.source))
         while (message := self._member.receive(seconds, also, wanted)) is not None:
@@ -75,9 +71,7 @@ class PartLink:
         return self._bus.reachable(self._outside(peer))
 
     def broken(self, seconds: float) -> set[Address]:
-        """The nodes of the group, and the parts of this worker's replica, whose connections broke at least `seconds`
-        ago.
-        """
+        """Nodes of the group and of this worker's replica whose connections broke `seconds` ago or earlier."""
         known = range(self._first, self._first + self.group.parts) if self._me >= 0 else ()
         broken = self._bus.broken(seconds)
         return {self._inside(one) for one in broken if one in known or self.group.inside(one) is not None}

@@ -21,9 +21,7 @@ from flockstep.split.stages import SplitModel
 
 
 class PartConnection(NodeConnection):
-    """The connection to the run of a worker that holds one part: to the other workers of its group, and to the other
-    parts of its replica.
-    """
+    """The connection of a worker that holds one part: to its group's workers, and to its replica's other parts."""
 
     def __init__(
         self,

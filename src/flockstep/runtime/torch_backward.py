@@ -19,9 +19,7 @@ from flockstep.strategies.base import Strategy
 SENT = 1 << 16
 """Number of elements, at equal distances, that are compared in each part of a gradient."""
 WATCHED = 10
-"""Number of first steps in which a gradient that changes between the backward pass and the optimizer's step is
-detected.
-"""
+"""Number of first steps in which a gradient that changes between backward pass and step is detected."""
 
 
 class BackwardHooks:
@@ -66,9 +64,7 @@ class BackwardHooks:
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if the script has changed a part of the gradient, which is now complete, that the
-        strategy has used.
-        """
+        """Raise `ConfigurationError` if the script has changed a part that the strategy has used."""
         if not self.handed or self._revised:
             return
         gone = range(self._next + 1, len(self._offsets))
@@ -141,9 +137,7 @@ class BackwardHooks:
 
 
 class GradientChangeDetector:
-    """Warns once if a script changes gradients between backward and `step`, although the strategy combines the
-    gradients in `step`.
-    """
+    """Warns once if a script changes gradients between backward and `step`, where the strategy combines them."""
 
     def __init__(self, flat: FlatModule, strategy: Strategy):
         self._flat, self._strategy, self._left = flat, strategy, WATCHED

@@ -1,6 +1,4 @@
-"""Makes the tensors of a module that no optimizer trains, such as the running statistics of BatchNorm, equal on the
-ranks of a script.
-"""
+"""Makes the tensors that no optimizer trains, such as BatchNorm's statistics, equal on the ranks of a script."""
 
 from __future__ import annotations
 

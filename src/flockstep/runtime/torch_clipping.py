@@ -59,9 +59,7 @@ class Clipping:
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
-        """Clip now if each worker uses its own gradient; otherwise store the request until the gradients have been
-        combined.
-        """
+        """Clip now if each worker uses its own gradient; otherwise when the gradients have been combined."""
         traits = self.strategy.traits
         if self not in self.live or traits.clips == "own":  # the run is over, or gradients are not combined
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
@@ -116,9 +114,7 @@ class Clipping:
         return True
 
     def check(self) -> None:
-        """Raise an error at the end of a step that was refused for its norm; every other worker raises the same
-        error.
-        """
+        """Raise an error at the end of a step that was refused for its norm, as every other worker does."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.check()
@@ -177,9 +173,7 @@ def clip_grad_norm_(
 
 
 def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> None:
-    """Clip each element of the gradients; raise `CompositionError` if the strategy combines gradients after this
-    call.
-    """
+    """Clip each gradient element; raise `CompositionError` if the strategy combines gradients afterwards."""
     if place_of_script()[1] > 1 and strategy.traits.clips != "own":
         raise CompositionError(
             f"{strategy} combines gradients in step(), so clipping values before step() would not clip the combined "

@@ -31,9 +31,7 @@ B = TypeVar("B")
 
 
 class _EveryNth(ShardedBatches[Any]):
-    """Every n-th index of a sampler, or every n-th batch of indices, for the loader of a part, which counts the
-    epochs.
-    """
+    """Every n-th index, or batch of indices, of a sampler, for a part's loader, which counts the epochs."""
 
     certain = True
     _seed = 0
@@ -169,9 +167,7 @@ def _identify(digest: Any, data: Any) -> None:
 
 
 def sampled(data: Any) -> str:
-    """Digest of the first and the last sample of a data set, read with equal random streams on all workers; empty if
-    a sample differs each time it is read.
-    """
+    """Digest of the first and the last sample, read with equal random streams; empty if readings differ."""
     if not len(data):
         return ""
     one, other = (digest_of([_read(data, index) for index in (0, len(data) - 1)]) for _ in range(2))

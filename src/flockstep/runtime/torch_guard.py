@@ -14,9 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule, on_gradients
 
 COMPARED = 1 << 12
-"""Number of elements, at equal distances in the flat array, that are compared before every step, beside the first
-element of each parameter.
-"""
+"""Number of elements, at equal distances, that are compared before a step, besides each parameter's first."""
 
 
 class Guard:
@@ -70,9 +68,7 @@ class Guard:
         self._hook.remove()
 
     def note(self) -> None:
-        """Accept the current flat array as the module's state, and write its values to the parameters of narrower
-        dtypes.
-        """
+        """Accept the flat array as the module's state, and write it to the parameters of narrower dtypes."""
         self._flat.write_parameters()
         self._backward = None
         self._kept = [memory.index_select(0, places) for memory, places, _ in self._compared]
@@ -100,18 +96,14 @@ class Guard:
         return None
 
     def not_finite(self) -> str | None:
-        """Return the name of the first parameter that contained NaN or infinity at the last call of `note`; None if all
-        compared values were finite.
-        """
+        """Return the first parameter with NaN or infinity at the last `note`; None if all compared were finite."""
         if self._finite:
             return None
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
         return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if a parameter was unfrozen, frozen, replaced or changed since the previous step;
-        the message says what to do.
-        """
+        """Raise `ConfigurationError` if a parameter was unfrozen, frozen, replaced or changed since the last step."""
         self.check_structure()
         if self.unsent:
             raise ConfigurationError(
@@ -131,9 +123,7 @@ class Guard:
             )
 
     def check_structure(self) -> None:
-        """Raise `ConfigurationError` if the set of trained parameters, or the optimizer's parameters, differ from those
-        at `distribute`.
-        """
+        """Raise `ConfigurationError` if the trained or the optimizer's parameters differ from the first ones."""
         before = self._names
         if {id(p) for p in self._flat.module.parameters() if p.requires_grad} != before.keys():
             here = {id(p): name for name, p in self._flat.module.named_parameters() if p.requires_grad}
@@ -150,9 +140,7 @@ class Guard:
             require_same_parameters(self._flat, self._optimizer)
 
     def require_own_steps(self) -> None:
-        """Raise `ConfigurationError` if the model has changed after a backward pass without a step of the strategy:
-        another optimizer has stepped.
-        """
+        """Raise `ConfigurationError` if another optimizer has stepped: the model changed after a backward pass."""
         if self._backward is not None and (changed := self.changed()) is not None:
             raise ConfigurationError(
                 f"parameter {changed} was changed after backward() without step() of the optimizer that "
@@ -198,9 +186,7 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
 
 
 def require_unwrapped(module: torch.nn.Module, workers: int) -> None:
-    """Raise `ConfigurationError` if the module is wrapped in DistributedDataParallel, which averages gradients before
-    the strategy receives them.
-    """
+    """Raise `ConfigurationError` for DistributedDataParallel, which averages gradients before the strategy."""
     if workers > 1 and isinstance(module, DistributedDataParallel):
         raise ConfigurationError(
             "the module is wrapped in DistributedDataParallel, which averages gradients before the strategy sees them; "

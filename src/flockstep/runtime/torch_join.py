@@ -1,6 +1,4 @@
-"""Agreement of all ranks before each step, needed if ranks have different numbers of batches or if gradients overflow
-on one rank.
-"""
+"""Agreement of all ranks before each step, if they have different numbers of batches or a gradient overflows."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Consent:
         """Factor for the combined gradient on the workers."""
 
     def skips(self, overflow: bool | None) -> bool:
-        """Return whether all ranks skip this step because a gradient overflowed on one rank; `overflow` is None if no
-        scaler is used.
-        """
+        """Return whether all ranks skip the step because one overflowed; `overflow` is None without a scaler."""
         if not self._needed or not (self.joining or overflow is not None):
             return bool(overflow)
         lr = self._loop.lr

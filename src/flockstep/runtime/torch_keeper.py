@@ -71,16 +71,12 @@ class TorchKeeper:
         return self._why_not()
 
     def at_boundary(self) -> OptimizerContent:
-        """Return the state of the optimizer at the point where the worker's program has stopped; tensors are not
-        copied.
-        """
+        """Return the optimizer's state where the worker's program has stopped; tensors are not copied."""
         states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
         return OptimizerContent(self._flat.schema, self._kind, states, to_text(self._rule()))
 
     def restore_at_boundary(self, kept: OptimizerContent) -> None:
-        """Restore the optimizer's state; raise `ConfigurationError` if the state belongs to another model or
-        optimizer.
-        """
+        """Restore the optimizer's state; raise `ConfigurationError` for another model's or optimizer's."""
         try:
             kept.schema.require(self._flat.schema, "the script")
         except SchemaMismatch as error:

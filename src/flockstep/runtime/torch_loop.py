@@ -73,9 +73,7 @@ class _UserOptimizer:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, whose `step` lets a strategy use the gradients; all other attributes are the original
-    optimizer's attributes.
-    """
+    """The user's optimizer, whose `step` lets a strategy use the gradients; it has the original's attributes."""
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     """`torch.amp.GradScaler` leaves it to `step` to unscale gradients and to skip steps with an overflow."""
@@ -617,9 +615,7 @@ def _require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy,
 
 
 def _require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadGradients) -> None:
-    """Raise `CompositionError` if bad gradients are replaced with zeros, which would contradict the loss that a closure
-    returns.
-    """
+    """Raise `CompositionError` if bad gradients become zeros, which would contradict the closure's loss."""
     if bad_gradients.action != "stop":
         raise CompositionError(
             f"{type(optimizer).__name__} compares losses and gradients, of which none may be left out, got "
@@ -652,9 +648,7 @@ def _extend_scalers() -> None:
 
 
 def _require_usable(module: object, optimizer: object) -> None:
-    """Raise `ConfigurationError` unless the arguments of `distribute` are a module, and an optimizer that can step
-    along a dense gradient.
-    """
+    """Raise `ConfigurationError` unless these are a module, and an optimizer that steps along a dense gradient."""
     for name, value, kind, wanted in (
         ("model", module, torch.nn.Module, "torch.nn.Module"),
         ("optimizer", optimizer, torch.optim.Optimizer, "torch.optim.Optimizer"),

@@ -27,9 +27,7 @@ from flockstep.runtime.torch_buffers import packed, unpacked
 def memory_of(
     flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer
 ) -> WorkerMemory | ServerMemory | SliceMemory:
-    """Return the object that manages optimizer state under the strategy of `loop`; `spec` is the optimizer in the form
-    that servers execute.
-    """
+    """Return the object that manages optimizer state under `loop`'s strategy; `spec`: the servers' optimizer."""
     traits = loop.strategy.traits
     if not traits.server_optimizer:
         return WorkerMemory(optimizer, loop)
@@ -87,9 +85,7 @@ class WorkerMemory:
         self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
 
     async def agree(self, me: Worker) -> None:
-        """Compare the optimizer states of all ranks; if they must be equal but differ, copy rank 0's state to all
-        ranks.
-        """
+        """Compare the states of all ranks; if they must be equal but differ, copy rank 0's to all ranks."""
         root = min([me.rank, *me.peers])
         own: Fields = {"digest": fingerprint(_packed(self._optimizer, whole=False)), "loaded": int(self._loaded)}
         notes = await notes_of_all(me, "memory", own)
@@ -140,9 +136,7 @@ class ServerMemory:
             self._loop.restart(state)
 
     def restart(self) -> None:
-        """Restart the strategy; the servers' optimizers keep their state, unless rank 0 has loaded a new state for
-        them, whose settings all ranks then take.
-        """
+        """Restart the strategy; servers keep their state, unless rank 0 has loaded one, whose settings all take."""
         self._loop.exchange("memory", lambda me: take_settings(me, self._optimizer, self._unsent))
         self._loop.restart(flat_state(self._flat, self._optimizer, self._foreign) if self._unsent else None)
         self._unsent = False
@@ -217,9 +211,7 @@ class SliceMemory:
         self._spread(flat_state(self._flat, self._optimizer, self._foreign))
 
     def restart(self) -> None:
-        """Restart the strategy; workers keep the state of their slices, unless rank 0 has loaded a new state for
-        them.
-        """
+        """Restart the strategy; workers keep their slices' state, unless rank 0 has loaded a new one."""
 
         async def own(me: Worker) -> OptimizerState:
             assert me.optimizer is not None
@@ -235,16 +227,12 @@ class SliceMemory:
         self._unsent, self._whole = False, None
 
     def loaded(self) -> bool:
-        """Record that the script has loaded a state; return whether it must still be sent to the workers that hold the
-        slices.
-        """
+        """Record that the script has loaded a state; return whether the slices' workers still lack it."""
         self._unsent = not self._loop.finished
         return self._unsent
 
     def fetch(self) -> None:
-        """Copy the collected state into the torch optimizer; raise `ConfigurationError` if this rank has not collected
-        it since its last step.
-        """
+        """Copy the collected state to the optimizer; raise `ConfigurationError` if not collected since the step."""
         if self._unsent:
             return
         if self._loop.workers == 1 and not self._loop.finished:

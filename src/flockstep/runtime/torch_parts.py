@@ -36,9 +36,7 @@ class Coordinated:
     framework: str
 
     def coordinate(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
-        """Set the strategy of the optimizers that are prepared from now on. The arguments are those of
-        `flockstep.distribute`.
-        """
+        """Set the strategy of optimizers prepared from now on. The arguments are those of `flockstep.distribute`."""
         self.coordination = strategy_of_run(strategy)
         self._settings = buffers, timeout
         self.distributed: list[DistributedOptimizer] = []
@@ -74,9 +72,7 @@ class Coordinated:
             yield
 
     def sync(self) -> None:
-        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank must call this
-        method.
-        """
+        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank calls this."""
         for each in self._live():
             each.sync()
 
@@ -200,9 +196,7 @@ def meet(framework: str) -> None:
 
 
 def broadcast_value(value: T, source: int, framework: str) -> T:
-    """Return the value that rank `source` passes: text, a number, None, or lists and dicts of these. All ranks call
-    this.
-    """
+    """Return the value that rank `source` passes: text, numbers, None, lists and dicts. All ranks call this."""
     if not dist.is_initialized():
         return value
     meet(framework)

@@ -71,9 +71,7 @@ class PartGradients(ReplicaGradients):
         """Do nothing, because a part keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """End the program of the part of replica `rank`, whose worker has died; a server, with `rank` < 0, has no
-        part.
-        """
+        """End the part's program of replica `rank`, whose worker has died; a server, `rank` < 0, has none."""
         if rank >= 0:
             self.runners[rank].close()
             self._dropped(rank)
@@ -181,9 +179,7 @@ class SplitSimulation:
         return self._queue.now
 
     def run(self) -> None:
-        """Run every program to its end; raise `Diverged` if a loss is not finite, `RunError` if the programs wait for
-        each other forever.
-        """
+        """Run every program to its end; raise `Diverged` for an infinite loss, `RunError` for a deadlock."""
         with np.errstate(over="ignore", invalid="ignore"), seldom():
             for group in self.groups:
                 group.begin()
@@ -199,9 +195,7 @@ class SplitSimulation:
             group.stop()
 
     def close(self) -> None:
-        """Break the references between the nodes, so that their memory is free at once; the simulation cannot be used
-        afterwards.
-        """
+        """Break the references between the nodes, whose memory is then free; the simulation is over."""
         for group in self.groups:
             group.close()
 

@@ -104,9 +104,7 @@ class HaloExchange:
         )
 
     def pieces(self, part: int, outputs: FlatArray) -> dict[int, FlatArray]:
-        """Return worker → the activations that worker `part` sends this worker, of its `outputs` (samples, channels,
-        height, width).
-        """
+        """Return worker → what worker `part` sends it, of `outputs` (samples, channels, height, width)."""
         return {other: places.of(outputs, self.held[part]) for other, places in self.sent(part).items()}
 
     def inputs(self, part: int, outputs: FlatArray, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
@@ -116,9 +114,7 @@ class HaloExchange:
         return self._filled(part, self.needed[part], self.held[part], outputs, arrived, self.fetched(part))
 
     def slopes(self, part: int, errors: FlatArray | None) -> dict[int, FlatArray]:
-        """Return worker → the gradients that worker `part` sends back to this worker, of the gradients `errors` of its
-        inputs (samples, channels, height, width).
-        """
+        """Return worker → what `part` sends back to it, of the gradients `errors` of its inputs."""
         if errors is None:
             return {}
         return {other: places.of(errors, self.needed[part]) for other, places in self.fetched(part).items()}

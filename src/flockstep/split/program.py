@@ -42,9 +42,7 @@ class NeedPass:
 
 @dataclass(frozen=True, slots=True)
 class NeedRequest:
-    """Request of a part to wait for its worker's next request for a gradient, after the part has answered the previous
-    one.
-    """
+    """Request of a part to wait for its worker's next gradient request, after it has answered the last one."""
 
 
 PartEffect = Wanted | NeedPass | NeedRequest
@@ -82,9 +80,7 @@ class PartProgram(ABC):
     """The program of one part of one replica. Messages between the parts are addressed by the number of the part."""
 
     def __init__(self, run: PartRun, part: HeldPart):
-        """Create a program whose parameters are given by the first call of `requested`; `part` is the framework's side
-        of the part.
-        """
+        """Create a program, whose first parameters `requested` gives; `part`: the framework's side."""
         self.rank, self.number, self.name, self._run = run.rank, run.number, run.name, run
         self.mailbox = Mailbox()
         self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
@@ -118,9 +114,7 @@ class PartRunner:
         self._resume(None)
 
     def request(self, params: FlatArray) -> None:
-        """Start the next step with the current parameters (K,) of the part's worker; raise `RunError` if the part has
-        computed all its steps.
-        """
+        """Start the next step with the worker's parameters (K,); raise `RunError` after the last step."""
         if isinstance(self.waiting, NeedRequest) and not self.done:
             self.part.requested(params)
             self._resume(None)
@@ -166,9 +160,7 @@ class PartRunner:
 
 
 def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) -> None:
-    """Raise `CompositionError` if a worker's program requests more than the gradient of its next batch, which parts do
-    not compute.
-    """
+    """Raise `CompositionError` if a program requests more than the gradient of its next batch."""
     if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
         raise CompositionError(
             f"{strategy} requests more than the gradient of the worker's next batch, which the parts of {partition} do "
@@ -178,16 +170,12 @@ def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) 
 
 @types.coroutine
 def resumed(effect: PartEffect) -> Generator[PartEffect, Any, Any]:
-    """Let the part's runner carry out an effect of the part's program, and return the value with which the program
-    resumes.
-    """
+    """Let the runner carry out an effect of a part's program, and return the value that it resumes with."""
     return (yield effect)
 
 
 class Ways:
-    """One way as a member of the group of all ways that share its layers; the group sums arrays by messages between the
-    ways.
-    """
+    """One way as a member of the group that shares its layers, and sums arrays by messages."""
 
     def __init__(self, parts: Sequence[int], run: PartRun, mailbox: Mailbox) -> None:
         """Create the member that `run` places in the group of `parts`; messages arrive in `mailbox`."""
@@ -216,9 +204,7 @@ class Ways:
         return message
 
     async def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Array:
-        """Return the array of the next message with the given tag from another way, stored in `into` if `into` is
-        given.
-        """
+        """Return the array of the next message with this tag from another way, stored in `into` if given."""
         array = (await self.receive(tag, source)).payload
         if into is None:
             return array

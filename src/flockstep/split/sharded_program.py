@@ -152,9 +152,7 @@ class PartShard(PartProgram):
         self._inner.requested(params)
 
     async def _reduce(self, share: float) -> None:
-        """Store this worker's shard of the part's gradient, and the loss, of the whole batch; `share` is this worker's
-        share of the batch's samples.
-        """
+        """Store this worker's shard of gradient and loss of the batch; `share`: its share of the samples."""
         slope = self._inner.gradient
         slope *= share
         _, self.gradient[:] = await self._collective.reduce_scatter(self._group, slope)

@@ -111,8 +111,6 @@ class ShardedPartsModel(SplitModel):
         return self.inner.note
 
     def largest_message(self, batch: int) -> int:
-        """Return the size in bytes of the largest array that parts send to each other; some collectives send all
-        parameters of a part.
-        """
+        """Return the bytes of the largest array that parts send; some collectives send a whole part."""
         share = -(-batch // self.partition.sharded.ways)
         return max(self.inner.largest_message(share), *(part.schema.nbytes for part in self.inner.parts))

@@ -28,9 +28,7 @@ _SPLITTERS: dict[type[Partition], tuple[str, str, str]] = {
     Sharded: ("torch_shards", "shard_torch", "shards_without_values"),
     SpatialGrid: ("torch_grid", "split_grid", "rectangles_without_values"),
 }
-"""Kind of partition → the module that splits models so, its function that splits a job's model, and its function for a
-process that holds a single part.
-"""
+"""Kind of partition → module, and its functions that split a job's model whole and in one part's process."""
 
 
 def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | None = None) -> SplitModel:

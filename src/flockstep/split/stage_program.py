@@ -30,13 +30,9 @@ from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, Tie
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages that carry the inputs and outputs of such passes."""
 PASSED = "passed"
-"""Tag of the message that a batch has left the last stage, which the first stage awaits if a schedule runs only one
-forward pass at a time.
-"""
+"""Tag of the message that a batch has left the last stage, for schedules with one forward pass at a time."""
 LENT, RETURNED = "lent", "returned"
-"""First words of two message tags: a tied parameter sent to the other stage that uses it, and the gradient of this use
-sent back.
-"""
+"""First words of two tags: a tied parameter sent to its other user, and this use's gradient sent back."""
 
 
 class StageNote(Note, frozen=True):
@@ -147,9 +143,7 @@ class StageProgram(PartProgram):
         return sorted(self._versions)
 
     def requested(self, params: FlatArray) -> None:
-        """Store the worker's parameters (K,), of which the strategy has requested a gradient, as the next version of
-        the weights.
-        """
+        """Store the worker's parameters (K,), of a requested gradient, as the weights' next version."""
         if self._schedule.synchronous and self._versions:  # no pass uses the version before
             (held,) = self._versions.values()
             self._versions.clear()

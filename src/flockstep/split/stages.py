@@ -83,9 +83,7 @@ class HeldPart(TrainedModel):
 
     @abstractmethod
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        """Store the tensors of this part, given as the bytes that `values` returned in another process, and return a
-        copy of the initial parameters (K,).
-        """
+        """Store this part's tensors, as bytes of another process's `values`; return a copy of the parameters (K,)."""
 
     @abstractmethod
     def buffers(self, replica: int) -> FlatArray:
@@ -180,9 +178,7 @@ class SplitModel(ABC):
         )
 
     def largest_message(self, batch: int) -> int:
-        """Return the size in bytes of the largest array that parts send to each other, for batches of `batch`
-        samples.
-        """
+        """Return the bytes of the largest array that parts send to each other, for `batch` samples."""
         return -(-batch // self.microbatches) * self.facts.sample_bytes
 
     @property

@@ -35,9 +35,7 @@ Tensors = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class Passing:
-    """The data that one computation passes to the next: the activations and, inside a residual connection, the inputs
-    of the connection.
-    """
+    """What one computation passes on: activations and, inside a residual connection, the connection's inputs."""
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
@@ -111,9 +109,7 @@ class EndResidual(Replicated):
 
 @dataclass(frozen=True, eq=False)
 class LayerBlock:
-    """A block of a model: computations that every way performs identically, followed by split layers. In the last
-    block, None is in place of split layers.
-    """
+    """Computations that every way performs alike, followed by split layers, or None in the last block."""
 
     whole: Sequence[Replicated]
     split: SplitLayers | None
@@ -245,9 +241,7 @@ class BlocksOfChain:
             self._whole.append(AddBias(bias))
 
     def _linear(self, chain: Sequence[ChainLayer], at: int) -> int:
-        """Take in a fully connected layer, with the layers up to the next one if the two are a pair; return the number
-        of further layers that were taken in.
-        """
+        """Take in a fully connected layer, or a pair with the layers between; return the number of further layers."""
         layer, end = chain[at], at + 1
         assert isinstance(layer.module, nn.Linear)
         while end < len(chain) and is_elementwise_layer(chain[end].module):

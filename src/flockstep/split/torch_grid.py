@@ -83,9 +83,7 @@ def split_grid(job: Job, seed: int, grid: SpatialGrid) -> GridModel:
 
 
 def rectangles_without_values(job: Job, seed: int, grid: SpatialGrid, facts: SplitFacts) -> GridModel:
-    """Return the parts of a model that another process has divided. This process then gives one part its values by
-    `ModelPart.take`.
-    """
+    """Return the parts of a model that another process has divided, without values until `ModelPart.take`."""
     whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
     who = f"job {job.name!r}"
     return _assembled(whole, opened_chain(whole.module, who), grid, facts, who, None, job.batch)
@@ -274,9 +272,7 @@ class GridLayers:
         plane: PlaneRectangle,
         held: Sequence[PlaneRectangle],
     ) -> None:
-        """Add a fully connected layer whose columns are divided as its inputs are. Part 0 adds the terms of all parts
-        and the bias.
-        """
+        """Add a linear layer whose columns are divided as its inputs; part 0 adds all terms and the bias."""
         module = cast(nn.Linear, linear.module)
         weight, added, outputs = cast(nn.Parameter, module.weight), module._parameters["bias"], module.out_features
         for part, places in enumerate(held):
@@ -340,9 +336,7 @@ def _grid_layers(
 
 
 def _first(chain: Sequence[ChainLayer], fields: Sequence[ReceptiveField | None], changing: Container[str]) -> int:
-    """Index of the first layer that has a window, or that workers cannot compute alike, because it is trained or
-    changes its buffers.
-    """
+    """Index of the first layer with a window, with parameters, or with changing buffers."""
     for at, layer in enumerate(chain):
         window = fields[at] is not None and not is_elementwise_layer(layer.module)
         changes = any(layer.named(name) in changing for name, _ in layer.module.named_buffers())
@@ -366,9 +360,7 @@ def _divide_planes(
     first: int,
     x: torch.Tensor,
 ) -> int:
-    """Divide the layers from `first` on, for inputs like `x`; return the index of the first layer that is not divided,
-    0 if no layer is.
-    """
+    """Divide the layers from `first` on, for inputs like `x`; return the first that is not divided, or 0."""
     grid, uses, plane, channels = (
         division.grid,
         uses_of(chain),
@@ -465,9 +457,7 @@ def _ties(parts: Sequence[TorchPart], held: Sequence[WayTensors], borrowed: Sequ
 def _chunks(
     division: GridLayers, part: int, names_of: Mapping[int, str], schema: Schema, shares: Sequence[PassShares]
 ) -> list[Chunk]:
-    """The chunks of a part. Chunks of all parts have different numbers, from 1, so that dropout draws for each, except
-    in the leading layers.
-    """
+    """The chunks of a part, numbered over all parts from 1, so that dropout draws for each."""
     count, found = len(division.exchanges) + 1, []
     for number, layers in enumerate(division.chunks[part]):
         chain = [layer for local in layers for layer in local.layers]

@@ -37,9 +37,7 @@ from flockstep.split.torch_stages import (
 
 
 class TorchUnit(TorchPart):
-    """A unit of a sharded torch module: some layers whose parameters take memory only while a pass over the layers is
-    computed.
-    """
+    """A unit of a sharded torch module, whose parameters take memory only during a pass over its layers."""
 
     def forward(
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None

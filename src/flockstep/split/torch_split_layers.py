@@ -1,6 +1,4 @@
-"""Torch layers that are split over ways (the workers of a stage): the part of the parameters that each way holds, and
-the term that each way adds to the output.
-"""
+"""Torch layers split over ways (the workers of a stage): each way's parameters, and its term of the output."""
 
 from __future__ import annotations
 
@@ -24,15 +22,11 @@ ELEMENTWISE = (
     nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout,
 )  # fmt: skip
-"""Types of layers without parameters that treat every element in the same way, so that each way may apply the layer to
-its own features.
-"""
+"""Layers without parameters that treat every element alike, so that a way applies them to its own features."""
 
 
 class SplitLayers(ABC):
-    """The interface of consecutive layers of a model that are split over ways. The output of the layers is the sum of
-    the terms of all ways.
-    """
+    """The interface of consecutive layers split over ways, whose output is the sum of the terms of all ways."""
 
     def __init__(self, layers: Sequence[str], parameters: Mapping[str, torch.Tensor], units: int, ways: int):
         """`layers`: names in the model; `parameters`: those that are split, by their role here; `units`: number of
@@ -111,9 +105,7 @@ class ColumnAndRow(SplitLayers):
 
 
 class Heads(SplitLayers):
-    """Self-attention split over ways by heads. The bias of the output is not part of a term, but is added to the sum of
-    the terms.
-    """
+    """Self-attention split by heads; the bias of the output is added to the sum of the terms."""
 
     def __init__(self, name: str, module: nn.MultiheadAttention, ways: int):
         parameters = _present(mix=module.in_proj_weight, bias=module.in_proj_bias, out=module.out_proj.weight)
@@ -137,9 +129,7 @@ class Heads(SplitLayers):
 
 
 class VocabularyOfInputs(SplitLayers):
-    """An embedding split over ways by its words. A way contributes the vectors of its own words, and zeros for all
-    other words.
-    """
+    """An embedding split by its words; a way contributes the vectors of its own words, and zeros."""
 
     def __init__(self, name: str, module: nn.Embedding, ways: int):
         super().__init__((name,), {"words": module.weight}, module.num_embeddings, ways)

@@ -1,6 +1,4 @@
-"""Cuts a torch module into the stages of a pipeline, and computes passes over consecutive layers, one micro-batch at a
-time.
-"""
+"""Cuts a torch module into the stages of a pipeline, and computes passes over consecutive layers."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ S = TypeVar("S", bound=SplitModel)
 ROUNDING = 1e-6
 """Largest rounding error with which the micro-batches' shares of a batch may sum to one."""
 SHARES_APART = 0.03
-"""Largest relative distance between the gradient of a batch and the sum over its shares that is attributed to rounding,
-such as that of torch.autocast.
-"""
+"""Largest relative distance of a batch's gradient from the sum over its shares that is rounding."""
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that stages can send to each other."""
 TRIAL_BATCHES = 16
@@ -459,9 +455,7 @@ class TorchPart(TorchHeldPart, ModelPart):
 
     @contextmanager
     def _computing(self, chunk: int, batch: MicroBatch, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which the layers of a chunk compute with `weights`, in a forward pass and, with activation
-        checkpointing, again in the backward pass.
-        """
+        """A context in which a chunk's layers compute with `weights`, forward and in recomputation."""
         one, engine = self._chunks[chunk], self._engine
         given = engine.constants | engine.buffers_of(batch.replica)
         values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
@@ -483,9 +477,7 @@ class TorchPart(TorchHeldPart, ModelPart):
         return True
 
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
-        """The tensors with which a chunk computes, from the parameters (K + B,) of the part; they share the memory of
-        `params` if the dtypes are equal.
-        """
+        """The tensors with which a chunk computes; they share the memory of `params` (K + B,) of equal dtype."""
         places = self._places(chunk, as_tensor(params))
         if any(view.dtype != dtype for view, dtype in places):
             return [view.detach().to(dtype).requires_grad_() for view, dtype in places]
@@ -510,9 +502,7 @@ class TorchPart(TorchHeldPart, ModelPart):
 
 
 class PartsEngine(Engine):
-    """A torch engine whose flat array consists of the parameters of all parts, one part after the other. Each replica
-    has its own buffers.
-    """
+    """A torch engine whose flat array holds the parts one after another; each replica has its buffers."""
 
     def __init__(
         self,
@@ -544,23 +534,17 @@ class PartsEngine(Engine):
 
     @property
     def constants(self) -> Tensors:
-        """Name → value of the tensors that the modules of the chunks lack, because the tensors do not belong to a
-        module.
-        """
+        """Name → value of tensors that the chunks' modules lack, because they belong to no module."""
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
 
     def as_bytes(self, params: FlatArray, others: Tensors) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the parameters (K,) and the other tensors of a part, in the form that `HeldPart.values`
-        returns.
-        """
+        """Return the bytes of a part's parameters (K,) and other tensors, as `HeldPart.values` does."""
         first = self.whole.changing_buffers
         values = [first.get(name, one).detach().cpu().reshape(-1) for name, one in others.items()]
         return np.concatenate([params.view(np.uint8), *(one.view(torch.uint8).numpy() for one in values)])
 
     def taken(self, values: npt.NDArray[np.uint8], schema: Schema, others: Tensors) -> FlatArray:
-        """Store the other tensors of a part, given as the bytes of `HeldPart.values`, and return a copy of the part's
-        parameters (K,).
-        """
+        """Store a part's other tensors, of the bytes of `HeldPart.values`; return a copy of its parameters."""
         start, expected = schema.nbytes, schema.nbytes + sum(one.nbytes for one in others.values())
         if len(values) != expected:
             raise ConfigurationError(
@@ -577,9 +561,7 @@ class PartsEngine(Engine):
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Facts of the data that must be equal in all processes. They include hashes of samples, because different
-        processes read inputs and targets.
-        """
+        """Facts of the data that must be equal in all processes, with hashes of samples, which several read."""
         return self.whole.facts | sample_facts(self.whole.samples, self.train_size)
 
     @property
@@ -596,9 +578,7 @@ class PartsEngine(Engine):
         return self._buffers[replica, way]
 
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
-        """Return a context in which torch's random numbers are seeded for one micro-batch at one place of the model. In
-        a trial, nothing is seeded.
-        """
+        """Return a context with random numbers seeded for a micro-batch at one place; nothing in a trial."""
         return nullcontext() if self.in_trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
     def stream_of_all(self, batch: MicroBatch, chunk: int) -> AbstractContextManager[None]:
@@ -663,9 +643,7 @@ class PartsEngine(Engine):
         return self.in_order(params), self.whole.schema
 
     def in_order(self, params: FlatArray) -> FlatArray:
-        """Return parameters, (K,) or (M, K), reordered from the order of the parts to the order of the unsplit
-        model.
-        """
+        """Return parameters, (K,) or (M, K), of the parts reordered as in the unsplit model."""
         if self.order is None:
             return params
         whole = np.empty_like(params)
@@ -690,9 +668,7 @@ def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
 
 @contextmanager
 def passes_over(who: str) -> Iterator[None]:
-    """Return a context for trial passes over the layers of a model; raise `ConfigurationError` if torch raises an error
-    in a pass.
-    """
+    """Return a context for trial passes; raise `ConfigurationError` if torch raises an error in a pass."""
     try:
         yield
     except RuntimeError as error:
@@ -734,9 +710,7 @@ def trial(model: SplitModel, known: SplitModel) -> tuple[str, float]:
 
 
 def difference(model: SplitModel, known: SplitModel) -> str:
-    """Return how the results of `model` for one batch differ from those of the unsplit model of `known`, in words;
-    empty if by rounding only.
-    """
+    """Return how results of `model` for a batch differ from the unsplit model of `known`; empty if rounded."""
     if isinstance(model, ShardedModel) and isinstance(known, ShardedModel):
         return difference(model.inner, known.inner)
     outputs, buffers = trial(model, known)
@@ -804,9 +778,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial_of(model: SplitModel, dropout: bool = False) -> Iterator[None]:
-    """Return a context in which the passes of all parts draw as the unsplit model does, and no unit drops out, unless
-    `dropout` is set.
-    """
+    """Return a context in which all parts draw as the unsplit model, without dropout unless `dropout` is set."""
     engine = engine_of(model)
     with engine.trial(), nullcontext() if dropout else _without_dropout(engine.whole.module):
         yield
@@ -851,9 +823,7 @@ def _rows(outputs: Any, part: slice, count: int) -> Any:
 
 
 def trained_within(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
-    """Return the names of the trainable parameters of a chunk, in the model's order; a shared one has its first
-    name.
-    """
+    """Return the trainable parameters of a chunk, in the model's order; a shared one has its first name."""
     known = {entry.name for entry in schema.entries}
     found = dict.fromkeys(names_of[id(one)] for layer in chunk for one in layer.module.parameters())
     return [name for name in found if name in known]

@@ -266,9 +266,7 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def writes_inputs(modules: Iterable[nn.Module]) -> bool:
-    """Return whether consecutive layers may write to the inputs of the first layer, as an nn.ReLU(inplace=True)
-    does.
-    """
+    """Return whether consecutive layers may write to the inputs of the first, as nn.ReLU(inplace=True) does."""
     for module in modules:
         if any(map(_is_in_place, module.modules())):
             return True

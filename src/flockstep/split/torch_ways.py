@@ -1,6 +1,4 @@
-"""A torch module whose layers are split over ways (the workers of a stage), with the passes that one way computes
-between the sums over all ways.
-"""
+"""A torch module whose layers are split over ways: the passes that one way computes between sums over all."""
 
 from __future__ import annotations
 
@@ -261,17 +259,13 @@ class Held:
     shape: tuple[int, ...]
     """Shape of the part of the parameter that the way holds."""
     places: Callable[[], Places]
-    """Function that returns the flat indices, within the whole parameter, of the elements that this worker of the layer
-    holds, in the shape `shape`.
-    """
+    """Function that returns the way's flat indices within the whole parameter, in the shape `shape`."""
     offset: int
     """First element of the parameter in the flat array of the unsplit model."""
     dtype: str
     """Name of the parameter's dtype."""
     role: tuple[int, int, str] = (0, 0, "")
-    """Index of the chunk in the stage, index of the block in the chunk, and role of the parameter in the block's split
-    layers.
-    """
+    """Chunk in the stage, block in the chunk, and role of the parameter in the block's split layers."""
     divided: bool = False
     """Whether the parameter belongs to layers that are divided by samples."""
 
@@ -283,9 +277,7 @@ class Held:
 
 @dataclass
 class WayTensors:
-    """The tensors that one way (one worker of a stage) holds: first its parts of split layers, then the parameters of
-    layers that all ways compute.
-    """
+    """The tensors that one way holds: its parts of split layers, then parameters that all ways compute with."""
 
     split: list[Held] = field(default_factory=list)
     copied: list[Held] = field(default_factory=list)
@@ -360,9 +352,7 @@ class BlockPass:
     first block of a chunk, the inputs of the chunk if they are not data.
     """
     outputs: list[torch.Tensor]
-    """The inputs of the split layers and the residual connection. For the last block of a chunk, the outputs of the
-    chunk, or the loss.
-    """
+    """Inputs of the split layers and the residual connection; at the end the chunk's outputs, or the loss."""
     trained: list[tuple[Held, torch.Tensor]]
     """The parameters of layers that every way computes, for which this way holds the gradient."""
     into: torch.Tensor | None = None
@@ -370,9 +360,7 @@ class BlockPass:
     term: torch.Tensor | None = None
     split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
     error: FlatArray | None = None
-    """Gradient with respect to the outputs of a chunk, or to the inputs of the block's split layers, summed over the
-    ways; None after the loss.
-    """
+    """Gradient of the chunk's outputs, or of the split layers' inputs, over all ways; None after the loss."""
     residual_error: torch.Tensor | None = None
     """Gradient with respect to the residual connection after the block."""
     term_error: torch.Tensor | None = None
@@ -543,9 +531,7 @@ class TorchWay(TorchHeldPart, ModelWay):
         return before
 
     def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
-        """The values of a tensor of floats that a part sends to other parts; `samples`: length that its first axis must
-        have.
-        """
+        """The values that a part sends to other parts; `samples`: length that the first axis must have."""
         if tensor.dtype not in FLOATS or (samples is not None and tensor.shape[:1] != (samples,)):
             raise ConfigurationError(
                 "the parts of a split model must send one tensor of floats, between stages with the "
@@ -594,9 +580,7 @@ def _key(chunk: int, block: int, batch: MicroBatch) -> Key:
 
 
 def _begun(samples: torch.Tensor, before: BlockPass | None, given: FlatArray | None) -> Passing:
-    """What a block begins with: the samples, the outputs of the chunk before, or the sum and the residual connection of
-    the block before.
-    """
+    """What a block begins with: samples, the last chunk's outputs, or the last block's sum and residual."""
     if given is None:
         return Passing(samples)
     x = torch.from_numpy(given.copy()).requires_grad_()

@@ -26,9 +26,7 @@ class BlockShares(PassShares):
     divided: float = 0.0
     """Share of the forward pass over the way's own samples, of layers that are divided by samples."""
     holds: float = 0.0
-    """Number of elements of the outputs of the block's layers on this way, for one sample, which the backward pass
-    needs.
-    """
+    """Number of elements per sample of the outputs of the block's layers on this way, for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class WayWeights:
     own: FlatArray
     """The parameters (K,) that the way itself trains."""
     copied: Sequence[FlatArray]
-    """The parameters of layers that every way computes, one array from each way, because each way trains some of
-    them.
-    """
+    """Parameters of layers that every way computes, an array from each way, which trains some of them."""
 
 
 class ModelWay(HeldPart):
@@ -73,9 +69,7 @@ class ModelWay(HeldPart):
     copies: bool
     """Whether any way holds parameters of layers that all ways compute."""
     divided_parameters: Sequence[slice] = ()
-    """Elements, in the gradient (K + B,), of the parameters of divided layers that each way trains; empty if the stage
-    has no divided layers.
-    """
+    """Elements, in the gradient (K + B,), of divided layers that each way trains; empty without such layers."""
     borrowed: int = 0
     """Number B of parameters of divided layers that other ways train."""
 
@@ -121,9 +115,7 @@ class ModelWay(HeldPart):
 
     @abstractmethod
     def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return what `backward` returns, without gradients of parameters; `weight_backward` of the chunk must
-        follow.
-        """
+        """Return what `backward` returns, without gradients of parameters; `weight_backward` must follow."""
 
     @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:

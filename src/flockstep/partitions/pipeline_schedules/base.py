@@ -41,9 +41,7 @@ class PipelineSchedule(Component):
 
     noun: ClassVar[str] = "pipeline_schedule"
     synchronous: ClassVar[bool] = True
-    """Whether all passes of a step use the weights after the updates of all earlier steps, as in training without a
-    pipeline.
-    """
+    """Whether all passes of a step use the weights after all earlier updates, as without a pipeline."""
     one_forward_at_a_time: ClassVar[bool] = False
     """Whether a micro-batch enters the first stage only after the previous micro-batch has left the last stage."""
 
@@ -53,9 +51,7 @@ class PipelineSchedule(Component):
         return 1
 
     def check(self, stages: int, microbatches: int) -> None:
-        """Raise `ConfigurationError` unless the schedule exists for `stages` stages and `microbatches` micro-batches in
-        a step.
-        """
+        """Raise `ConfigurationError` unless the schedule exists for these stages and micro-batches."""
 
     @abstractmethod
     def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
@@ -63,14 +59,10 @@ class PipelineSchedule(Component):
 
     @abstractmethod
     def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """Return the largest number of micro-batches of one chunk whose activations the stage stores at the same
-        time.
-        """
+        """Return the most micro-batches of one chunk whose activations the stage stores at once."""
 
     def delay(self, stage: int, stages: int) -> int:
-        """Return the age, in updates, of the weights of a gradient when the stage applies the gradient, once the
-        pipeline is full.
-        """
+        """Return the age, in updates, of a gradient's weights when a stage of a full pipeline applies it."""
         return 0
 
     def versions(self, stage: int, stages: int) -> int:
@@ -87,9 +79,7 @@ class PipelineSchedule(Component):
         return self._behind(work.chunk, stage, stages) if work.kind in ("backward", "input_backward") else None
 
     def target(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
-        """Return the stage and the chunk whose pass over the same micro-batch needs the output of the pass `work`; None
-        if no pass does.
-        """
+        """Return the stage and chunk whose pass over the micro-batch needs the output of `work`, if any."""
         if work.kind == "forward":
             return self._behind(work.chunk, stage, stages)
         return self._before(work.chunk, stage, stages) if work.kind in ("backward", "input_backward") else None
@@ -143,9 +133,7 @@ class UnflushedSchedule(PipelineSchedule):
 
 
 def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
-    """Yield the 1F1B order of `count` micro-batches: `ahead` forward passes, then one backward and one forward pass
-    alternately.
-    """
+    """Yield the 1F1B order: `ahead` forward passes, then one backward and one forward pass in turn."""
     ahead = min(ahead, count)
     for number in range(ahead):
         yield "forward", number
