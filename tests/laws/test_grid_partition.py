@@ -25,8 +25,7 @@ from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.split.grid import GridModel, HaloExchange
 from flockstep.split.splitting import make_split, without_whole
 from flockstep.split.torch_grid import receptive_field_of, split_grid
-from flockstep.split.torch_skeleton import SkeletonEngine
-from flockstep.split.torch_stages import PartsEngine
+from flockstep.split.torch_stages import PartsEngine, SkeletonEngine
 from flockstep_lab.claims.local_layers import LocalLayer
 from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
 from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated

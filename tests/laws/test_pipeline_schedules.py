@@ -13,9 +13,7 @@ from flockstep import registry
 from flockstep.errors import ConfigurationError, RunError, UnknownName
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, PipelinePass
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.pipeline_schedules import FlushedSchedule, GPipe, OneForwardOneBackward, PipelinePass
 from flockstep_lab.pipeline_timeline import PassTime, idle_share, most_in_flight, most_versions, timeline
 from support.matrix import few
 

@@ -24,7 +24,7 @@ from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Data, Job
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
+from flockstep.partitions.pipeline_schedules import PipeDream
 from flockstep.programs import GRADIENT as NEXT
 from flockstep.records.config import SPLIT, RunConfig
 from flockstep.records.events import LostEvent, NodeEvent, StepEvent

@@ -21,7 +21,7 @@ from flockstep.records.events import NodeEvent, StepEvent
 from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.split.stages import MicroBatch
 from flockstep.split.tensor_program import TensorWay
-from flockstep.split.torch_split_layers import VocabularyOfInputs, VocabularyOfOutputs
+from flockstep.split.torch_blocks import VocabularyOfInputs, VocabularyOfOutputs
 from flockstep.split.torch_ways import TorchWay, split_layers
 from flockstep.split.ways import WayWeights
 from support.split_jobs import BATCH, GRADIENT, chain, check_trains_as_whole, job_of, simulated

@@ -28,8 +28,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.pipeline_schedules import GPipe, OneForwardOneBackward
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning import hybrid

@@ -15,8 +15,7 @@ from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.split.splitting import make_split, without_whole
 from flockstep.split.stages import MicroBatch, SplitModel
-from flockstep.split.torch_skeleton import SkeletonEngine
-from flockstep.split.torch_stages import PartsEngine, split_torch, stage_torch
+from flockstep.split.torch_stages import PartsEngine, SkeletonEngine, split_torch, stage_torch
 from flockstep.split.ways import ModelWay, TensorModel, WayWeights
 from support.split_job import model as normalized
 from support.split_jobs import chain, job_of

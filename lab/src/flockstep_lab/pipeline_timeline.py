@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flockstep.errors import RunError
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules import PipelinePass
 
 Key = tuple[bool, int, int, int, int]
 """Identifies a pass: whether it is a forward pass, its stage, its chunk, its step and its micro-batch."""

@@ -114,9 +114,6 @@ class JaxEngine(ArrayEngine):
         lowered = self._one.lower(self._start, x, y, np.zeros(2, np.uint32), None, 0.0)
         return (lowered.cost_analysis() or {}).get("flops")
 
-    def initial(self) -> FlatArray:
-        return self._start.copy()
-
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         none = DistillationTargets(params[None, :][:0], 0.0)
         return self.distil(params, indices, out, none, replica, step)

@@ -173,6 +173,12 @@ class SoftmaxRegression(Model):
 class ArrayEngine(Engine):
     """An engine whose samples are numpy arrays."""
 
+    _start: FlatArray
+    """The parameters (K,) with which every replica starts."""
+
+    def initial(self) -> FlatArray:
+        return self._start.copy()
+
     def _use(self, job: Job, data: Data) -> None:
         """Set what an engine knows from the job and its converted data."""
         self.higher_is_better, self._data, self.train_size = job.higher_is_better, data, len(data.train_x)
@@ -210,9 +216,6 @@ class NumpyEngine(ArrayEngine):
         values = built.initial(np.random.default_rng(seed))
         for name, view in self.schema.views(self._start).items():
             view[...] = values[name]
-
-    def initial(self) -> FlatArray:
-        return self._start.copy()
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         return float(self.gradients(params[None], indices[None], out[None], (replica,), (step,))[0])

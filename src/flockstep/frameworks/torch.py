@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -14,15 +16,16 @@ import torch
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.namespace import as_tensor
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.errors import ConfigurationError, in_short
-from flockstep.frameworks.base import DistillationTargets, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.streams import SampleColumn
 from flockstep.frameworks.torch_call import called, combined, distance, evaluate
-from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
-from flockstep.frameworks.torch_job import accuracy, optimizer_of, samples_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
+from flockstep.optimizers.base import Optimizer
 
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
@@ -33,10 +36,16 @@ CHUNK_BYTES = 128 << 20
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
 """Dtype → largest relative distance between a batched and a plain gradient that is attributed to rounding."""
 
+FACTORS_APART = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
+"""Dtype → largest relative distance of a layer's gradient from its factors' product that is rounding."""
+CHECKED = 64
+"""Number of training samples, evenly spaced, whose values the processes of a split model compare."""
+
 Tensors = dict[str, torch.Tensor]
+Factors = tuple[FlatArray, FlatArray]
 
 
-class TorchEngine(FactoringEngine):
+class TorchEngine(Engine):
     """The engine of a job whose model is a torch module on the CPU.
 
     Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
@@ -72,6 +81,7 @@ class TorchEngine(FactoringEngine):
                 "a script with flockstep.distribute"
             )
         self.schema = self.flat.schema
+        self._names = [entry.name for entry in self.schema.entries]
         self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
         self._given_away = False
         self._backward = FlatBackward(self.flat)
@@ -79,9 +89,8 @@ class TorchEngine(FactoringEngine):
         self.higher_is_better = job.higher_is_better
         self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))
         self.train_size = len(self._data.train_x)
-        y = self._data.train_y
-        self.classes = y.dtype == torch.int64 and y.dim() == 1
-        self.labels = y.numpy() if self.classes else None
+        self.labels = classes_of(self._data)
+        self.classes = self._data.train_y.dtype == torch.int64 and self._data.train_y.dim() == 1
         self._metric = metric_of(job, self._data, torch.int64, accuracy)
         self.random = False
         """Whether the model draws random numbers in training."""
@@ -89,9 +98,12 @@ class TorchEngine(FactoringEngine):
         self.changing_buffers: Tensors = {}
         """Name → initial value of every buffer that changes in training. Callers must not change the values."""
         self._present = 0
+        self._factored: dict[int, tuple[FactoredWeight, ...]] = {}
         self._chunk = LARGEST_CHUNK
         self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._forward: Callable[..., torch.Tensor] = vmap(self._loss_at, randomness="error")
+        self._forward: Callable[..., torch.Tensor] = vmap(
+            lambda params, x, y: self.loss(called(self.module, params, x), y), randomness="error"
+        )
         self._batch_size = job.batch
         self._probe(job)
 
@@ -191,13 +203,6 @@ class TorchEngine(FactoringEngine):
     def _state_of(self, params: FlatArray) -> Tensors:
         return dict(zip(self._names, self.flat.values(as_tensor(params)), strict=True))
 
-    @property
-    def _names(self) -> list[str]:
-        return [entry.name for entry in self.schema.entries]
-
-    def _loss_at(self, params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self.loss(called(self.module, params, x), y)
-
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
         """Compute one batched call; a single replica is computed twice, as some kernels differ for one."""
         count = len(params)
@@ -266,13 +271,68 @@ class TorchEngine(FactoringEngine):
             for name, first in every[0].items()
         }
 
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
+        """Return the Linear modules whose weights no other operation uses, as found in a trial."""
+        if batch not in self._factored:
+            self._factored[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
+        return self._factored[batch]
+
+    def factored(
+        self,
+        params: FlatArray,
+        indices: Indices,
+        layers: Sequence[FactoredWeight],
+        out: FlatArray,
+        replica: int,
+        step: int,
+    ) -> float:
+        """Compute a gradient in which the matrices of `layers`, which autograd computes too, are packed as factors."""
+        dense = np.empty(self.schema.size, out.dtype)
+        modules = dict(self._linear())
+        with captured([modules[layer.offset] for layer in layers]) as factors:
+            loss = self.gradient(params, indices, dense, replica, step)
+        Packing(len(dense), layers).pack(dense, [factors() for factors in factors], out)
+        return loss
+
+    def _linear(self) -> Iterator[tuple[int, torch.nn.Linear]]:
+        """Yield offset and module of each Linear with a trainable weight, used once, of the flat dtype."""
+        modules = list(self.module.modules())
+        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        pairs = zip(self.schema.entries, self.flat.parameters, strict=True)
+        offsets = {id(p): e.offset for e, p in pairs if not e.dtype}
+        for module in modules:
+            if isinstance(module, torch.nn.Linear) and id(module.weight) in offsets and uses[id(module.weight)] == 1:
+                yield offsets[id(module.weight)], module
+
+    def _find(self, indices: Indices) -> tuple[FactoredWeight, ...]:
+        buffers, dense = self.buffers(0), np.empty_like(self.flat.params)
+        candidates = sorted(self._linear(), key=lambda pair: pair[0])
+        with captured([module for _, module in candidates]) as factors:
+            self.gradient(self.flat.params, indices, dense)
+        self.restore_buffers(0, buffers)
+        found = []
+        for (offset, _), get in zip(candidates, factors, strict=True):
+            u, v = get()
+            layer = FactoredWeight(offset, u.shape[1], v.shape[1], len(u))
+            slope = dense[offset : offset + layer.dense].reshape(layer.rows, layer.columns)
+            distance = np.linalg.norm((u.T @ v - slope).astype(np.float64))
+            if len(u) and distance <= FACTORS_APART[self.schema.dtype] * np.linalg.norm(slope.astype(np.float64)):
+                found.append(layer)
+        return tuple(found)
+
     def _probe(self, job: Job) -> None:
         """Compute one gradient and discard it, to find out whether the job works, is random, and changes buffers."""
         before = {name: buffer.clone() for name, buffer in self.flat.buffers().items()}
         with seeded(0):
             state = torch.get_rng_state()
             try:
-                with _saved_bytes() as saved:
+                sizes: list[int] = []  # of the tensors that are saved for the backward pass
+
+                def saved(tensor: torch.Tensor) -> torch.Tensor:
+                    sizes.append(tensor.nbytes)
+                    return tensor
+
+                with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
                     loss = self._first_loss()
                 self._backward(loss)
             except ConfigurationError:
@@ -285,7 +345,7 @@ class TorchEngine(FactoringEngine):
             self.random = not torch.equal(state, torch.get_rng_state())
         self.changing_buffers = {n: b for n, b in before.items() if not torch.equal(b, self.module.get_buffer(n))}
         self._load(self.changing_buffers)
-        self._chunk = max(2, min(LARGEST_CHUNK, CHUNK_BYTES // (2 * self.schema.nbytes + sum(saved))))
+        self._chunk = max(2, min(LARGEST_CHUNK, CHUNK_BYTES // (2 * self.schema.nbytes + sum(sizes))))
 
     def _first_loss(self) -> Any:
         index = as_tensor(np.arange(self._batch_size) % self.train_size)
@@ -379,13 +439,105 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _saved_bytes() -> Iterator[list[int]]:
-    """Collect the size in bytes of every tensor that is saved for a backward pass."""
-    sizes: list[int] = []
+def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[Callable[[], Factors]]]:
+    """Return a context that yields, for each module in order, a function that returns its factors of the passes inside:
+    U (products, rows) and V (products, columns), without rows if the module was not used.
+    """
+    inputs: list[list[torch.Tensor]] = [[] for _ in modules]
+    slopes: list[dict[int, torch.Tensor]] = [{} for _ in modules]
+    """For each module, the number of a use → gradient of the module's outputs."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
+    def used(number: int, module: torch.nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        call = len(inputs[number])
+        inputs[number].append(given[0].detach())
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
+        def keep(slope: torch.Tensor) -> None:
+            slopes[number][call] = slope.detach()
+
+        if output.requires_grad:
+            output.register_hook(keep)  # type: ignore[no-untyped-call]
+        return output.clone()  # later operations may work in place; the gradient is that of the value before
+
+    def factors(number: int, module: torch.nn.Linear) -> Factors:
+        calls = sorted(slopes[number])
+        if not calls:
+            return np.empty((0, module.out_features)), np.empty((0, module.in_features))
+        u = [slopes[number][call].reshape(-1, module.out_features) for call in calls]
+        v = [inputs[number][call].reshape(-1, module.in_features) for call in calls]
+        return torch.cat(u).numpy(), torch.cat(v).numpy()
+
+    handles = [module.register_forward_hook(partial(used, number)) for number, module in enumerate(modules)]
+    try:
+        yield [partial(factors, number, module) for number, module in enumerate(modules)]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the fraction of the targets (batch, …) with the largest output; classes on axis -1 or 1 of outputs."""
+    if outputs.shape[:-1] == targets.shape:
+        guesses = outputs.argmax(-1)
+    elif outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+        guesses = outputs.argmax(1)
+    else:
+        raise ConfigurationError(
+            f"accuracy needs outputs (batch, …, classes) for targets (batch, …), got {tuple(outputs.shape)} for "
+            f"{tuple(targets.shape)}; pass metric=a function (outputs, targets) → float"
+        )
+    return float((guesses == targets).double().mean())
+
+
+def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    """Return the job's flockstep optimizer; raise `ConfigurationError` if a torch optimizer has no counterpart."""
+    if isinstance(job.optimizer, (Optimizer, str)):
+        return Optimizer.parse(job.optimizer)
+    theirs = job.optimizer(list(parameters))
+    optimizer = from_torch(theirs)
+    updated = {id(p) for group in theirs.param_groups for p in group["params"]}
+    for entry, parameter in zip(schema.entries, parameters, strict=True):
+        if id(parameter) not in updated:
+            raise ConfigurationError(
+                f"{type(theirs).__name__} must update every trainable parameter, but {entry.name!r} is missing; pass "
+                "all parameters, or freeze this parameter with requires_grad_(False)"
+            )
+    return optimizer
+
+
+def tensors_of(data: Data, dtype: torch.dtype) -> Data:
+    """Return the data as tensors: floating-point values in the model's widest dtype, integers as int64."""
+
+    def convert(values: Any) -> Any:
+        if isinstance(values, SampleColumn):
+            return values.mapped(convert)
+        tensor = as_tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.int64)
+
+    return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
+
+
+def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of the training samples `indices`, from data that `tensors_of` returned."""
+    index = as_tensor(indices)
+    return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
+
+
+def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
+    """Return hashes of the inputs and the targets of up to `CHECKED` of the `size` training samples."""
+    x, y = samples(np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64)))
+    return {"inputs": _digest(x), "targets": _digest(y)}
+
+
+def _digest(values: torch.Tensor) -> str:
+    plain = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode() + plain.tobytes()).hexdigest()[:16]
+
+
+def classes_of(data: Data) -> npt.NDArray[np.int64] | None:
+    """Return the class of every training sample; None if the targets are not classes."""
+    y = data.train_y
+    labels: npt.NDArray[np.int64] | None = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
+    return labels

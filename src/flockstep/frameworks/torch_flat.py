@@ -102,7 +102,8 @@ class FlatModule:
             self._slopes, self._grad_views = self._flatten(given)
             if not empty:
                 self._widen(0, self.schema.size)
-            self._bind()
+            for parameter, view in zip(self.parameters, self._grad_views, strict=True):
+                parameter.grad = view
         self.grads = native(self._slopes)
         self._loose: LooseGradients | None = None
         self.left = False
@@ -182,7 +183,9 @@ class FlatModule:
             )
         pairs = list(zip((entry.name for entry in self.schema.entries), self.parameters, strict=True))
         for name, parameter in pairs:
-            if name in values and not _same(values[name].to(parameter.detach()), parameter.detach()):
+            if name in values and not torch.allclose(
+                values[name].to(parameter), parameter, rtol=0, atol=0, equal_nan=True
+            ):
                 raise ConfigurationError(
                     f"the loaded master copy must round to the parameters of the module, got other values for {name}; "
                     "load the model first, then the state from the same checkpoint, on every rank"
@@ -232,15 +235,15 @@ class FlatModule:
 
     def move_gradients(self, home: FlatArray) -> None:
         """Move the gradients, with their values, to the array `home` (K,)."""
-        if home is not self.grads:
-            home[:] = self.grads
-            self._put_gradients(home)
+        home[:] = self.grads
+        self.put_gradients(home)
 
-    def _put_gradients(self, home: FlatArray) -> None:
+    def put_gradients(self, home: FlatArray) -> None:
         """Bind the gradients to the array `home` (K,), which holds their values."""
         self.grads, self._slopes = home, as_tensor(home)
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
-        self._bind()
+        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
+            parameter.grad = view
 
     @contextmanager
     def using(self, gradients: FlatArray) -> Iterator[None]:
@@ -250,7 +253,7 @@ class FlatModule:
         the caller must not change a parameter's elements of `gradients` before that.
         """
         home = self.grads, self._slopes, self._grad_views
-        self._put_gradients(gradients)
+        self.put_gradients(gradients)
         try:
             yield
         finally:
@@ -270,7 +273,7 @@ class FlatModule:
             self._hooks.pop().remove()
         without = [parameter for parameter in self.parameters if parameter.grad is None]
         if home is not self.grads:
-            self._put_gradients(home)
+            self.put_gradients(home)
         for parameter in without:
             parameter.grad = None
 
@@ -383,10 +386,6 @@ class FlatModule:
             views[each.indices.start : each.indices.stop] = each.views(memory, self.schema)
         return views
 
-    def _bind(self) -> None:
-        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
-            parameter.grad = view
-
     def _flatten(
         self, values: list[torch.Tensor | None], move: bool = False
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -443,10 +442,6 @@ def _zeros(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
 def _unrounded(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
     """Return the elements of `wide` that equal those of `narrow` after rounding, elsewhere those of `narrow`."""
     return torch.where(wide.to(narrow.dtype) == narrow.to(wide.device), wide, narrow.to(wide))
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def native(flat: torch.Tensor) -> FlatArray:

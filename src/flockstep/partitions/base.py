@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flockstep.collectives.base import Collective
@@ -103,3 +104,55 @@ class Partition(Component):
         near = max(1, workers // self.parts) * self.parts
         require(whole, "the number of workers", rule, workers, f"use {near} workers")
         return workers // self.parts
+
+
+class CombinedPartition(Partition):
+    """A partition `outer` whose parts are each held by the workers of `inner`: worker w of part p is part p W + w, for
+    the W workers of `inner`. What the user is told of `outer` is told of both.
+    """
+
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    @property
+    @abstractmethod
+    def factors(self) -> tuple[Partition, Partition]:
+        """The partitions `outer` and `inner`."""
+
+    @property
+    def parts(self) -> int:
+        return self.factors[0].parts * self.factors[1].parts
+
+    @property
+    def delays(self) -> str | None:
+        return self.factors[0].delays
+
+    @property
+    def notes(self) -> list[str]:
+        return self.factors[0].notes
+
+    @property
+    def remembers(self) -> bool:
+        return self.factors[0].remembers
+
+    @property
+    def mean_delay(self) -> float:
+        return self.factors[0].mean_delay
+
+    def part_name(self, part: int) -> str:
+        outer, inner = self.factors
+        return f"{inner.part_name(part % inner.parts)} of {outer.part_name(part // inner.parts)}"
+
+    def batches_held(self, part: int) -> float:
+        return self.factors[0].batches_held(part // self.factors[1].parts)
+
+    def copies(self, part: int) -> int:
+        return self.factors[0].copies(part // self.factors[1].parts)
+
+
+@dataclass(frozen=True)
+class Unsplit(Partition):
+    """No partition: each worker holds the whole model."""
+
+    @property
+    def parts(self) -> int:
+        return 1

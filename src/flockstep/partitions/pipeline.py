@@ -10,8 +10,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.errors import ConfigurationError, require
 from flockstep.expression import SHOWN
 from flockstep.partitions.base import Addressing, Division, Partition
-from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
-from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.pipeline_schedules import OneForwardOneBackward, PipelineSchedule
 
 
 def check_microbatches(microbatches: int, samples: int) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError
-from flockstep.partitions.base import Addressing, Division, Partition, check_ways
+from flockstep.partitions.base import Addressing, CombinedPartition, Division, Partition, check_ways
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sharded(Partition):
 
 
 @dataclass(frozen=True)
-class ShardedParts(Partition):
+class ShardedParts(CombinedPartition):
     """Another partition whose parts are each held by the W workers of `sharded`: `pipeline(2) * sharded(2)`.
 
     Each of the W workers stores 1/W of the part's parameters, gradient and optimizer state, and computes the part on
@@ -67,12 +67,9 @@ class ShardedParts(Partition):
     this reason DeepSpeed, the implementation of ZeRO (Rajbhandari et al. 2020), combines pipelines with stage 1 only.
     So memory is saved for what a worker stores (parameters, gradient, optimizer state, buffers of the strategy), but
     not for the gathered parameters of the part and their gradient, with which the worker computes.
-
-    Shard w of part p is part p W + w of a replica.
     """
 
     divides: ClassVar[Division] = "state"
-    addressing: ClassVar[Addressing] = "distributed array abstraction"
 
     inner: Partition
     sharded: Sharded
@@ -85,37 +82,17 @@ class ShardedParts(Partition):
             )
 
     @property
-    def parts(self) -> int:
-        return self.inner.parts * self.sharded.ways
+    def factors(self) -> tuple[Partition, Partition]:
+        return self.inner, self.sharded
 
     @property
     def splits_model(self) -> bool:
         return True
 
-    @property
-    def delays(self) -> str | None:
-        return self.inner.delays
-
-    @property
-    def notes(self) -> list[str]:
-        return self.inner.notes
-
-    @property
-    def remembers(self) -> bool:
-        return self.inner.remembers
-
-    @property
-    def mean_delay(self) -> float:
-        return self.inner.mean_delay
-
-    def part_name(self, part: int) -> str:
-        inner, shard = divmod(part, self.sharded.ways)
-        return f"{self.sharded.part_name(shard)} of {self.inner.part_name(inner)}"
-
     def batches_held(self, part: int) -> float:
         """Return the number of batches whose activations a worker stores at the same time: 1/W of those of its part."""
-        return self.inner.batches_held(part // self.sharded.ways) / self.sharded.ways
+        return super().batches_held(part) / self.sharded.ways
 
     def copies(self, part: int) -> int:
         """Return the number of copies of its shard that a worker stores: W for each copy of the whole part."""
-        return self.sharded.ways * self.inner.copies(part // self.sharded.ways)
+        return self.sharded.ways * super().copies(part)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.partitions.base import Addressing, Division, Partition, check_ways
+from flockstep.partitions.base import Addressing, CombinedPartition, Division, Partition, check_ways
 from flockstep.partitions.pipeline import Pipeline
 
 
@@ -54,25 +54,17 @@ class TensorParallel(Partition):
 
 
 @dataclass(frozen=True)
-class Product(Partition):
-    """A model cut into stages, whose layers are split over ways: `pipeline(2) * tensor(2)` (Narayanan et al. 2021).
-
-    Way w of stage s of W ways is part s W + w of a replica.
-    """
+class Product(CombinedPartition):
+    """A model cut into stages, whose layers are split over ways: `pipeline(2) * tensor(2)` (Narayanan et al. 2021)."""
 
     divides: ClassVar[Division] = "tensors"
-    addressing: ClassVar[Addressing] = "distributed array abstraction"
 
     pipeline: Pipeline
     tensor: TensorParallel
 
     @property
-    def parts(self) -> int:
-        return self.pipeline.parts * self.tensor.parts
-
-    @property
-    def delays(self) -> str | None:
-        return self.pipeline.delays
+    def factors(self) -> tuple[Partition, Partition]:
+        return self.pipeline, self.tensor
 
     @property
     def notes(self) -> list[str]:
@@ -83,23 +75,3 @@ class Product(Partition):
             "the same partition as pipeline * tensor."
         )
         return [*self.pipeline.notes, said]
-
-    @property
-    def remembers(self) -> bool:
-        return self.pipeline.remembers
-
-    @property
-    def mean_delay(self) -> float:
-        return self.pipeline.mean_delay
-
-    def part_name(self, part: int) -> str:
-        stage, way = divmod(part, self.tensor.ways)
-        return f"{self.tensor.part_name(way)} of {self.pipeline.part_name(stage)}"
-
-    def batches_held(self, part: int) -> float:
-        """Return the batches whose activations a worker stores at once, as its pipeline stage does."""
-        return self.pipeline.batches_held(part // self.tensor.ways)
-
-    def copies(self, part: int) -> int:
-        """Return the number of copies of its parameters that a worker stores, as its stage of the pipeline does."""
-        return self.pipeline.copies(part // self.tensor.ways)

@@ -17,17 +17,18 @@ from flockstep.costs.cluster_file import memory_bytes
 from flockstep.costs.pipedream import even_plan
 from flockstep.costs.stages import units
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.partitions.base import Partition
+from flockstep.partitions.base import Partition, Unsplit
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
-from flockstep.partitions.pipeline_schedules.interleaved import Interleaved
-from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
-from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
-from flockstep.partitions.pipeline_schedules.zb_h1 import ZeroBubbleH1
+from flockstep.partitions.pipeline_schedules import (
+    GPipe,
+    Interleaved,
+    OneForwardOneBackward,
+    PipeDream,
+    PipelineSchedule,
+    ZeroBubbleH1,
+)
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
-from flockstep.partitions.unsplit import Unsplit
 from flockstep.planning.advice import Advice, slower, uncertain, unfit, waiting
 from flockstep.planning.criteria import DOUBT, preference, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site

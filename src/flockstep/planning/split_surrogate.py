@@ -26,7 +26,7 @@ from flockstep.costs.stages import Chain, chunks
 from flockstep.errors import ConfigurationError
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline, check_microbatches
-from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.pipeline_schedules import OneForwardOneBackward
 from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel

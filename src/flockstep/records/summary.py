@@ -12,8 +12,7 @@ import msgspec
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Address, node_name
-from flockstep.partitions.base import Partition
-from flockstep.partitions.unsplit import Unsplit
+from flockstep.partitions.base import Partition, Unsplit
 from flockstep.records.config import SPLIT, ClockKind, RunConfig
 from flockstep.records.curves import MetricCurve, curves
 from flockstep.records.events import (

@@ -17,10 +17,9 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine
 from flockstep.links.kinds import Transport
-from flockstep.partitions.base import Partition
+from flockstep.partitions.base import Partition, Unsplit
 from flockstep.partitions.pipeline import check_microbatches
 from flockstep.partitions.split_facts import SplitFacts
-from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import SPLIT, RunConfig
 from flockstep.runtime.plan import Plan, require_splittable, whole_cluster
 from flockstep.schedules.base import Schedule

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import frozen
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules import PipelinePass
 from flockstep.split.grid import GridModel
 from flockstep.split.program import NeedPass, PartRun, resumed
 from flockstep.split.stage_program import TAGS, PipelineStage, StageNote

@@ -13,7 +13,7 @@ from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Indices
 from flockstep.messages import NO_NOTES, Message, Notes
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, Turn
+from flockstep.partitions.pipeline_schedules import FlushedSchedule, Turn
 from flockstep.split.grid import GridModel
 from flockstep.split.grid_program import GridWay
 from flockstep.split.program import NeedPass, NeedRequest, PartProgram, PartRun, PartRunner

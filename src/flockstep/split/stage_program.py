@@ -23,7 +23,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline, check_microbatches
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules import PipelinePass
 from flockstep.split.program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
 from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, Tie
 

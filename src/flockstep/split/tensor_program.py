@@ -17,7 +17,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.exchange import sum_shares
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules import PipelinePass
 from flockstep.split.program import NeedPass, PartRun, Ways, resumed
 from flockstep.split.stage_program import StageProgram
 from flockstep.split.stages import MicroBatch

@@ -23,16 +23,15 @@ from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_local import LocallyConnected2d
 from flockstep.partitions.grid import SpatialGrid
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.pipeline_schedules import GPipe
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.split.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
 from flockstep.split.stages import PassShares, Tie
-from flockstep.split.torch_blocks import hooked, is_elementwise_layer, uses_of
+from flockstep.split.torch_blocks import Places, hooked, is_elementwise_layer, numbered, uses_of
 from flockstep.split.torch_chain import ChainLayer, layers_within
-from flockstep.split.torch_skeleton import SkeletonEngine
-from flockstep.split.torch_split_layers import Places, numbered
 from flockstep.split.torch_stages import (
     Chunk,
+    SkeletonEngine,
     TorchPart,
     buffers_within,
     check_buffers,

@@ -17,7 +17,7 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.base import Partition, check_samples
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.pipeline_schedules import GPipe
 from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.split.shards import ModelShard, ShardedModel, ShardedPartsModel

@@ -23,17 +23,24 @@ from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.partitions.base import check_samples
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.pipeline_schedules import GPipe
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.split.stages import MicroBatch
-from flockstep.split.torch_blocks import BlocksOfChain, LayerBlock, Passing, all_of_all_samples, uses_of
+from flockstep.split.torch_blocks import (
+    BlocksOfChain,
+    LayerBlock,
+    Passing,
+    VocabularyOfOutputs,
+    all_of_all_samples,
+    numbered,
+    uses_of,
+)
 from flockstep.split.torch_chain import ChainLayer, chunks_of, layers_named
-from flockstep.split.torch_skeleton import SkeletonEngine
-from flockstep.split.torch_split_layers import VocabularyOfOutputs, numbered
 from flockstep.split.torch_stages import (
     FLOATS,
     PartsEngine,
+    SkeletonEngine,
     TorchHeldPart,
     buffers_within,
     check_buffers,

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules import PipelinePass
 from flockstep.records.events import Event, StepEvent
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep_lab.claims.real_run import events_of

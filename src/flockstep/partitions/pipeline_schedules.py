@@ -1,14 +1,14 @@
-"""The interface of a pipeline schedule, and the order of passes that most schedules share."""
+"""Pipeline schedules: the order in which each stage of a pipeline computes its passes."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flockstep.errors import require
-from flockstep.expression import Component
+from flockstep.expression import SHOWN, Component
 
 PassKind = Literal["forward", "backward", "input_backward", "weight_backward", "update"]
 """Kinds of passes of a pipeline; `input_backward` and `weight_backward` are the two halves of `backward`."""
@@ -147,3 +147,147 @@ def one_microbatch(name: str, microbatches: int) -> None:
     """Raise `ConfigurationError` if a step has several micro-batches."""
     rule, way_out = f"1 for {name}, which updates the weights after every micro-batch", "use pipedream_2bw"
     require(microbatches == 1, "microbatches", rule, microbatches, f"{way_out} to accumulate gradients")
+
+
+@dataclass(frozen=True)
+class GPipe(FlushedSchedule):
+    """All forward passes of a step, then all its backward passes (Huang et al. 2019, section 2.3).
+
+    The stages idle for (K - 1) / (M + K - 1) of the time; each stage stores the activations of M micro-batches.
+    """
+
+    def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
+        numbers = range(microbatches)
+        return [*(("forward", number, 0) for number in numbers), *(("backward", number, 0) for number in numbers)]
+
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        return microbatches
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward(FlushedSchedule):
+    """1F1B: stage s computes K - s forward passes, then one backward and one forward pass alternately (PipeDream-Flush,
+    Narayanan et al. 2021).
+
+    The stages idle as long as in GPipe, but stage s holds the activations of min(K - s, M) micro-batches only.
+    """
+
+    def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
+        return [(kind, number, 0) for kind, number in alternating(stages - stage, microbatches)]
+
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        return min(stages - stage, microbatches)
+
+
+@dataclass(frozen=True)
+class Interleaved(FlushedSchedule):
+    """Interleaved 1F1B, in which each stage holds v = `chunks` chunks of the model (Narayanan et al. 2021, section
+    2.2).
+
+    Micro-batches pass through the chunks in groups of K. The stages idle for (K - 1) / (v M) of the time in which they
+    compute, v times less than in 1F1B, and send v times as many activations.
+    """
+
+    chunks: int = field(default=2, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        require(self.chunks >= 2, "chunks of interleaved", ">= 2", self.chunks, "use 1f1b for one chunk")
+
+    def check(self, stages: int, microbatches: int) -> None:
+        rule, near = f"a multiple of the {stages} stages for {self}", -(-microbatches // stages) * stages
+        require(microbatches % stages == 0, "microbatches", rule, microbatches, f"use {near}")
+
+    def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
+        turns: list[Turn] = []
+        for kind, number in alternating(self._ahead(stage, stages), microbatches * self.chunks):
+            group, place = divmod(number, stages * self.chunks)
+            chunk = place // stages
+            chunk = chunk if kind == "forward" else self.chunks - 1 - chunk
+            turns.append((kind, group * stages + place % stages, chunk))
+        return turns
+
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        return min(self._ahead(stage, stages), microbatches * self.chunks)
+
+    def _ahead(self, stage: int, stages: int) -> int:
+        """Number of forward passes before the first backward pass."""
+        return 2 * (stages - stage - 1) + (self.chunks - 1) * stages + 1
+
+
+@dataclass(frozen=True)
+class ZeroBubbleH1(FlushedSchedule):
+    """1F1B with the backward pass in two halves, input gradients first (ZB-H1, Qi et al. 2024, section 2.1).
+
+    Stage s computes the gradient of the weights s micro-batches after the gradient of the inputs, so that the stages
+    idle for (K - 1) (F + B - W) seconds in a step instead of (K - 1) (F + B + W), and every stage holds the activations
+    of min(K, M) micro-batches, as the first stage does in 1F1B. F, B and W are the seconds of the forward pass and of
+    the two halves of the backward pass.
+    """
+
+    def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
+        turns: list[Turn] = []
+        for kind, number in alternating(stages - stage, microbatches):
+            if kind == "forward":
+                turns.append(("forward", number, 0))
+                continue
+            turns.append(("input_backward", number, 0))
+            if number >= stage:
+                turns.append(("weight_backward", number - stage, 0))
+        late = range(max(0, microbatches - stage), microbatches)
+        return [*turns, *(("weight_backward", number, 0) for number in late)]
+
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        return min(stages, microbatches)
+
+
+@dataclass(frozen=True)
+class PipeDream(UnflushedSchedule):
+    """1F1B without flushes (Narayanan et al. 2019): the backward pass uses the weights of the forward pass.
+
+    Stage s updates its weights after every micro-batch, with a gradient computed with the weights of K - 1 - s updates
+    ago. With `vertical_sync` every stage uses the version that the first stage uses, K - 1 updates ago.
+    """
+
+    vertical_sync: bool = False
+
+    def check(self, stages: int, microbatches: int) -> None:
+        one_microbatch("pipedream", microbatches)
+
+    def delay(self, stage: int, stages: int) -> int:
+        return stages - 1 if self.vertical_sync else stages - 1 - stage
+
+
+@dataclass(frozen=True)
+class PipeDream2BW(UnflushedSchedule):
+    """1F1B without flushes, with gradients of M micro-batches accumulated (Narayanan et al. 2021, section 3.1).
+
+    Every stage computes the gradient of step t with the weights before the latest update: w(t+1) = w(t) - η ∇f(w(t-1)).
+    With M >= K micro-batches two versions are enough.
+    """
+
+    def check(self, stages: int, microbatches: int) -> None:
+        rule = f">= the {stages} stages for pipedream_2bw, which keeps two versions of the weights"
+        require(microbatches >= stages, "microbatches", rule, microbatches, f"use {stages} or more")
+
+    def delay(self, stage: int, stages: int) -> int:
+        return 1 if stages > 1 else 0
+
+
+@dataclass(frozen=True)
+class DelayedGradients(UnflushedSchedule):
+    """Decoupled parallel backpropagation (DDG, Huo et al. 2018): each module uses the error gradient that the module
+    above computed in the previous step.
+
+    Module k of K (stage s = k - 1) updates its weights in step t with the gradient of batch t - K + k with the weights
+    of this batch's forward pass, and stores K - k + 1 inputs. The passes and versions are those of PipeDream without
+    vertical synchronization; the forward pass remains sequential: a batch enters the first module after the previous
+    batch has left the last module.
+    """
+
+    one_forward_at_a_time: ClassVar[bool] = True
+
+    def check(self, stages: int, microbatches: int) -> None:
+        one_microbatch("ddg", microbatches)
+
+    def delay(self, stage: int, stages: int) -> int:
+        return stages - 1 - stage
