@@ -70,6 +70,15 @@ def layers_named(shape: ModelShape, whole: Sequence[str], own: Sequence[str] = (
     return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
 
 
+def work_of(layers: Sequence[Layer], batch: int) -> tuple[float, float, float]:
+    """Return the work of layers for `batch` samples: forward, by input, and by weight."""
+    return (
+        float(sum(one.work_forward(batch) for one in layers)),
+        float(sum(one.by_input.work(batch) for one in layers)),
+        float(sum(one.by_weight.work(batch) for one in layers)),
+    )
+
+
 def chunks_of(
     chain: Sequence[ChainLayer],
     shape: ModelShape,

@@ -28,7 +28,7 @@ from flockstep.partitions.split_facts import SplitFacts
 from flockstep.split.grid import NOWHERE, SINGLE, GridModel, HaloExchange, PlaneRectangle, rectangles
 from flockstep.split.stages import PassShares, Tie
 from flockstep.split.torch_blocks import Places, hooked, is_elementwise_layer, numbered, uses_of
-from flockstep.split.torch_chain import ChainLayer, layers_within
+from flockstep.split.torch_chain import ChainLayer, layers_within, work_of
 from flockstep.split.torch_stages import (
     Chunk,
     SkeletonEngine,
@@ -116,30 +116,22 @@ def receptive_field_of(module: nn.Module) -> ReceptiveField | None:
     """Return the receptive field of a layer that can be divided into rectangles; None for other layers."""
     if is_elementwise_layer(module):
         return ReceptiveField()
-    found = None if hooked(module) else _field_of(module)
-    return found if found is not None and all(map(operator.lt, found.padding, found.size)) else None
-
-
-def _field_of(module: nn.Module) -> ReceptiveField | None:
+    plain, fill = False, 0.0
     match module:
         case LocallyConnected2d():
-            if type(module) is LocallyConnected2d and all(one.requires_grad for one in module.parameters()):
-                return ReceptiveField(module.kernel_size, module.stride, module.padding)
+            plain = all(one.requires_grad for one in module.parameters())
         case nn.Conv2d():
-            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and set(module.dilation) == {1}
-            if plain and not isinstance(module.padding, str):
-                return ReceptiveField(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
+            plain = module.padding_mode == "zeros" and set(module.dilation) == {1}
         case nn.MaxPool2d():
-            if type(module) is nn.MaxPool2d and _pair(module.dilation) == (1, 1) and not module.return_indices:
-                return None if module.ceil_mode else _pool(module, -math.inf)
+            plain, fill = _pair(module.dilation) == (1, 1) and not module.return_indices, -math.inf
         case nn.AvgPool2d():
-            counted = module.count_include_pad or _pair(module.padding) == (0, 0)
-            return _pool(module, 0.0) if type(module) is nn.AvgPool2d and counted and not module.ceil_mode else None
-    return None
-
-
-def _pool(module: nn.MaxPool2d | nn.AvgPool2d, fill: float) -> ReceptiveField:
-    return ReceptiveField(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding), fill)
+            plain = module.count_include_pad or _pair(module.padding) == (0, 0)
+    window: Any = module
+    own = type(module) in (LocallyConnected2d, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d) and not hooked(module)
+    if not (own and plain) or getattr(module, "ceil_mode", False) or isinstance(window.padding, str):
+        return None
+    found = ReceptiveField(_pair(window.kernel_size), _pair(window.stride), _pair(window.padding), fill)
+    return found if all(map(operator.lt, found.padding, found.size)) else None
 
 
 def _pair(value: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, int]:
@@ -260,7 +252,7 @@ class GridLayers:
             local.size = read.size
             for name, one in module.named_parameters():
                 shape = (*made.size, *one.shape[2:])
-                local._parameters[name] = self._slice(part, one, shape, partial(_places, one, made))
+                local._parameters[name] = self._slice(part, one, shape, partial(_of_rectangle, one, made))
         return cast(nn.Module, local)
 
     def columns(
@@ -302,6 +294,11 @@ class GridLayers:
         own = nn.Parameter(torch.empty(tuple(shape), dtype=whole.dtype, device="meta"))
         self.slices[part].append(Slice(whole, own, places))
         return own
+
+
+def _of_rectangle(parameter: torch.Tensor, places: PlaneRectangle) -> Places:
+    """Elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
+    return numbered(parameter)[places.slices]
 
 
 def _grid_layers(
@@ -496,11 +493,6 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
     return found
 
 
-def _places(parameter: torch.Tensor, places: PlaneRectangle) -> Places:
-    """The indices of the elements of a locally connected layer's parameter that belong to a rectangle of outputs."""
-    return numbered(parameter)[places.slices]
-
-
 def _trained(
     chunks: Sequence[Sequence[PlacedLayer]], known: Container[int], names: Container[int]
 ) -> dict[int, nn.Parameter]:
@@ -516,9 +508,8 @@ def _shares(layers: Sequence[PlacedLayer], shape: ModelShape | None, batch: int,
     if shape is None or not total:
         return PassShares(0.0, 0.0, 0.0)
     counted = [(one, local.share / total) for local in layers for one in layers_within(shape, local.of)]
-    forward = sum(share * one.work_forward(batch) for one, share in counted)
-    by_input = sum(share * one.by_input.work(batch) for one, share in counted)
-    by_weight = sum(share * one.by_weight.work(batch) for one, share in counted)
+    parts = [[share * work for work in work_of([one], batch)] for one, share in counted]
+    forward, by_input, by_weight = (sum(one[kind] for one in parts) for kind in range(3))
     return PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input))
 
 

@@ -44,7 +44,7 @@ from flockstep.split.shards import ShardedModel
 from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
 from flockstep.split.torch_accumulation import AddedTogether, WeightGradient, fusible
 from flockstep.split.torch_blocks import all_of_all_samples
-from flockstep.split.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
+from flockstep.split.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within, work_of
 from flockstep.split.torch_trace import traced_chain, writes_inputs
 from flockstep.split.ways import TensorModel
 
@@ -945,9 +945,7 @@ def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: in
         return [PassShares(*[1 / (3 * len(chunks))] * 3) for _ in chunks]
     shares = []
     for number, chunk in enumerate(within):
-        forward = sum(one.work_forward(batch) for one in chunk) / total
-        by_input = sum(one.by_input.work(batch) for one in chunk) / total
-        by_weight = sum(one.by_weight.work(batch) for one in chunk) / total
+        forward, by_input, by_weight = (work / total for work in work_of(chunk, batch))
         shares.append(PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input)))
     return shares
 

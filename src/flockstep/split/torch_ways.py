@@ -410,7 +410,12 @@ class TorchWay(TorchHeldPart, ModelWay):
         """Identity of a parameter's `Held` → first element of the parameter in the gradient (K + B,)."""
         self.borrowed = sum(one.size for one in lent)
         if chunks[0].blocks[0].divided:
-            self.divided_parameters = [self._span(each.divided) for each in self._ways]
+            held_apart = [each.divided for each in self._ways]
+            starts = [self._offsets[id(one[0])] if one else 0 for one in held_apart]
+            self.divided_parameters = [
+                slice(start, start + sum(one.size for one in apart))
+                for start, apart in zip(starts, held_apart, strict=True)
+            ]
         self._kept: dict[Key, BlockPass] = {}
         self._buffer_names = buffers
         self.sent: dict[tuple[str, int, int], tuple[float, int]] = {}
@@ -425,11 +430,6 @@ class TorchWay(TorchHeldPart, ModelWay):
 
     def copied(self, params: FlatArray) -> FlatArray:
         return params[sum(one.size for one in self._own.split) :]
-
-    def _span(self, held: Sequence[Held]) -> slice:
-        """The elements of consecutive parameters in the gradient (K + B,)."""
-        start = self._offsets[id(held[0])] if held else 0
-        return slice(start, start + sum(one.size for one in held))
 
     def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
         # a stream that no term draws from, because ways have other samples
@@ -496,32 +496,10 @@ class TorchWay(TorchHeldPart, ModelWay):
     def backward(
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
     ) -> FlatArray | None:
-        kept = self._kept.pop(_key(chunk, block, batch))
-        kept.error = errors
-        slopes = _slopes(kept, [*kept.inputs, *(tensor for _, tensor in kept.trained)])
-        inputs = slopes[: len(kept.inputs)]
-        self._add(kept.trained, slopes[len(inputs) :], out)
-        if not block:
-            return self._sent("backward", chunk, 0, batch, native(inputs[0])) if inputs else None
-        before = self._before(chunk, block, batch, inputs)
-        slopes = _term_slopes(before, [*before.below, *(tensor for _, tensor in before.split)])
-        self._add(before.split, slopes[len(before.below) :], out)
-        return self._sent("backward", chunk, block, batch, native(slopes[0])) if before.below else None
-
-    def _sent(self, kind: str, chunk: int, block: int, batch: MicroBatch, array: FlatArray) -> FlatArray:
-        samples = len(batch.indices)
-        self.sent[kind, chunk, block] = array.size / samples, array.nbytes // samples
-        return array
+        return self._backward(chunk, block, batch, errors, out)
 
     def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        kept = self._kept[_key(chunk, block, batch)]
-        kept.error = errors
-        inputs = _slopes(kept, kept.inputs, retain=True)
-        if not block:
-            return native(inputs[0]) if inputs else None
-        before = self._before(chunk, block, batch, inputs)
-        slopes = _term_slopes(before, before.below, retain=True)
-        return native(slopes[0]) if slopes else None
+        return self._backward(chunk, block, batch, errors, None)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         for block in range(len(self._chunks[chunk].blocks)):
@@ -529,13 +507,32 @@ class TorchWay(TorchHeldPart, ModelWay):
             self._add(kept.trained, _slopes(kept, [tensor for _, tensor in kept.trained]), out)
             self._add(kept.split, _term_slopes(kept, [tensor for _, tensor in kept.split]), out)
 
-    def _before(self, chunk: int, block: int, batch: MicroBatch, errors: Sequence[torch.Tensor]) -> BlockPass:
-        """The pass of the block before, given the gradients of the inputs of a block."""
+    def _backward(
+        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
+    ) -> FlatArray | None:
+        """Both halves of a backward pass; without `out` the first half, after which the graph is needed again."""
+        key, half = _key(chunk, block, batch), out is None
+        kept = self._kept[key] if half else self._kept.pop(key)
+        kept.error = errors
+        trained = [] if half else kept.trained
+        slopes = _slopes(kept, [*kept.inputs, *(tensor for _, tensor in trained)], retain=half)
+        inputs = slopes[: len(kept.inputs)]
+        self._add(trained, slopes[len(inputs) :], out)
+        if not block:
+            return self._sent("backward", chunk, 0, batch, native(inputs[0])) if inputs else None
         before = self._kept[_key(chunk, block - 1, batch)]
-        before.term_error = errors[0]
-        if len(errors) > 1:
-            before.residual_error = errors[1]
-        return before
+        before.term_error = inputs[0]
+        if len(inputs) > 1:
+            before.residual_error = inputs[1]
+        split = [] if half else before.split
+        slopes = _term_slopes(before, [*before.below, *(tensor for _, tensor in split)], retain=half)
+        self._add(split, slopes[len(before.below) :], out)
+        return self._sent("backward", chunk, block, batch, native(slopes[0])) if before.below else None
+
+    def _sent(self, kind: str, chunk: int, block: int, batch: MicroBatch, array: FlatArray) -> FlatArray:
+        samples = len(batch.indices)
+        self.sent[kind, chunk, block] = array.size / samples, array.nbytes // samples
+        return array
 
     def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
         """The values that a part sends to other parts; `samples`: length that the first axis must have."""
@@ -565,12 +562,11 @@ class TorchWay(TorchHeldPart, ModelWay):
         ]
 
     def _add(
-        self, trained: Sequence[tuple[Held, torch.Tensor]], slopes: Sequence[torch.Tensor], out: FlatArray
+        self, trained: Sequence[tuple[Held, torch.Tensor]], slopes: Sequence[torch.Tensor], out: FlatArray | None
     ) -> None:
-        flat = as_tensor(out)
         for (held, _), slope in zip(trained, slopes, strict=True):
             start = self._offsets[id(held)]
-            flat[start : start + held.size].view(held.shape).add_(slope)
+            as_tensor(out)[start : start + held.size].view(held.shape).add_(slope)
 
     def _held_buffers(self, replica: int) -> Tensors:
         """The replica's changing buffers, by their names in the model; every way has its own, all of equal values."""
