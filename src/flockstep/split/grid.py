@@ -103,29 +103,25 @@ class HaloExchange:
             (one.places for part in range(len(self.held)) for one in self.sent(part).values()), default=0
         )
 
-    def pieces(self, part: int, outputs: FlatArray) -> dict[int, FlatArray]:
+    def pieces(self, part: int, outputs: FlatArray | None) -> dict[int, FlatArray]:
         """Return worker → what worker `part` sends it, of `outputs` (samples, channels, height, width)."""
-        return {other: places.of(outputs, self.held[part]) for other, places in self.sent(part).items()}
-
-    def inputs(self, part: int, outputs: FlatArray, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
-        """Return the inputs that worker `part` reads, from its own outputs and from those that arrived from other
-        workers; None if it computes no further layer.
-        """
-        return self._filled(part, self.needed[part], self.held[part], outputs, arrived, self.fetched(part))
+        return {} if outputs is None else {to: one.of(outputs, self.held[part]) for to, one in self.sent(part).items()}
 
     def slopes(self, part: int, errors: FlatArray | None) -> dict[int, FlatArray]:
         """Return worker → what `part` sends back to it, of the gradients `errors` of its inputs."""
-        if errors is None:
-            return {}
-        return {other: places.of(errors, self.needed[part]) for other, places in self.fetched(part).items()}
+        return (
+            {} if errors is None else {to: one.of(errors, self.needed[part]) for to, one in self.fetched(part).items()}
+        )
 
-    def output_slopes(self, part: int, errors: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray:
+    def inputs(self, part: int, outputs: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
+        """Return the inputs of worker `part`, from its own and arrived outputs; None if it computes no layer behind."""
+        return self._filled(part, self.needed[part], self.held[part], outputs, arrived, self.fetched(part))
+
+    def output_slopes(self, part: int, errors: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
         """Return the gradient of the outputs of worker `part`: the sum of the gradients of its own inputs and of those
         that other workers sent back, in the order of the workers.
         """
-        found = self._filled(part, self.held[part], self.needed[part], errors, arrived, self.sent(part))
-        assert found is not None
-        return found
+        return self._filled(part, self.held[part], self.needed[part], errors, arrived, self.sent(part))
 
     def _shared(self, part: int, places: Sequence[PlaneRectangle]) -> dict[int, PlaneRectangle]:
         return {other: one for other, one in enumerate(places) if other != part and one.places}

@@ -4,7 +4,7 @@ activations and gradients that cross a border.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import frozen
@@ -29,8 +29,7 @@ class GridWay(PipelineStage):
         given, loss = inputs, 0.0
         for chunk in range(len(self._exchanges) + 1):
             if chunk:
-                assert given is not None
-                given = await self._fetch(chunk - 1, work, given)
+                given = await self._exchange("forward", chunk - 1, work, given)
             if chunk < len(self._part.shares):
                 await resumed(NeedPass(work.step, self._part.shares[chunk].forward, len(batch.indices)))
                 given, loss = self._part.forward(chunk, weights, batch, given)
@@ -42,32 +41,24 @@ class GridWay(PipelineStage):
                 await resumed(NeedPass(work.step, self._part.shares[chunk].backward, len(batch.indices)))
                 errors = self._part.backward(chunk, batch, errors, self._slope)
             if chunk:
-                errors = await self._send_back(chunk - 1, work, errors)
+                errors = await self._exchange("backward", chunk - 1, work, errors)
         return None
 
-    async def _fetch(self, number: int, work: PipelinePass, outputs: FlatArray) -> FlatArray | None:
-        """Send the outputs that other workers read, and return the inputs of this worker."""
-        exchange = self._exchanges[number]
-        self._send_pieces(f"{TAGS['forward']} {number}", exchange.pieces(self.number, outputs), work, 0.0)
-        arrived: dict[int, FlatArray] = {}
-        for other, places in exchange.fetched(self.number).items():
-            message = await self._message(f"{TAGS['forward']} {number}", other, work.step, work.microbatch)
-            arrived[other] = message.payload.reshape(-1, exchange.channels, *places.size)
-        return exchange.inputs(self.number, outputs, arrived)
-
-    async def _send_back(self, number: int, work: PipelinePass, errors: FlatArray | None) -> FlatArray:
-        """Send the gradients of inputs back to the workers that hold them, and return the gradient of the outputs."""
-        exchange, loss = self._exchanges[number], self._own[work.step, work.microbatch]
-        self._send_pieces(f"{TAGS['backward']} {number}", exchange.slopes(self.number, errors), work, loss)
-        arrived: dict[int, FlatArray] = {}
-        for other, places in exchange.sent(self.number).items():
-            message = await self._message(f"{TAGS['backward']} {number}", other, work.step, work.microbatch)
-            arrived[other] = message.payload.reshape(-1, exchange.channels, *places.size)
-            if number == len(self._exchanges) - 1:  # from the worker that has computed the loss
-                self._own[work.step, work.microbatch] = message.note.loss
-        return exchange.output_slopes(self.number, errors, arrived)
-
-    def _send_pieces(self, tag: str, pieces: Mapping[int, FlatArray], work: PipelinePass, loss: float) -> None:
-        note = StageNote(work.step, work.microbatch, loss=loss)
+    async def _exchange(
+        self, kind: Literal["forward", "backward"], number: int, work: PipelinePass, array: FlatArray | None
+    ) -> FlatArray | None:
+        """Forward: send the outputs that other workers read, and return this worker's inputs. Backward: send the
+        gradients of inputs back to the workers that hold them, and return the gradient of the outputs.
+        """
+        exchange, step, micro, forward = self._exchanges[number], work.step, work.microbatch, kind == "forward"
+        note = StageNote(step, micro, loss=0.0 if forward else self._own[step, micro])
+        pieces = exchange.pieces(self.number, array) if forward else exchange.slopes(self.number, array)
         for other, piece in pieces.items():
-            self._send(other, tag, frozen(piece).reshape(-1), note)
+            self._send(other, f"{TAGS[kind]} {number}", frozen(piece).reshape(-1), note)
+        arrived: dict[int, FlatArray] = {}
+        for other, places in (exchange.fetched if forward else exchange.sent)(self.number).items():
+            message = await self._message(f"{TAGS[kind]} {number}", other, step, micro)
+            arrived[other] = message.payload.reshape(-1, exchange.channels, *places.size)
+            if not forward and number == len(self._exchanges) - 1:  # from the worker that has computed the loss
+                self._own[step, micro] = message.note.loss
+        return (exchange.inputs if forward else exchange.output_slopes)(self.number, array, arrived)
