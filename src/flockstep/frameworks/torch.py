@@ -36,8 +36,6 @@ CHUNK_BYTES = 128 << 20
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
 """Dtype → largest relative distance between a batched and a plain gradient that is attributed to rounding."""
 
-FACTORS_APART = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Dtype → largest relative distance of a layer's gradient from its factors' product that is rounding."""
 CHECKED = 64
 """Number of training samples, evenly spaced, whose values the processes of a split model compare."""
 
@@ -316,7 +314,7 @@ class TorchEngine(Engine):
             layer = FactoredWeight(offset, u.shape[1], v.shape[1], len(u))
             slope = dense[offset : offset + layer.dense].reshape(layer.rows, layer.columns)
             distance = np.linalg.norm((u.T @ v - slope).astype(np.float64))
-            if len(u) and distance <= FACTORS_APART[self.schema.dtype] * np.linalg.norm(slope.astype(np.float64)):
+            if len(u) and distance <= TOLERANCE[self.schema.dtype] * np.linalg.norm(slope.astype(np.float64)):
                 found.append(layer)
         return tuple(found)
 
