@@ -11,15 +11,14 @@ import pytest
 
 from flockstep.cli import calibrate as command
 from flockstep.cli.commands import command_of
-from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster import ClusterShape, Rates
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
+from flockstep.planning.calibrate import fit_law, measure_operations, measure_rates
 from flockstep.planning.fit import fit_records, hosts_in
-from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import Site, task_of
-from flockstep.planning.rates import measure_operations, measure_rates
 from flockstep.records.config import RunConfig
 from flockstep.records.events import HostsEvent, ScalarEvent, StepEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, Lognormal
@@ -163,13 +162,13 @@ def test_a_fit_refuses_what_it_cannot_use(records, tmp_path: Path) -> None:
 def test_the_law_of_durations_is_found(text: str, kind: type[ComputeModel]) -> None:
     law = ComputeModel.parse(text)
     draws = np.array([value for _, value in zip(range(2000), law.stream(1, 0), strict=False)])
-    fit = fit_law(draws)
-    assert isinstance(fit.law, kind), fit.why
-    assert mean_of(fit.law) == pytest.approx(draws.mean(), rel=1e-4)
-    if isinstance(fit.law, Lognormal) and isinstance(law, Lognormal):
-        assert fit.law.sigma == pytest.approx(law.sigma, rel=0.06)
-    if isinstance(fit.law, Empirical):
-        again = np.array([value for _, value in zip(range(2000), fit.law.stream(2, 0), strict=False)])
+    found, why = fit_law(draws)
+    assert isinstance(found, kind), why
+    assert mean_of(found) == pytest.approx(draws.mean(), rel=1e-4)
+    if isinstance(found, Lognormal) and isinstance(law, Lognormal):
+        assert found.sigma == pytest.approx(law.sigma, rel=0.06)
+    if isinstance(found, Empirical):
+        again = np.array([value for _, value in zip(range(2000), found.stream(2, 0), strict=False)])
         for share in (0.25, 0.5, 0.75):
             assert np.quantile(again, share) == pytest.approx(np.quantile(draws, share), rel=0.12)
 
@@ -177,13 +176,13 @@ def test_the_law_of_durations_is_found(text: str, kind: type[ComputeModel]) -> N
 def test_why_a_law_was_taken_is_said_in_words() -> None:
     assert (
         "no named distribution fits: the Kolmogorov-Smirnov distance of 400 durations"
-        in fit_law([0.01] * 200 + [0.05] * 200).why
+        in fit_law([0.01] * 200 + [0.05] * 200)[1]
     )
-    assert fit_law([0.01] * 5).why.startswith(
+    assert fit_law([0.01] * 5)[1].startswith(
         "gradient times are treated as constant: the standard deviation of 5 durations is below"
     )
     logs = np.random.default_rng(0).normal(size=400)
-    assert fit_law(np.exp(logs)).why.startswith(
+    assert fit_law(np.exp(logs))[1].startswith(
         "gradient times are treated as lognormal: the Kolmogorov-Smirnov distance of 400 durations"
     )
 
@@ -209,8 +208,8 @@ def probed(
         events += [ScalarEvent(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
     events += [ScalarEvent(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
     events += [ScalarEvent(0.0, one, f"copy {one} {n}", 2e-9 + 2e-5 / n) for one in range(2) for n in (4, 100000)]
-    machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
-    found = calibrate._described(events, job, workers, "tcp", steps, machine)
+    machine = calibrate.Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
+    found = calibrate.described(events, job, workers, steps, machine, "measured")
     assert read_cluster(found.to_toml(), name="here") == found.shape
     return found.shape
 
@@ -237,8 +236,9 @@ def test_a_step_besides_its_gradient_is_that_of_a_worker_that_computes_alone() -
 
     alone = [step(rank, i, 10 * rank + 0.013 * i, 0.01) for rank in (0, 1) for i in range(1, 8)]
     together = [step(rank, i, 30 + i, 0.02) for rank in (0, 1) for i in range(8, 12)]
-    assert calibrate._besides([*alone, *together], 2, 7) == pytest.approx(0.003)
-    assert calibrate._besides([], 2, 7) == 0.0
+    machine = calibrate.Machine(Rates(), 1e9, None, 1)
+    found = calibrate.described([*alone, *together], "digits", 1, 7, machine, "measured")
+    assert found.shape.step == pytest.approx(0.003)
 
 
 JOB_FILE = """
@@ -265,13 +265,13 @@ def test_a_plan_recognizes_the_file_of_which_a_cluster_was_measured(tmp_path: Pa
 def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_other_it_is_refused() -> None:
     notes: list[str] = []
     flat, plain = {4: 3e-4, 1 << 20: 2e-4}, {4: 1e-4, 1 << 20: 1e-4 + 1e-9 * ((1 << 20) - 4)}
-    wire = calibrate._wire({("0", "1"): flat, ("0", "2"): plain}, 0.0, notes)
+    wire = calibrate.wire_of({("0", "1"): flat, ("0", "2"): plain}, 0.0, notes)
     assert wire.bandwidth == pytest.approx(1e9, rel=1e-3)
     assert any("1 pair of workers left out" in note for note in notes)
     with pytest.raises(
         ConfigurationError, match="from which no bandwidth follows; calibrate while the machine is idle"
     ):
-        calibrate._wire({("0", "1"): flat}, 0.0, [])
+        calibrate.wire_of({("0", "1"): flat}, 0.0, [])
 
 
 PROBE = """
@@ -284,7 +284,7 @@ if __name__ == "__main__":
     probe, folder = calibrate.__file__.replace("calibrate.py", "probe.py"), sys.argv[1]
     strategy = "flockstep_probe(rounds=1)"
     simulate(RunConfig(kind="simulate", job="softmax", strategy=strategy, workers=2, steps=2, imports=(probe,)), folder)
-    for pair, times in calibrate._figures(RunFolder(folder).read_events()).items():
+    for pair, times in calibrate.messages_in(RunFolder(folder).read_events())[0].items():
         print(*pair, *times)
 """
 
@@ -299,17 +299,11 @@ def test_the_large_message_of_a_small_model_is_large(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0", "1", "4", str(1 << 20)], done.stderr
 
 
-def test_one_worker_is_compared_with_no_others() -> None:
-    notes: list[str] = []
-    assert calibrate._sharing([0.01], [0.008], 1, notes) == (1, [0.008])
-    assert notes == []
-
-
 @pytest.fixture
 def a_second_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which everything that is measured takes one second."""
     ticks = itertools.count()
-    monkeypatch.setattr("flockstep.planning.rates.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("flockstep.planning.calibrate.time.perf_counter", lambda: float(next(ticks)))
 
 
 def test_a_product_of_matrices_tells_operations(a_second_each: None) -> None:

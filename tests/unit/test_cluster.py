@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.collectives import costs
-from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster import ClusterLink, ClusterShape, MachineGroup
 from flockstep.costs.cluster_file import load_cluster, read_cluster, to_toml
 from flockstep.costs.clusters import names
-from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
@@ -94,7 +92,6 @@ def test_everything_a_file_may_say() -> None:
     assert shape.comes_and_goes
     assert shape.memory == 4e9
     assert shape.failures == pytest.approx(2 * fast.failures)
-    assert shape.factors() == (0.5,) * 4 + (1.0,) * 3
 
 
 def test_what_is_written_is_read_again() -> None:
@@ -227,7 +224,7 @@ def test_a_built_in_cluster_runs_at_any_size(name: str) -> None:
             JobProfile("x", 25_000), Strategy.parse("ps(consistency=bsp)"), workers, Conditions(model, network), steps=4
         )
         assert told.seconds_per_step > 0.05
-    assert shape.link.latency > 0
+    assert shape.slowest.latency > 0
     assert sum(size for _, size in shape.placed(1024)) == 1024
 
 
@@ -333,12 +330,11 @@ def test_a_network_of_tiers_refuses_what_does_not_fit() -> None:
 
 def test_the_link_between_two_workers_is_the_slowest_on_their_way() -> None:
     shape = read_cluster(GOOD)
-    assert shape.wire_between(0, 1).cost == costs.LinkModel(2e-6, 1 / 5e9)
+    assert (shape.wire_between(0, 1).latency, shape.wire_between(0, 1).bandwidth) == (2e-6, 5e9)
     assert shape.wire_between(0, 5).bandwidth == 1.25e8
     far = shape.wire_between(0, 6)
     assert (far.bandwidth, far.latency) == (1.25e6, pytest.approx(20e-3 + 50e-6))
     assert shape.slowest == far
-    assert shape.link.per_byte == pytest.approx(8e-7)
     with pytest.raises(ConfigurationError, match="a link needs two different workers"):
         shape.wire_between(2, 2)
     with pytest.raises(ConfigurationError, match="has only one worker"):

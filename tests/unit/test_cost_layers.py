@@ -11,10 +11,8 @@ import pytest
 from flockstep.cli.layers import layers as show_layers
 from flockstep.cli.layers import shape_named
 from flockstep.costs import formulas
-from flockstep.costs.builder import At, Net
-from flockstep.costs.concurrency import CONCURRENCY
-from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
-from flockstep.costs.reference import reference
+from flockstep.costs.layers import CONCURRENCY, NOTHING, Layer, ModelShape, Pass, log2_ceil
+from flockstep.costs.reference import At, Net, reference
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from flockstep.costs.cluster import Rates
 from flockstep.costs.cluster_file import load_cluster
-from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster

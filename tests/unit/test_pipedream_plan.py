@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from flockstep.costs.pipedream import PipeDreamPlan, PlannedStage, even_plan, pipedream_plan
+from flockstep.costs.stages import PipeDreamPlan, PlannedStage, even_plan, pipedream_plan
 from flockstep.errors import ConfigurationError
 
 BANDWIDTH = 10.0

@@ -23,7 +23,7 @@ from flockstep.experiments.options import PlanOptions
 from flockstep.experiments.planned import PlanResult, planned
 from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise
-from flockstep.planning.check import Check, Figures, check_cells
+from flockstep.planning.check import Check, Figures
 from flockstep.planning.criteria import relative_samples
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import MOST, Outlook, candidates, plan
@@ -364,9 +364,9 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
 def test_errors_that_round_to_nothing_have_no_sign() -> None:
     figures = Figures(1.0, 100.0, 1.0, None)
     slow = dataclasses.replace(figures, seconds=1.0001)
-    row = check_cells(Check("softmax", "ps", 2, "lab", "rehearsal", figures, slow))
+    row = Check("softmax", "ps", 2, "lab", figures, slow).cells()
     assert row[4] == row[10] == "0 %"
-    far = check_cells(Check("softmax", "ps", 2, "lab", "rehearsal", figures, dataclasses.replace(figures, seconds=0.8)))
+    far = Check("softmax", "ps", 2, "lab", figures, dataclasses.replace(figures, seconds=0.8)).cells()
     assert far[4] == "+25.0 %"
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import Rates
+from flockstep.costs.cluster import ClusterShape, Rates
 from flockstep.errors import ConfigurationError, Interrupted, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.calibrate import Calibration

@@ -7,10 +7,7 @@ import sys
 
 import pytest
 
-from flockstep.costs.models.googlenet import INCEPTIONS
-from flockstep.costs.models.gpt import gpt
-from flockstep.costs.models.resnet import resnet_50, resnet_152
-from flockstep.costs.reference import MODELS, reference
+from flockstep.costs.reference import INCEPTIONS, MODELS, gpt, reference, resnet_50, resnet_152
 from flockstep.errors import UnknownName
 
 EXACT = {

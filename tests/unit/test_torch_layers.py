@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flockstep.cli.layers import shape_named
-from flockstep.costs.models.gpt import gpt
-from flockstep.costs.reference import reference
+from flockstep.costs.reference import gpt, reference
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.layers import file_shape, job_shape

@@ -14,12 +14,11 @@ from typing import Any, get_args
 
 import tomli_w
 
-from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.clusters import FOLDER, names
-from flockstep.costs.machines import (
+from flockstep.costs.cluster import (
     DAY,
     MOST,
     ClusterLink,
+    ClusterShape,
     KeyPath,
     MachineGroup,
     Rates,
@@ -28,6 +27,7 @@ from flockstep.costs.machines import (
     listed,
     shown,
 )
+from flockstep.costs.clusters import FOLDER, names
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
@@ -39,7 +39,13 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _RATE = {f"{prefix}/s": scale for prefix, scale in _PREFIXES.items()}
-_OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/year": 365 * DAY}
+_OFTEN = {
+    "/hour": 1 / 3600,
+    "/day": 1 / DAY,
+    "/week": 1 / (7 * DAY),
+    "/month": 1 / (30 * DAY),
+    "/year": 1 / (365 * DAY),
+}
 
 
 @dataclass(frozen=True)
@@ -81,26 +87,22 @@ def memory_bytes(text: str) -> float:
     Raises:
         ConfigurationError: the text is not a positive number with a unit of memory.
     """
-    return _scaled(text, _MEMORY, "memory must be > 0 bytes", "16GB")
+    return _scaled(text, _MEMORY, f"memory must be > 0 bytes, with a unit ({', '.join(_MEMORY)})", "16GB")
 
 
 def _rate(text: str) -> float:
-    return _scaled(text, _RATE, "a rate must be > 0 per second", "500M/s")
-
-
-def _scaled(text: str, scales: Mapping[str, float], rule: str, example: str) -> float:
-    found = _QUANTITY.fullmatch(text)
-    value = float(found[1]) * scales.get(found[2], math.nan) if found else math.nan
-    if not 0 < value < math.inf:
-        raise ConfigurationError(f"{rule}, with a unit ({', '.join(scales)}), got {text!r}; write it like {example!r}")
-    return value
+    return _scaled(text, _RATE, f"a rate must be > 0 per second, with a unit ({', '.join(_RATE)})", "500M/s")
 
 
 def _failures(text: str) -> float:
+    return _scaled(text, _OFTEN, "failures must be a rate >= 0", "0.01/day", zero=True)
+
+
+def _scaled(text: str, scales: Mapping[str, float], rule: str, example: str, zero: bool = False) -> float:
     found = _QUANTITY.fullmatch(text)
-    value = float(found[1]) / _OFTEN.get(found[2], math.nan) if found else math.nan
-    if not 0 <= value < math.inf:
-        raise ConfigurationError(f"failures must be a rate >= 0, got {text!r}; write it like '0.01/day'")
+    value = float(found[1]) * scales.get(found[2], math.nan) if found else math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise ConfigurationError(f"{rule}, got {text!r}; write it like {example!r}")
     return value
 
 

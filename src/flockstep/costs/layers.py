@@ -11,7 +11,7 @@ biases.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,9 +136,7 @@ class Layer:
         return self.by_weight.work(batch) + self.by_input.work(batch)
 
     def work(self, batch: int) -> Number:
-        """Return the work W, the number of floating-point operations of the forward and backward pass of `batch`
-        samples.
-        """
+        """Return the work W, the floating-point operations of both passes of `batch` samples."""
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth_backward(self, batch: int) -> int:
@@ -148,15 +146,11 @@ class Layer:
         return max(self.by_weight.chain(batch), self.by_input.chain(batch))
 
     def depth(self, batch: int) -> int:
-        """Return the depth D, the length of the longest chain of dependent operations in the forward and backward
-        pass.
-        """
+        """Return the depth D, the length of the longest chain of dependent operations in both passes."""
         return self.forward.chain(batch) + self.depth_backward(batch)
 
     def parallelism(self, batch: int) -> float:
-        """Return the average parallelism W/D, the mean number of operations that can run at the same time; 0 without
-        operations.
-        """
+        """Return the average parallelism W/D, as of a network; 0 without operations."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
@@ -255,9 +249,7 @@ class ModelShape:
         return sum(layer.work_backward(batch) for layer in self.layers)
 
     def work(self, batch: int) -> Number:
-        """Return the work W, the floating-point operations of the network's forward and backward pass of `batch`
-        samples.
-        """
+        """Return the work W, the floating-point operations of both passes of `batch` samples."""
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth(self, batch: int) -> int:
@@ -278,9 +270,7 @@ class ModelShape:
         return max(reached.values())
 
     def parallelism(self, batch: int) -> float:
-        """Return the average parallelism W/D of the network, the mean number of operations that can run at the same
-        time.
-        """
+        """Return the average parallelism W/D, the mean number of operations that can run at the same time."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
@@ -289,9 +279,7 @@ class ModelShape:
         return self.gradients * self.itemsize
 
     def activation_bytes(self, batch: int) -> Number:
-        """Return the bytes of the outputs of all layers for `batch` samples, which backpropagation stores if every
-        layer keeps its output.
-        """
+        """Return the bytes of the outputs of all layers for `batch` samples, which backpropagation keeps."""
         return sum(layer.activation_bytes(batch, self.itemsize) for layer in self.layers)
 
     def data_bytes(self, workers: int) -> float:
@@ -340,9 +328,7 @@ class ModelShape:
         )
 
     def split_layers(self, batch: int, workers: int) -> tuple[str, ...]:
-        """Return the names of the layers for which splitting over the workers sends fewer bytes than data
-        parallelism.
-        """
+        """Return the names of the layers for which splitting sends fewer bytes than data parallelism."""
         return tuple(layer.name for layer in self.layers if self.cheaper(layer, batch, workers) == "split")
 
 
@@ -355,3 +341,51 @@ def require_scale(batch: int, workers: int) -> None:
     for name, value in (("batch", batch), ("workers", workers)):
         if value < 1:
             raise ConfigurationError(f"{name} must be >= 1, got {value}; give at least 1")
+
+
+@dataclass(frozen=True)
+class Concurrency:
+    """Work and depth of one worker in a step, for the forward and the backward pass together."""
+
+    work: Number
+    """Work W: the number of floating-point operations of the worker."""
+    depth: int
+    """Depth D: the length of the longest chain of dependent operations in which the worker takes part."""
+
+    @property
+    def parallelism(self) -> float:
+        """Average parallelism W/D: the mean number of the worker's operations that can run at the same time; 0 without
+        operations.
+        """
+        return self.work / self.depth if self.depth else 0.0
+
+
+def _of_data_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
+    # The gradient of the weights is summed over the samples of a worker, and then over P workers in ⌈log2 P⌉ rounds.
+    # The additions of both sums are those of one sum over all samples.
+    by_weight = layer.by_weight.chain(batch) + (log2_ceil(workers) if layer.gradients else 0)
+    return Concurrency(layer.work(batch), layer.forward.chain(batch) + max(by_weight, layer.by_input.chain(batch)))
+
+
+def _of_model_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
+    everything = batch * workers  # each worker computes a P-th of the layer on the samples of all
+    return Concurrency(layer.work(everything) / workers, layer.depth(everything))
+
+
+def _of_pipeline_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
+    # The stage computes one micro-batch for each worker, one after the other.
+    return Concurrency(layer.work(batch * workers), workers * layer.depth(batch))
+
+
+CONCURRENCY: dict[str, Callable[[Layer, int, int], Concurrency]] = {
+    "data": _of_data_parallel,
+    "model": _of_model_parallel,
+    "pipeline": _of_pipeline_parallel,
+}
+"""Kind of parallelism → function that returns a worker's share of a layer, given (layer, samples per worker, number of
+workers), if P workers divide the samples (data parallelism), divide each layer (model parallelism), or divide the
+network into groups of layers (pipeline parallelism).
+
+The three ways compute the same step: the gradient of P·N samples, N for each worker. Their W, D and W/D can therefore
+be compared (Ben-Nun & Hoefler 2019, sections on the primer of parallelism and on data, model and pipeline parallelism).
+"""

@@ -6,13 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.nodes import Hosts
-from flockstep.planning.evaluations import EvaluationTraffic, evaluation_traffic
 from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.record_imports import NotAskedFor, trusted
@@ -20,7 +19,7 @@ from flockstep.planning.rehearsal import STEPS, Conditions, rehearse
 from flockstep.planning.step_prediction import StepPrediction, predict_step
 from flockstep.planning.words import short
 from flockstep.records.config import RunConfig
-from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
+from flockstep.records.events import EvaluationEvent, Event, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
@@ -41,6 +40,8 @@ APART = 1.2
 """Ratio of predicted and measured gradient times above which the error of a prediction is also given for equal gradient
 times.
 """
+COORDINATOR = 0
+"""Index of the host that is assumed to coordinate a run: the one with the lowest ranks, node rank 0."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ class Figures:
 class Check:
     """Predicted and measured figures of one run."""
 
+    source: ClassVar[str] = "rehearsal"
+    """Text that says how the prediction was obtained."""
     job: str
     strategy: str
     workers: int
     cluster: str
     """Name of the cluster, or of the simulated network, on which the prediction is based."""
-    source: str
-    """Text that says how the prediction was obtained: from a closed form or from a rehearsal."""
     predicted: Figures
     measured: Figures
     gradient_seconds: float | None = None
@@ -96,17 +97,54 @@ class Check:
 
     @property
     def rate_error(self) -> float | None:
-        """Relative error of the predicted samples per second; None if the predicted or the measured value is
-        unknown.
-        """
+        """Relative error of the predicted samples per second; None if a value is unknown."""
         return self.predicted.rate / self.measured.rate - 1 if self.predicted.rate and self.measured.rate else None
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as plain data, for JSON."""
+        names = "job strategy workers cluster source error sent_error rate_error notes error_besides_gradients"
         rows = {name: vars(getattr(self, name)) for name in ("predicted", "measured")}
-        names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error", "rate_error", "notes")
-        own = {"error_besides_gradients": self.error_besides_gradients}
-        return {**{name: getattr(self, name) for name in names}, **own, **rows}
+        return {**{name: getattr(self, name) for name in names.split()}, **rows}
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the table row that compares prediction and measurement."""
+        predicted, measured = self.predicted, self.measured
+        pairs = (
+            (seconds(predicted.seconds), seconds(measured.seconds), self.error),
+            (number(predicted.rate), number(measured.rate), self.rate_error),
+            (size(predicted.sent_bytes), size(measured.sent_bytes), self.sent_error),
+        )
+        told = [text for one, other, error in pairs for text in (one, other, _told_error(error))]
+        return (short(self.strategy), str(self.workers), *told, self.source)
+
+
+CHECK_COLUMNS = (
+    TableColumn("strategy", text=True),
+    TableColumn("workers", rank=3),
+    TableColumn("step"),
+    TableColumn("step measured"),
+    TableColumn(
+        "step error",
+        note="step error: predicted time between two gradients of a worker, relative to the measured time.",
+    ),
+    *(TableColumn(f"samples/s{what}", rank=1) for what in ("", " measured", " error")),
+    *(TableColumn(f"bytes{what}", rank=2) for what in ("", " measured")),
+    TableColumn("bytes error", rank=2, note="bytes: bytes that a worker sends per step."),
+    TableColumn("from", text=True, rank=4, note="from: a rehearsal, that is a short run in virtual time."),
+)
+"""Columns of the table of predictions and measurements."""
+
+
+def check_table(found: Sequence[Check]) -> TextTable:
+    """Return the table of predictions and measurements."""
+    return TextTable(CHECK_COLUMNS, [one.cells() for one in found], "predicted and measured")
+
+
+def _told_error(value: float | None) -> str:
+    """Format a relative error with its sign in percent; an error that rounds to zero has no sign."""
+    if value is None:
+        return NONE
+    return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"
 
 
 def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequence[str] = ()) -> Check:
@@ -116,9 +154,6 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         folder: folder of the record.
         cluster: the machines of the run; a simulated run is otherwise predicted for its own network and compute model.
         imports: the Python files that the record may need, including its job's file; no other file is executed.
-
-    Returns:
-        The predicted and the measured figures of a step.
 
     Raises:
         ConfigurationError: there is no record; the record has no steps, or belongs to a script or to a run with a
@@ -148,126 +183,140 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     strategy = Strategy.parse(config.strategy)
     batch = None if config.batch is None else int(config.batch)
     task = task_of(config.job, batch, load_job(config.job, config.seed))
-    own = None
     if cluster is None:
-        predicted, source = _in_virtual_time(strategy, task, config), "rehearsal"
-        where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
-    else:
-        site = Site(task, cluster)
-        traffic = evaluation_traffic(config, hosts, task.nbytes, cluster)
-        found = predict_step(strategy, site, config.workers, steps=_rehearsed_steps(config))
-        with_evaluations = _longer(found, traffic)
-        predicted = Figures(
-            with_evaluations.seconds,
-            found.sent_bytes,
-            with_evaluations.utilization,
-            found.staleness,
-            _all_samples(config, task, with_evaluations.seconds),
-            _gradient_of(site.compute(config.workers)),
-        )
-        source, where, notes = "rehearsal", cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
-        if traffic is not None:
-            notes = (*notes, traffic.sentence(found, with_evaluations.seconds - found.seconds))
-        ratio = measured.gradient / predicted.gradient if measured.gradient and predicted.gradient else 1.0
-        if max(ratio, 1 / ratio) > APART:
-            slower = replace(site, cluster=_slowed(cluster, ratio))
-            there = predict_step(strategy, slower, config.workers, steps=_rehearsed_steps(config))
-            own = _longer(there, traffic).seconds
-            notes = (*notes, _other_gradients(predicted, measured, cluster.name, config.title, own))
-    return Check(task.name, config.title, config.workers, where, source, predicted, measured, own, notes)
-
-
-def _longer(found: StepPrediction, traffic: EvaluationTraffic | None) -> StepPrediction:
-    """The prediction with the time that models for evaluation add to a step."""
-    if traffic is None or not found.seconds > 0:
-        return found
-    seconds = found.seconds + traffic.longer(found)
-    return replace(found, seconds=seconds, utilization=found.utilization * found.seconds / seconds)
-
-
-def _gradient_of(law: ComputeModel) -> float:
-    """Mean seconds of a gradient; 0 if workers also wait for cores meanwhile."""
-    return 0.0 if isinstance(law, SharedCores) else mean_of(law)
-
-
-def _slowed(cluster: ClusterShape, ratio: float) -> ClusterShape:
-    """The cluster with gradients that take `ratio` times as long."""
-    return replace(cluster, groups=tuple(replace(group, speed=group.speed / ratio) for group in cluster.groups))
-
-
-def _other_gradients(predicted: Figures, measured: Figures, name: str, strategy: str, own: float) -> str:
-    """A note about gradients that took longer or shorter than the cluster's."""
-    return (
-        f"a gradient of {strategy} took {seconds(measured.gradient)} in the run and takes "
-        f"{seconds(predicted.gradient)} on {name}: with the gradients of the run a step is predicted to take "
-        f"{seconds(own)}, an error of {_told_error(own / measured.seconds - 1)}"
+        return _of_simulated_run(config, strategy, task, measured)
+    site = Site(task, cluster)
+    law = site.compute(config.workers)
+    # A rehearsal takes as many steps as the run if these are few, and otherwise as many as it needs.
+    steps = None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
+    found = predict_step(strategy, site, config.workers, steps=steps)
+    added, evaluations = evaluation_seconds(found, config, hosts, task.nbytes, cluster)
+    took = found.seconds + added
+    predicted = Figures(
+        took,
+        found.sent_bytes,
+        found.utilization * found.seconds / took if added else found.utilization,
+        found.staleness,
+        config.workers * task.batch / took if took else None,
+        0.0 if isinstance(law, SharedCores) else mean_of(law),  # on shared cores, workers also wait for a core
     )
+    notes, own = [*_unlike(config, site, law), *_elsewhere(hosts, cluster), *evaluations], None
+    ratio = measured.gradient / predicted.gradient if measured.gradient and predicted.gradient else 1.0
+    if max(ratio, 1 / ratio) > APART:
+        groups = tuple(replace(group, speed=group.speed / ratio) for group in cluster.groups)
+        slowed = replace(site, cluster=replace(cluster, groups=groups))
+        there = predict_step(strategy, slowed, config.workers, steps=steps)
+        own = there.seconds + evaluation_seconds(there, config, hosts, task.nbytes, cluster)[0]
+        notes.append(
+            f"a gradient of {config.title} took {seconds(measured.gradient)} in the run and takes "
+            f"{seconds(predicted.gradient)} on {cluster.name}: with the gradients of the run a step is predicted to "
+            f"take {seconds(own)}, an error of {_told_error(own / measured.seconds - 1)}"
+        )
+    return Check(task.name, config.title, config.workers, cluster.name, predicted, measured, own, tuple(notes))
 
 
-def _all_samples(config: RunConfig, task: JobProfile, seconds: float) -> float | None:
-    """Samples per second if every worker takes a step in `seconds` seconds."""
-    return config.workers * task.batch / seconds if seconds else None
+def _of_simulated_run(config: RunConfig, strategy: Strategy, task: JobProfile, measured: Figures) -> Check:
+    """A run in which only gradients and messages take virtual time, beside a rehearsal with the run's own draws."""
+    network = config.network or "ideal"
+    at = Conditions(ComputeModel.parse(config.compute or "constant(0)"), Network.parse(network), seed=config.seed)
+    steps = None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers))
+    found = rehearse(task, strategy, config.workers, at, steps=steps)
+    rate = found.steps_per_second * found.batches * task.batch
+    predicted = Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)
+    return Check(task.name, config.title, config.workers, f"{network}, {config.compute}", predicted, measured)
 
 
-def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
+def _unlike(config: RunConfig, site: Site, law: ComputeModel) -> list[str]:
     """A note if a run was simulated with another network or compute model than the cluster's."""
     if config.kind != "simulate":
-        return ()
-    compute = ComputeModel.parse(config.compute or "constant(0)")
-    own = [
-        text
-        for text, alike in (
-            (str(_network(config)), _network(config) == site.cluster.network(config.workers)),
-            (str(compute), compute == site.compute(config.workers)),
-        )
-        if not alike
-    ]
-    if not own:
-        return ()
-    return (
-        f"the run was simulated with {' and '.join(own)}: the error includes the difference from {site.cluster.name}",
-    )
+        return []
+    network, compute = Network.parse(config.network or "ideal"), ComputeModel.parse(config.compute or "constant(0)")
+    there = (network, site.cluster.network(config.workers)), (compute, law)
+    own = [str(one) for one, other in there if one != other]
+    where = f"the error includes the difference from {site.cluster.name}"
+    return [f"the run was simulated with {' and '.join(own)}: {where}"] if own else []
 
 
-def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> tuple[str, ...]:
+def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> list[str]:
     """A note if the workers of a run over several hosts share them otherwise than the cluster's machines."""
-    if not hosts:
-        return ()
     ran = [len(host) for host in hosts]
-    there = [size for _, size in cluster.placed(sum(ran))]
+    there = [size for _, size in cluster.placed(sum(ran))] if hosts else []
     if ran == there:
-        return ()
+        return []
     said = f"the run had {ran} workers on its hosts, but {cluster.name} has {there} on its machines"
-    return (f"{said}: the error includes this difference",)
+    return [f"{said}: the error includes this difference"]
+
+
+def evaluation_seconds(
+    found: StepPrediction, config: RunConfig, hosts: Hosts, nbytes: float, cluster: ClusterShape
+) -> tuple[float, tuple[str, ...]]:
+    """Return the seconds by which a predicted step becomes longer because workers send models of `nbytes` bytes for
+    evaluation, and a note about them; 0 and no note if no model crosses a link: on one host, in virtual time, if the
+    run evaluates only before the first and after the last step, or if `hosts` are not those of the run's workers.
+
+    At every tick of a run over several hosts, that is every `evaluate_every` steps, each worker sends its parameters,
+    unencoded, to the coordinator, over one connection for each host, in the background. The card of the coordinator's
+    host is the bottleneck, because each other host sends only its own share. With several workers per host the card
+    carries more messages than those of one worker, which are counted here, so that the result is then a lower bound.
+
+    Let workers wait m seconds of a step for bytes on the link, and the link be free for c seconds. While models of h
+    hosts arrive, TCP gives a message to the coordinator's host one share of 1 + h, so that a step takes c + (1 + h) m.
+    In this step the models advance by c + h m: what passes while workers compute delays no step. E seconds of models
+    per step thus make a step E h m / (c + h m) longer. A step cannot be shorter than the time that the link needs for
+    both: models that workers send faster than the link carries them make workers wait for acknowledgements.
+    """
+    every, steps, others = config.evaluate_every, config.steps, len(hosts) - 1
+    if config.kind == "simulate" or others < 1 or sum(map(len, hosts)) != config.workers:
+        return 0.0, ()
+    if not every or (steps is not None and every >= steps):
+        return 0.0, ()
+    first = hosts[COORDINATOR][0]
+    bandwidths = [
+        cluster.wire_between(first, rank, config.workers).bandwidth
+        for place, host in enumerate(hosts)
+        if place != COORDINATOR
+        for rank in host
+    ]
+    models = sum(nbytes / bandwidth for bandwidth in bandwidths) / every
+    served = found.server_bytes / 2 * others / (1 + others)  # half enter the card; a worker beside a server uses none
+    busy = max(found.sent_bytes, served) / min(bandwidths)
+    waited = min(busy, (1 - found.utilization) * found.seconds)
+    shared = models * others * waited / (found.seconds - waited + others * waited) if waited > 0 else 0.0
+    longer = max(shared, busy + models - found.seconds, 0.0) if found.seconds > 0 else 0.0
+    note = (
+        f"workers send {size(nbytes * len(bandwidths))} to the coordinator's host every {every:g} steps for "
+        f"evaluation: with these models a step is predicted to take {seconds(found.seconds + longer)}, without them "
+        f"{seconds(found.seconds)}"
+    )
+    return longer, (note,)
 
 
 def for_report(
     folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
 ) -> list[Prediction | None]:
     """Return predictions of runs for a report: for `cluster` if it is given, otherwise from rehearsals of simulated
-    runs.
+    runs, for which only the record is read.
 
-    The entry of a run that cannot be predicted, or whose measurements are missing, is None. Without a cluster, only the
-    record is read.
+    The entry of a run that cannot be predicted, or whose measurements are missing, is None.
 
     Raises:
         NotAskedFor: a cluster is given, and a record needs a Python file that is not in `imports`.
     """
-    return [_predicted(RunFolder(folder), cluster, imports) for folder in folders]
-
-
-def _predicted(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str]) -> Prediction | None:
-    try:
-        found = _by_record(record) if cluster is None else check(record.path, cluster, imports)
-    except NotAskedFor:
-        raise
-    except ConfigurationError:
-        return None
-    if found is None:
-        return None
-    source = f"{found.source}, {'; '.join((found.cluster, *found.notes))}"
-    sent = found.predicted.sent_bytes, found.measured.sent_bytes
-    return Prediction(found.predicted.seconds, found.measured.seconds, *sent, source)
+    told: list[Prediction | None] = []
+    for folder in folders:
+        try:
+            found = _by_record(RunFolder(folder)) if cluster is None else check(folder, cluster, imports)
+        except NotAskedFor:
+            raise
+        except ConfigurationError:
+            found = None
+        if found is None:
+            told.append(None)
+            continue
+        sent = found.predicted.sent_bytes, found.measured.sent_bytes
+        source = f"{found.source}, {'; '.join((found.cluster, *found.notes))}"
+        told.append(Prediction(found.predicted.seconds, found.measured.seconds, *sent, source))
+    return told
 
 
 def _by_record(record: RunFolder) -> Check | None:
@@ -281,10 +330,7 @@ def _by_record(record: RunFolder) -> Check | None:
     schema = record.read_result()[1]
     tensors = tuple(entry.shape for entry in schema.entries)
     task = JobProfile(config.job, schema.size, tensors, schema.dtype, int(config.batch or BATCH))
-    measured = measure(record.read_events(), config.workers)
-    predicted = _in_virtual_time(strategy, task, config)
-    where = f"{config.network or 'ideal'}, {config.compute}"
-    return Check(task.name, config.title, config.workers, where, "rehearsal", predicted, measured)
+    return _of_simulated_run(config, strategy, task, measure(record.read_events(), config.workers))
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
@@ -297,8 +343,8 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     length = shortest(steps, where)
     counted = [one for mine in steps for one in mine[first_counted(length) :]]
     took = sum(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in counted)
-    seconds = took / len(counted)
-    if not seconds > 0:
+    mean = took / len(counted)
+    if not mean > 0:
         raise ConfigurationError(
             f"steps in {where} must take more than 0 s to be compared with a prediction; simulate with gradients that "
             "take time"
@@ -307,87 +353,10 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     samples = max((one.samples for one in events if isinstance(one, EvaluationEvent)), default=0)
     end = max(one.seconds for mine in steps for one in mine)
     return Figures(
-        seconds,
+        mean,
         statistics.fmean(one.sent_bytes for one in counted),
-        _busy(counted) / took,
+        sum(one.compute_seconds for one in counted) / took,
         statistics.fmean(late) if late else None,
         samples / end if samples else None,
         usual_seconds(steps, length, ("compute_seconds",)),
     )
-
-
-def _busy(steps: Sequence[StepEvent]) -> float:
-    return sum(one.compute_seconds for one in steps)
-
-
-def _network(config: RunConfig) -> Network:
-    return Network.parse(config.network or "ideal")
-
-
-def _rehearsed_steps(config: RunConfig) -> int | None:
-    """Number of steps of the run if it is small; otherwise None, and the rehearsal determines the number."""
-    return None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
-
-
-def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) -> Figures:
-    """The figures of a simulated run in which only gradients and messages take time."""
-    at = Conditions(ComputeModel.parse(config.compute or "constant(0)"), _network(config), seed=config.seed)
-    steps = None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers))
-    found = rehearse(task, strategy, config.workers, at, steps=steps)
-    rate = found.steps_per_second * found.batches * task.batch
-    return Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)
-
-
-CHECK_COLUMNS = (
-    TableColumn("strategy", text=True),
-    TableColumn("workers", rank=3),
-    TableColumn("step"),
-    TableColumn("step measured"),
-    TableColumn(
-        "step error",
-        note="step error: predicted time between two gradients of a worker, relative to the measured time.",
-    ),
-    TableColumn("samples/s", rank=1),
-    TableColumn("samples/s measured", rank=1),
-    TableColumn("samples/s error", rank=1),
-    TableColumn("bytes", rank=2),
-    TableColumn("bytes measured", rank=2),
-    TableColumn("bytes error", rank=2, note="bytes: bytes that a worker sends per step."),
-    TableColumn(
-        "from",
-        text=True,
-        rank=4,
-        note="from: a rehearsal, that is a short run in virtual time.",
-    ),
-)
-"""Columns of the table of predictions and measurements."""
-
-
-def check_table(found: Sequence[Check]) -> TextTable:
-    """Return the table of predictions and measurements."""
-    return TextTable(CHECK_COLUMNS, list(map(check_cells, found)), "predicted and measured")
-
-
-def check_cells(one: Check) -> tuple[str, ...]:
-    """Return the table row that compares the prediction of a run with its measurement."""
-    return (
-        short(one.strategy),
-        str(one.workers),
-        seconds(one.predicted.seconds),
-        seconds(one.measured.seconds),
-        _told_error(one.error),
-        number(one.predicted.rate),
-        number(one.measured.rate),
-        _told_error(one.rate_error),
-        size(one.predicted.sent_bytes),
-        size(one.measured.sent_bytes),
-        _told_error(one.sent_error),
-        one.source,
-    )
-
-
-def _told_error(value: float | None) -> str:
-    """Format a relative error with its sign in percent; an error that rounds to zero has no sign."""
-    if value is None:
-        return NONE
-    return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"

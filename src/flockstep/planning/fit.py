@@ -16,18 +16,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import ClusterLink, MachineGroup
+from flockstep.costs.cluster import ClusterLink, ClusterShape, MachineGroup
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Hosts
-from flockstep.planning.calibrate import Calibration
-from flockstep.planning.fit_durations import fit_law
+from flockstep.planning.calibrate import Calibration, fit_law
 from flockstep.planning.job_profile import JobProfile, identity
 from flockstep.planning.record_imports import trusted
 from flockstep.planning.rehearsal import LEFT_OUT, Conditions, rehearse
@@ -88,7 +86,6 @@ class _Run:
     """The part of a record that the fit uses."""
 
     config: RunConfig
-    strategy: Strategy
     task: JobProfile
     compute: tuple[tuple[float, ...], ...]
     """Seconds of each worker's gradients, from the first one on."""
@@ -96,18 +93,24 @@ class _Run:
     """Usual seconds of a step; see `usual_seconds`."""
     hosts: Hosts
     """The workers of each host, on whose machines servers are; empty if the record has no hosts."""
-    work: Overheads = Overheads()
+    work: Overheads
     """Costs of nodes besides gradients."""
 
-    @property
-    def machines(self) -> Hosts:
-        """The workers of each machine; without hosts in the record, each worker is on its own machine."""
-        return self.hosts or tuple((rank,) for rank in range(self.config.workers))
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of each worker."""
-        return len(self.compute[0])
+    @classmethod
+    def read(cls, folder: Path, imports: Sequence[str], work: Overheads) -> _Run:
+        record = RunFolder(folder)
+        config, events = record.read_config(), record.read_events()
+        steps = steps_by_worker(events, config.workers, str(folder))
+        length = min(LONGEST, shortest(steps, str(folder)))
+        if config.kind == "launch":
+            raise ConfigurationError(
+                f"{folder} is the record of a script, which does not name the strategy; fit a run of a job"
+            )
+        config = trusted(config, folder, imports)
+        schema = prepare(config)[0].schema
+        task = JobProfile(config.job, schema.size, tuple((entry.size,) for entry in schema.entries), schema.dtype)
+        rows = tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps)
+        return cls(config, task, rows, usual_seconds(steps, length), hosts_in(events), work)
 
     @property
     def fair(self) -> bool:
@@ -117,24 +120,23 @@ class _Run:
         network = Network.parse(self.config.network or "ideal")
         return isinstance(network.cards[0] if isinstance(network, Tiers) else network, FairLink)
 
-    def counted(self, rank: int) -> tuple[float, ...]:
-        """Seconds of a worker's gradients, without those at the beginning."""
-        return self.compute[rank][first_counted(self.steps) :]
+    def excess(self, latency: float, bandwidth: float) -> float:
+        """Logarithm of the ratio of the rehearsed to the recorded time of a step."""
+        return math.log(self.takes(latency, bandwidth) / self.seconds)
 
     def takes(self, latency: float, bandwidth: float) -> float:
         """Seconds of a step over links of that latency and bandwidth."""
-        events: list[Event] = []
-        at = Conditions(_Again(self.compute), self._network(latency, bandwidth), self.work, self.config.seed)
-        rehearse(self.task, self.strategy, self.config.workers, at, steps=self.steps, listen=events.append)
-        return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
-
-    def _network(self, latency: float, bandwidth: float) -> Network:
-        """The links of that latency and bandwidth; between workers of one host messages cost their handling only."""
         link = FairLink if self.fair and not math.isinf(bandwidth) else Link
-        if self.hosts:
+        if self.hosts:  # between workers of one host messages cost their handling only
             machines = tuple(map(len, self.hosts))
-            return Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
-        return Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
+            network: Network = Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
+        else:
+            network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
+        events: list[Event] = []
+        at, workers = Conditions(_Again(self.compute), network, self.work, self.config.seed), self.config.workers
+        steps, strategy = len(self.compute[0]), Strategy.parse(self.config.strategy)
+        rehearse(self.task, strategy, workers, at, steps=steps, listen=events.append)
+        return usual_seconds(steps_by_worker(events, workers), steps)
 
 
 def fit_records(
@@ -153,28 +155,21 @@ def fit_records(
         imports: the Python files that the records may need; no other file is executed.
         work: costs of nodes besides gradients, as far as they are known.
 
-    Returns:
-        The description of the cluster, with notes about the fit.
-
     Raises:
         ConfigurationError: there is no record, a record has no steps, or the records differ in job or number of
             workers.
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
-    runs = [replace(_read(Path(folder), imports), work=work) for folder in folders]
+    runs = [_Run.read(Path(folder), imports, work) for folder in folders]
     first = runs[0]
     for run in runs[1:]:
-        for name in ("job", "workers", "batch"):
-            one, other = getattr(first.config, name), getattr(run.config, name)
+        pairs = [(name, getattr(first.config, name), getattr(run.config, name)) for name in ("job", "workers", "batch")]
+        for name, one, other in (*pairs, ("hosts", first.hosts, run.hosts)):
             if one != other:
                 raise ConfigurationError(
                     f"all records must have the same {name}, got {one} and {other}; fit each record separately"
                 )
-        if run.hosts != first.hosts:
-            raise ConfigurationError(
-                f"all records must have the same hosts, got {first.hosts} and {run.hosts}; fit each record separately"
-            )
     notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
     notes += [f"{one.config.title}: {one.seconds:.4g} s per step" for one in runs]
     groups, law, why = _machines(runs)
@@ -187,7 +182,7 @@ def fit_records(
         if several := tuple(group.name for group in groups if group.workers > 1):
             wires = (ClusterLink("node", several, FAST), *wires)
             notes.append("messages within a host are assumed to take only the time of handling them")
-        errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
+        errors = [math.exp(run.excess(*found)) - 1 for run in runs]
         notes.append(
             "with the fitted values a step takes longer than in the records, by "
             f"{', '.join(f'{e:+.1%}' for e in errors)}"
@@ -198,33 +193,9 @@ def fit_records(
         "records contain no cores, memory, failures or rates of codecs; gradients are assumed to take as long as in "
         "the run"
     )
-    about, apart = f"as in the record of {first.config.job}", not first.hosts
-    shape = ClusterShape(
-        "fitted", groups, wires, law, None, 0.0, about, identity(first.config.job), servers_apart=apart
-    )
+    about, job = f"as in the record of {first.config.job}", identity(first.config.job)
+    shape = ClusterShape("fitted", groups, wires, law, about=about, job=job, servers_apart=not first.hosts)
     return Calibration(shape, tuple(notes))
-
-
-def _read(folder: Path, imports: Sequence[str]) -> _Run:
-    record = RunFolder(folder)
-    config = record.read_config()
-    events = record.read_events()
-    steps = steps_by_worker(events, config.workers, str(folder))
-    length = min(LONGEST, shortest(steps, str(folder)))
-    if config.kind == "launch":
-        raise ConfigurationError(
-            f"{folder} is the record of a script, which does not name the strategy; fit a run of a job"
-        )
-    config = trusted(config, folder, imports)
-    schema = prepare(config)[0].schema
-    return _Run(
-        config,
-        Strategy.parse(config.strategy),
-        JobProfile(config.job, schema.size, tuple((entry.size,) for entry in schema.entries), schema.dtype),
-        tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps),
-        usual_seconds(steps, length),
-        hosts_in(events),
-    )
 
 
 def hosts_in(events: Sequence[Event]) -> Hosts:
@@ -263,7 +234,7 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
                 f"the rank of a step in {where} must be >= 0 and < {workers}, the number of workers, got "
                 f"{event.rank}; correct workers in config.toml, or repeat the run"
             )
-        for name in ("compute_seconds", "wait_seconds", "comm_seconds", "sent_bytes"):
+        for name in (*PARTS, "sent_bytes"):
             if not 0 <= getattr(event, name) <= MOST:
                 raise ConfigurationError(
                     f"{name} of a step must be >= 0 and <= {MOST:g}, got {getattr(event, name)} of worker "
@@ -288,10 +259,8 @@ def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
 
 
 def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequence[str] = PARTS) -> float:
-    """Return the usual seconds of a step, or of some parts of a step: the mean over all workers in each span of steps,
-    and then the median over the spans, so that outliers have no effect.
-
-    Steps at the beginning of the run are ignored, because processes warm up.
+    """Return the usual seconds of a step, or of some parts of a step, after the warm-up at the beginning: the mean over
+    all workers in each span of steps, and then the median over the spans, so that outliers have no effect.
     """
     spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
@@ -308,26 +277,27 @@ def first_counted(steps: int) -> int:
 
 def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeModel, str]:
     """Groups of hosts by speed, the compute model at speed 1, and the reason for that model."""
-    hosts = runs[0].machines
-    times = [[one for run in runs for rank in host for one in run.counted(rank) if one > 0] for host in hosts]
+    hosts = runs[0].hosts or tuple((rank,) for rank in range(runs[0].config.workers))
+    times: list[list[float]] = []
+    for host in hosts:
+        rows = [run.compute[rank] for run in runs for rank in host]
+        times.append([one for row in rows for one in row[first_counted(len(row)) :] if one > 0])
     if min(map(len, times)) < 2:
         raise ConfigurationError(
             "records must contain gradients that take time, got none; give the records of runs whose gradients take "
             "time"
         )
-    medians = [statistics.median(mine) for mine in times]
-    sizes, shared = [len(host) for host in hosts], max(map(len, hosts)) > 1
+    medians, sizes = [statistics.median(mine) for mine in times], [len(host) for host in hosts]
     if max(medians) < ALIKE * min(medians) and len(set(sizes)) == 1:
-        fit = fit_law([one for mine in times for one in mine])
-        return (MachineGroup("machines", len(hosts), sizes[0]),), fit.law, fit.why
+        return (MachineGroup("machines", len(hosts), sizes[0]),), *fit_law([one for mine in times for one in mine])
     usual = statistics.median(medians)
     speeds = [float(f"{usual / one:.4g}") for one in medians]
-    fit = fit_law([one * speed for mine, speed in zip(times, speeds, strict=True) for one in mine])
+    kind = "host" if max(sizes) > 1 else "worker"
     groups = tuple(
-        MachineGroup(f"{'host' if shared else 'worker'}-{number}", workers=size, speed=speed)
+        MachineGroup(f"{kind}-{number}", workers=size, speed=speed)
         for number, (size, speed) in enumerate(zip(sizes, speeds, strict=True))
     )
-    return groups, fit.law, fit.why
+    return groups, *fit_law([one * speed for mine, speed in zip(times, speeds, strict=True) for one in mine])
 
 
 def _link(
@@ -357,52 +327,25 @@ def _link(
             "bandwidth is an effective bandwidth, correct for messages of these sizes; add the record of a strategy "
             "with other message sizes, or give --latency"
         )
+
+    def misfit(latency: float, bandwidth: float) -> float:
+        return statistics.fmean(run.excess(latency, bandwidth) for run in runs)
+
     if bandwidth is None:
-        assert latency is not None
-        known = latency
-        value = _solve(lambda x: _misfit(runs, known, x), FAST, SLOW, notes, "bandwidth")
+        known = latency or 0.0
+        bandwidth = _solve(lambda x: misfit(known, x), FAST, SLOW, notes, "bandwidth")
         notes.append("the bandwidth is an effective bandwidth: it includes the cost of copies and protocols")
-        return known, value
+        return known, bandwidth
     if latency is None:
-        value = _solve(lambda x: _misfit(runs, x, bandwidth), SHORT, LONG, notes, "latency")
+        width = bandwidth
+        latency = _solve(lambda x: misfit(x, width), SHORT, LONG, notes, "latency")
         notes.append("the latency is an effective latency: it includes the time in which processes handle a message")
-        return value, bandwidth
     return latency, bandwidth
 
 
-def _misfit(runs: Sequence[_Run], latency: float, bandwidth: float) -> float:
-    """Mean logarithm of the ratio of rehearsed to recorded step times."""
-    return statistics.fmean(math.log(one.takes(latency, bandwidth) / one.seconds) for one in runs)
-
-
 def _both(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
-    """Fit latency and bandwidth by least squares over logarithms of step times; None if many pairs fit equally well."""
-    start = _linear(runs, free)
-    if start is None:
-        return None
-    point = np.log(start)
-    damping = 1e-3
-    errors = _errors(runs, point)
-    for _ in range(ROUNDS):
-        slopes = np.stack([(_errors(runs, point + move) - errors) / STEP for move in np.eye(2) * STEP], axis=1)
-        normal = slopes.T @ slopes
-        move = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), slopes.T @ errors)
-        tried = point + np.clip(move, -1, 1)
-        further = _errors(runs, tried)
-        if further @ further < errors @ errors:
-            point, errors, damping = tried, further, damping / 10
-        else:
-            damping *= 10
-        if np.abs(move).max() < CLOSE:
-            break
-    latency, per_byte = np.exp(point).tolist()
-    return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
-
-
-def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
-    """Latency and seconds per byte if t were linear in both.
-
-    None if messages and bytes weigh the same in all records.
+    """Fit latency and bandwidth by least squares over logarithms of step times (Levenberg-Marquardt), from the solution
+    for steps that are linear in both; None if messages and bytes weigh the same in all records.
     """
     beyond = np.array([max(run.seconds - base, NOTHING * run.seconds) for run, base in zip(runs, free, strict=True)])
     guess = np.array([beyond.mean() / 10, beyond.mean() / max(run.task.nbytes for run in runs)])
@@ -415,14 +358,27 @@ def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] 
     if not sizes.min() > 0 or np.linalg.svd(weighed / sizes, compute_uv=False)[-1:] < TELLING or len(runs) < 2:
         return None
     times = np.linalg.lstsq(weighed, np.ones(len(runs)), rcond=None)[0]
-    latency, per_byte = np.maximum(times, 1e-3 * np.abs(times).max()) * guess
-    return float(latency), float(per_byte)
 
+    def errors(point: FlatArray) -> FlatArray:
+        latency, per_byte = np.exp(point).tolist()
+        return np.array([run.excess(latency, 1 / per_byte) for run in runs])
 
-def _errors(runs: Sequence[_Run], point: FlatArray) -> FlatArray:
-    """Logarithms of the ratios of rehearsed to recorded step times, at log L and log 1/B."""
+    point, damping = np.log(np.maximum(times, 1e-3 * np.abs(times).max()) * guess), 1e-3
+    now = errors(point)
+    for _ in range(ROUNDS):
+        slopes = np.stack([(errors(point + move) - now) / STEP for move in np.eye(2) * STEP], axis=1)
+        normal = slopes.T @ slopes
+        move = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), slopes.T @ now)
+        tried = point + np.clip(move, -1, 1)
+        further = errors(tried)
+        if further @ further < now @ now:
+            point, now, damping = tried, further, damping / 10
+        else:
+            damping *= 10
+        if np.abs(move).max() < CLOSE:
+            break
     latency, per_byte = np.exp(point).tolist()
-    return np.array([math.log(run.takes(latency, 1 / per_byte) / run.seconds) for run in runs])
+    return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
 
 
 def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: list[str], what: str) -> float:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flockstep.costs.cluster_file import memory_bytes
-from flockstep.costs.pipedream import even_plan
-from flockstep.costs.stages import units
+from flockstep.costs.stages import even_plan, units
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.partitions.base import Partition, Unsplit
 from flockstep.partitions.pipeline import Pipeline

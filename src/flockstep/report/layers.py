@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flockstep.costs.concurrency import CONCURRENCY
-from flockstep.costs.layers import Layer, ModelShape, require_scale
+from flockstep.costs.layers import CONCURRENCY, Layer, ModelShape, require_scale
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError
 from flockstep.report import formatting

@@ -23,11 +23,10 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.launchers.train import train
 from flockstep.options import MeasureOptions
-from flockstep.planning.calibrate import Calibration, calibrate
+from flockstep.planning.calibrate import Calibration, calibrate, measure_rates
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.rates import measure_rates
 from flockstep.planning.step_prediction import StepPrediction, Unpredictable, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

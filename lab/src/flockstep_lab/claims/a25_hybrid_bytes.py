@@ -13,7 +13,7 @@ import numpy as np
 
 from flockstep.collectives.ring import Ring
 from flockstep.costs.layers import Layer, ModelShape
-from flockstep.costs.models.alexnet import alexnet
+from flockstep.costs.reference import alexnet
 from flockstep.frameworks.base import Data, Engine, Job
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.simulation.compute import ConstantTime

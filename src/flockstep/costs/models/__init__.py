@@ -1,1 +1,0 @@
-"""The shapes of well-known networks, without weights."""
