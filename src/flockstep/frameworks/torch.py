@@ -99,9 +99,11 @@ class TorchEngine(Engine):
         self._factored: dict[int, tuple[FactoredWeight, ...]] = {}
         self._chunk = LARGEST_CHUNK
         self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._forward: Callable[..., torch.Tensor] = vmap(
-            lambda params, x, y: self.loss(called(self.module, params, x), y), randomness="error"
-        )
+
+        def loss_of(params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.loss(called(self.module, params, x), y)
+
+        self._forward: Callable[..., torch.Tensor] = vmap(loss_of, randomness="error")
         self._batch_size = job.batch
         self._probe(job)
 
