@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from flockstep.errors import FlockstepError
@@ -117,7 +117,7 @@ def test_everything_that_is_saved_is_needed(lost):
         run = run_strategy(strategy, workers, 9, job=job)
         saved = run.simulation.save()
         fresh = run_strategy(strategy, workers, 0, job=job, evaluate_every=1).simulation.save()
-        broken = {a: replace(s, **{lost: getattr(fresh[a], lost)}) for a, s in saved.items()}
+        broken = {a: msgspec.structs.replace(s, **{lost: getattr(fresh[a], lost)}) for a, s in saved.items()}
         try:
             forgetful = run_strategy(strategy, workers, 18, job=job, resume=broken)
         except FlockstepError:

@@ -112,6 +112,7 @@ WRONG = [
     (small("speed = 1" + 400 * "0"), "speed must be a number"),
     (small("workers = 300000000"), "workers must be <= 1000000, got 300000000; describe only a part"),
     (small().replace("count = 2", "count = 1000000000"), "count must be <= 1000000"),
+    (small().replace("count = 2", "count = 0x" + "f" * 5000), "count must be <= 1000000, got a very long int"),
     (small("workers = 600000"), "count × workers must be <= 1000000, got 1200000"),
     (small("x = " + 3000 * "[" + 3000 * "]"), "nests brackets too deeply"),
     (small("cores = 1" + 5000 * "0"), "a number with too many digits"),

@@ -36,7 +36,10 @@ class Asking:
 
     def __init__(self) -> None:
         self.said: list[JoinAnswer] = []
-        self.closed = False
+        self.closed = self.gone = False
+
+    def disconnected(self) -> bool:
+        return self.gone
 
     def send(self, frames: Any) -> None:
         self.said.append(msgspec.msgpack.decode(frames[0], type=JoinAnswer))
@@ -62,3 +65,23 @@ def test_requests_are_confirmed_once_their_workers_take_part(tmp_path: Path) -> 
     assert second.said == [JoinAnswer("the run ended", False)]
     assert [one.closed for one in (first, second, third)] == [True] * 3
     assert requests.workers == 0
+
+
+def test_no_worker_is_started_for_one_who_has_given_up_and_the_end_of_the_run_answers_every_other(
+    tmp_path: Path,
+) -> None:
+    requests, gone, late = JoinRequests(tmp_path), *(cast(Any, Asking()) for _ in range(2))
+    gone.gone = True
+    requests.hear(JoinRequest(2), gone)
+    assert not requests.take(lambda workers: "")
+    assert requests.workers == 0
+    requests.hear(JoinRequest(1), late)  # not looked at before the run ends
+    requests.refuse("the run ended")
+    assert late.said == [JoinAnswer("the run ended", False)]
+
+
+def test_requests_of_an_earlier_version_make_room_for_the_address(tmp_path: Path) -> None:
+    (tmp_path / "joining").mkdir()
+    (tmp_path / "joining" / "1.json").touch()
+    with JoinRequests(tmp_path).open("ipc:///run/control"):
+        assert (tmp_path / "joining").read_text() == "ipc:///run/control"

@@ -287,3 +287,10 @@ def test_blocks_and_slices_take_the_same_share(optimizer: Optimizer) -> None:
         for piece, part, own in zip(pieces, (gradient[:half], gradient[half:]), states, strict=True):
             optimizer.step(piece, part, own, optimizer.lr, 0.3)
     assert whole.tobytes() == np.concatenate(pieces).tobytes()
+
+
+def test_the_step_uses_the_learning_rate_it_is_given() -> None:
+    params, gradient = np.ones(4, "float32"), np.ones(4, "float32")
+    optimizer = SGD(lr=0.5)
+    optimizer.step(params, gradient, optimizer.init(params), 0.25)
+    assert params.tolist() == [0.75] * 4

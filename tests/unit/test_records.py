@@ -359,6 +359,10 @@ def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> Non
     np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*Python objects.*; repeat the run"):
         folder.read_result()
+    with (tmp_path / "result.npy").open("wb") as file:  # numpy would divide by the size of an element
+        np.lib.format.write_array_header_1_0(file, {"descr": "|V0", "fortran_order": False, "shape": (-1,)})
+    with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*elements without bytes; repeat the run"):
+        folder.read_result()
 
 
 @pytest.mark.parametrize("name", ["result.npy", "schema.json"])

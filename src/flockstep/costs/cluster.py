@@ -75,7 +75,7 @@ class MachineGroup:
     def __post_init__(self) -> None:
         for key in ("count", "workers", "cores"):
             if (value := getattr(self, key)) is not None:
-                need(value >= 1, f"{key} must be >= 1, got {value}; leave it out for the default", key)
+                need(value >= 1, f"{key} must be >= 1, got {shown(value)}; leave it out for the default", key)
                 rule = f"{key} must be <= {MOST}, got {shown(value)}; describe only a part of the cluster"
                 need(value <= MOST, rule, key)
         rule = f"count × workers must be <= {MOST}, got {self.size}; describe only a part of the cluster"

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,10 @@ class Adopted:
         self.connection = connection
         self._code: int | None = None
         self._answered = False
+        self._process = None
+        with contextlib.suppress(ProcessLookupError):  # its connection shows that it has ended
+            if hasattr(os, "pidfd_open"):
+                self._process = os.pidfd_open(self.pid)
 
     def begin(self, node_spec: NodeSpec) -> Child:
         """Send the process its node specification, with which it joins the run.
@@ -74,7 +79,9 @@ class Adopted:
             with contextlib.suppress(ProtocolError):
                 if (said := self.connection.receive(0)) is not None:
                     self._code = int(bytes(said[0]) == CRASHED)
-            if self._code is None and self.connection.ended:
+            # A child that the process has forked may keep the connection open.
+            ended = self._process is not None and bool(wait([self._process], 0))
+            if self._code is None and (ended or self.connection.ended):
                 self._code = ENDED
         return self._code
 

@@ -64,6 +64,9 @@ class SnapshotHandler:
         """Wait until all snapshots are evaluated; return the error with which an evaluation failed, or None."""
         return None
 
+    def close(self) -> None:
+        """End the evaluating process if it still runs, because the run's record is lost."""
+
     def take(self, item: Snapshot) -> None:
         """Handle a snapshot that a node has sent."""
 
@@ -94,6 +97,11 @@ class Evaluator(SnapshotHandler):
             "evaluated; raise evaluate_every to evaluate less often"
         )
         return [text] if self.skipped else []
+
+    def close(self) -> None:
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        if self._child is not None and self._child.exit_code() is None:
+            self._child.kill()
 
     def take(self, item: Snapshot) -> None:
         """Send a snapshot to the evaluating process, unless its backlog is full."""

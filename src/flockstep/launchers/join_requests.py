@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import select
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ class JoinRequests:
     @contextlib.contextmanager
     def open(self, address: str) -> Iterator[None]:
         """Context manager in which requests can be sent to the control socket at `address`."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            shutil.rmtree(self._file)  # a folder of requests of an earlier version
         write_whole(self._file, address.encode())
         try:
             yield
@@ -86,6 +89,8 @@ class JoinRequests:
         before = len(self._waiting)
         while self._new:
             connection, workers = self._new.pop(0)
+            if connection.disconnected():  # whoever asked has given up
+                continue
             if reason := why_not(self.workers + workers):
                 _answer(connection, JoinAnswer(reason, False))
             else:
@@ -98,7 +103,9 @@ class JoinRequests:
             _answer(self._admitted.pop()[0], JoinAnswer(text, True))
 
     def refuse(self, text: str) -> None:
-        """Refuse all accepted requests whose workers do not take part yet."""
+        """Refuse all requests whose workers do not take part yet."""
+        self._waiting += self._new
+        self._new = []
         self.admit()
         while self._admitted:
             _answer(self._admitted.pop()[0], JoinAnswer(text, False))

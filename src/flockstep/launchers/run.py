@@ -251,6 +251,7 @@ class RunSegment:
         try:
             conclude(record, self.config, outcome, evaluation, executable.policy, events)
         finally:
+            evaluation.close()
             supervisor.collection.forget()
         if error is not None:
             raise error  # of a later call

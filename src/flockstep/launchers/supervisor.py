@@ -188,6 +188,8 @@ class Supervisor:
                 one.link.tell(AGAIN, {"spec": "", "config": "", "wait": int(stays)})
             elif one.child is not None:
                 one.child.kill()
+        # Nobody accepts here any more: who asks to join meanwhile asks again where the next supervisor listens.
+        self.admission.control.close()
 
     def close(self) -> None:
         """End the remaining processes of a run that continues with other workers, and close the connections."""

@@ -401,6 +401,11 @@ def _array_of(path: Path) -> FlatArray:
     """The array in a file of numpy, whose header may announce no more and no less than the file holds."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # about headers that numpy does not write
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            if not header(file)[2].itemsize:  # numpy divides by it
+                raise ValueError("its header declares elements without bytes")
         mapped = np.lib.format.open_memmap(path, mode="r")  # allocates nothing for a wrong header
     if mapped.offset + mapped.nbytes != path.stat().st_size:
         raise ValueError(f"its header declares an array of shape {mapped.shape} and dtype {mapped.dtype}")

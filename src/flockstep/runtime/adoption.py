@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import hashlib
 import os
-import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -105,7 +105,7 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
         while (said := connection.receive(0, CONTROL_BYTES)) is None:
             if connection.ended:
                 raise RunError("the agent of this host ended before the run began; see the output of the agent")
-            select.select([connection], [], [])
+            wait([connection.fileno()])
         answer = msgspec.json.decode(said[0], type=Answer)
         if answer.spec is None:
             refusal = of_kind(answer.kind, answer.reason)
