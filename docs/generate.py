@@ -205,7 +205,7 @@ def commands() -> str:
     for name, command in commands_of(app):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         words = [f"{p.name}".upper() if p.required else f"[{p.name}]".upper() for p in arguments]
-        rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
+        rows.append((_code(" ".join(["flockstep", name, *words])), " ".join((command.help or "").split())))
     return table(("command", "does"), rows)
 
 

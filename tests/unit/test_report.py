@@ -360,6 +360,7 @@ def reached(name: str, workers: int, seconds: float | None, before: float = 0.0)
     [
         ((2.0, 1.9), (6.0, 5.9), r"Several workers were faster than one: .* with 1.3 times the worker-seconds\."),
         ((2.0, 1.0), (2.5, 1.5), "No strategy is known to be faster .*, but the evaluations are too far apart to tell"),
+        ((2.5, 1.5), (2.0, 1.0), "No strategy is known to be faster .*, but the evaluations are too far apart to tell"),
         ((6.0, 5.0), (2.0, 1.0), "No strategy was faster than one worker: s reached accuracy 0.9 after 6.00 s, "),
         ((None, 0.0), (2.0, 1.0), "One worker alone reached accuracy 0.9, after 2.00 s, and no strategy .* did"),
         ((2.0, 1.0), (None, 0.0), "One worker alone did not reach accuracy 0.9 in 9.00 s."),

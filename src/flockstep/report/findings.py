@@ -138,11 +138,11 @@ def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
         return [f"One worker alone reached {goal}, after {_clock(alone)}, and no strategy on several workers did."]
     name, best = min(strategies, key=lambda one: _hit(one[1]))
     took = f"{name} reached {goal} after {_clock(best)}, one worker alone after {_clock(alone)}"
-    if _hit(best) >= _hit(alone):
-        return [f"No strategy was faster than one worker: {took}."]
-    if tied(best, alone):
+    if tied(*sorted((best, alone), key=_hit)):
         why = "the ranges of their seeds overlap" if seeds > 1 else "the evaluations are too far apart to tell"
         return [f"No strategy is known to be faster than one worker: {took}, but {why}."]
+    if _hit(best) >= _hit(alone):
+        return [f"No strategy was faster than one worker: {took}."]
     paid = formatting.times(_hit(best) * best.workers / _hit(alone))
     return [f"Several workers were faster than one: {took}, with {paid} the worker-seconds."]
 
