@@ -133,6 +133,9 @@ def end_forkers() -> None:
         _forkers.popitem()[1].close()
 
 
+PROGRESS = re.compile(r"^flockstep: .*; \d+ s so far$")
+
+
 class RealRun:
     """A `flockstep` command in a session of its own; everything that it starts is known by its TMPDIR."""
 
@@ -185,9 +188,11 @@ class RealRun:
 
     @property
     def err(self) -> str:
-        """Standard error so far, without the line that names the folder of the record."""
+        """Standard error so far, without the line that names the folder of the record, and without those on the
+        progress of a run that takes longer than ten seconds, as it may on a busy machine.
+        """
         lines = (self.scratch / "err").read_text().splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("record: "))
+        return "".join(line for line in lines if not line.startswith("record: ") and not PROGRESS.search(line))
 
     def going(self) -> bool:
         """Whether the command still runs."""
