@@ -266,7 +266,10 @@ class RealRun:
         left = list(self.scratch.glob("flockstep-*"))
         if self.main.returncode != -signal.SIGKILL:  # a process that is killed leaves multiprocessing's folder
             left += self.scratch.glob("pymp-*")
-        assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []
+        left = [folder for folder in left if not folder.name.startswith("flockstep-kept-")]
+        assert not left, {
+            folder.name: [(file.name, file.lstat().st_size) for file in folder.iterdir()] for folder in left
+        }
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
         return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, limit, summary)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import flockstep.records.scratch as scratch_module
 from flockstep.records.owner import OWNER
 from flockstep.records.scratch import MARK, scratch
+from flockstep.runtime.member import die_with
 
 
 @pytest.fixture
@@ -90,4 +93,33 @@ def test_a_forked_child_leaves_the_folder_to_its_maker() -> None:
     assert child.exitcode == 0
     assert sorted(path.name for path in folder.iterdir()) == [OWNER, MARK]
     stack.close()
+    assert not folder.exists()
+
+
+def _wait() -> None:
+    threading.Event().wait()
+
+
+def _of_a_changed_run(pid: int, former: str, folder: str, connection: Connection) -> None:
+    die_with(pid, former)
+    die_with(pid, folder)
+    connection.send_bytes(b"ready")
+    _wait()
+
+
+def test_a_node_of_a_run_that_has_changed_removes_the_last_folder_of_a_killed_supervisor(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    for number in range(3000):  # removing them lasts longer than ending a process
+        (folder / str(number)).touch()
+    spawned = multiprocessing.get_context("spawn")
+    here, there = spawned.Pipe()
+    supervisor = spawned.Process(target=_wait)
+    supervisor.start()
+    node = spawned.Process(target=_of_a_changed_run, args=(supervisor.pid, str(tmp_path / "x"), str(folder), there))
+    node.start()
+    assert here.recv_bytes() == b"ready"
+    supervisor.kill()
+    node.join()
+    supervisor.join()
     assert not folder.exists()

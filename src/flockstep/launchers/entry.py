@@ -57,8 +57,7 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
         feed: this end of a pair of sockets. The process writes `READY`, or the error of the job; then it reads its
             `Part`, and ends if it receives none.
     """
-    begun = Event()
-    die_with(supervisor, ended=lambda: begun.is_set() or os._exit(1))
+    die_with(supervisor)
     leaving, make = _obey(threads), _Maker(None)
     found = RunConfig.from_toml(config, "the run's configuration")
     try:
@@ -72,7 +71,6 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
         data = file.read()
     if not data:
         return
-    begun.set()
     _work(msgspec.json.decode(data, type=Part), make, leaving)
 
 

@@ -685,14 +685,16 @@ def stopped(message: Message) -> Exception:
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
-def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: os._exit(1)) -> None:
+_folders_of: dict[int, tuple[str, ...]] = {}
+"""Process → folders to be removed at its end, by a thread of this process."""
+
+
+def die_with(pid: int, *directories: str) -> None:
     """End this process as soon as process `pid` of this host has ended, for any reason; with 0, do nothing.
 
-    `ended` replaces the end of this process: a separate thread calls it after process `pid` has ended.
-
     First, the folders `directories` of the supervisor's sockets are removed, because a supervisor that was killed
-    leaves them behind. A signal on the parent's death would not work: forked workers are children of a fork server,
-    which outlives a killed supervisor.
+    leaves them behind; the folders of another call with the same `pid` replace them. A signal on the parent's death
+    would not work: forked workers are children of a fork server, which outlives a killed supervisor.
     """
 
     def watch() -> None:
@@ -703,9 +705,12 @@ def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: 
                 while True:
                     os.kill(pid, 0)
                     time.sleep(PATIENCE)
-        for directory in directories:
+        # One thread for all calls: a second one would end the process while the first one still removes a folder.
+        for directory in _folders_of[pid]:
             shutil.rmtree(directory, ignore_errors=True)
-        ended()
+        os._exit(1)
 
-    if pid:
+    watched = pid in _folders_of
+    _folders_of[pid] = directories
+    if pid and not watched:
         Thread(target=watch, name="flockstep-supervisor-watch", daemon=True).start()
