@@ -225,10 +225,10 @@ def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> No
             cannot be stored; two steps were taken without a call to `checkpoint` between them; or the script calls
             `distribute` several times, evaluates closures, uses `join()`, or does not use PyTorch.
     """
-    from flockstep.runtime.loop import script_checkpoints
+    from flockstep.runtime.loop import loop_with_checkpoints
 
-    if (script := script_checkpoints("checkpoint")) is not None:
-        script.checkpoint(extra)
+    if (loop := loop_with_checkpoints("checkpoint")) is not None:
+        loop.checkpoint(extra)
 
 
 def resumed() -> dict[str, Any] | None:
@@ -241,10 +241,10 @@ def resumed() -> dict[str, Any] | None:
     Raises:
         ConfigurationError: this process is not between `distribute` and `finish()`, or takes no part in checkpoints.
     """
-    from flockstep.runtime.loop import script_checkpoints
+    from flockstep.runtime.loop import loop_with_checkpoints
 
-    script = script_checkpoints("resumed")
-    return None if script is None else script.resumed()
+    loop = loop_with_checkpoints("resumed")
+    return None if loop is None or loop.checkpoints is None else loop.checkpoints.resumed()
 
 
 def _require_torch(name: str) -> None:

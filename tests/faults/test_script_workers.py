@@ -95,7 +95,7 @@ def test_a_script_that_a_worker_joins_ends_with_the_bits_of_one_that_was_stopped
     assert same(outcome(tmp_path, 3), joined)
 
 
-@pytest.mark.parametrize("strategy", few(ALIKE, "ps(bsp)"))
+@pytest.mark.parametrize("strategy", few(["ps(bsp)", "local_sgd(8)"], "ps(bsp)"))
 def test_a_script_whose_worker_dies_ends_with_the_bits_of_one_that_was_stopped_and_resumed(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -252,7 +252,6 @@ def test_workers_that_cannot_join_a_script_are_refused_and_the_run_continues(
     ("words", "said"),
     [
         (["--max-workers", "1"], "max_workers must be >= 2, the number of workers, got 1; raise it"),
-        (["--min-workers", "1"], "min_workers needs checkpoints"),
         (
             ["--max-workers", "3", "--nodes", "2", "--node-rank", "0", "--coordinator", "127.0.0.1:29400"],
             "the number of a script's workers changes during the run only if all processes are on one machine",
@@ -275,8 +274,16 @@ def test_bad_options_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_strategy_that_goes_back_to_a_checkpoint_needs_checkpoints(tmp_path: Path) -> None:
+    words = ["launch", "-n", "2", "--min-workers", "1", write_script(tmp_path), "local_sgd", "1"]
+    ended = RealRun(words, tmp_path / "run", torch=True).end()
+    assert ended.code == 2
+    assert "min_workers needs checkpoints" in ended.err
+    assert not (tmp_path / "count-0").exists()
+
+
 def test_a_worker_of_a_script_that_gets_sigterm_leaves_after_a_checkpoint(tmp_path: Path) -> None:
-    run = begin(tmp_path, "all_reduce", "--min-workers", "1", "--checkpoint-every", "1000")
+    run = begin(tmp_path, "ps(bsp)", "--min-workers", "1", "--checkpoint-every", "1000")
     run.fault(signal.SIGTERM, "worker-1")
     record = RunFolder(tmp_path / "run")
     wait_until(lambda: record.read_config().workers == 1, PATIENCE, "the run goes on with one worker")
@@ -284,9 +291,10 @@ def test_a_worker_of_a_script_that_gets_sigterm_leaves_after_a_checkpoint(tmp_pa
     assert re.match("worker 1 left after SIGTERM; the other workers continued from step (2[5-9]|[3-9][0-9])", note)
 
 
-def test_workers_that_are_killed_at_once_are_one_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ps(bsp)", "all_reduce"])
+def test_workers_that_are_killed_at_once_are_one_change(strategy: str, tmp_path: Path) -> None:
     words = ["launch", "-n", "3", "--min-workers", "1", "--checkpoint-every", "20"]
-    script = [write_scheduled_script(tmp_path), "all_reduce", "step", "240"]
+    script = [write_scheduled_script(tmp_path), strategy, "step", "240"]
     run = RealRun([*words, *script], tmp_path / "run", torch=True)
     run.wait_for_work(25)
     os.kill(run.nodes["worker-2"], signal.SIGKILL)
@@ -300,5 +308,5 @@ def test_workers_that_are_killed_at_once_are_one_change(tmp_path: Path) -> None:
     summary = record.read_summary()
     assert summary.status == "finished"
     assert {one.node for one in summary.lost} == {0, 2}
-    (change,) = [note for note in summary.notes if "; the other workers continued from step 2" in note]
+    (change,) = [note for note in summary.notes if "; the other workers continued " in note]
     assert all(f"worker {rank} was killed by SIGKILL" in change for rank in (0, 2))

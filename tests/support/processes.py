@@ -234,7 +234,8 @@ class RealRun:
             assert b'"type":"node"' not in self.events(node), f"{node} had ended before the fault"
 
     def _at_work(self, steps: int) -> bool:
-        names = [file.stem for file in self.record.glob("events/*.jsonl") if file.stem not in ("launcher", "before")]
+        files = self.record.glob("events/*.jsonl")
+        names = [file.stem for file in files if not file.stem.startswith(("launcher", "before"))]
         expected = re.search(rb"^workers = ([0-9]+)$", content(self.record / "config.toml"), re.MULTILINE)
         if not expected or any(self.steps(rank) < steps for rank in range(int(expected[1]))):
             return False

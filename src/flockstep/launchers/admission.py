@@ -130,7 +130,7 @@ class Admission:
             outcome.schema, outcome.strategy = hello.schema, strategy
             replicas = self._workers // outcome.parts
             strategy.check(replicas)
-            self.executable.require_possible(strategy)
+            self.executable.require_possible(strategy, hello.repeats)
             self.peers.cluster = whole_cluster(strategy.cluster(replicas), outcome.parts)
             return
         outcome.schema.require(hello.schema, node_name(hello.address))

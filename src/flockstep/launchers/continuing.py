@@ -230,7 +230,7 @@ def require_limits(config: RunConfig) -> None:
     """Check the smallest and the largest number of workers with which a run may continue.
 
     Raises:
-        ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
+        ConfigurationError: the number of workers is not within these limits.
     """
     least, most = config.min_workers, config.max_workers
     if least is not None and least > config.workers:
@@ -241,7 +241,15 @@ def require_limits(config: RunConfig) -> None:
         raise ConfigurationError(
             f"max_workers must be >= {config.workers}, the number of workers, got {most}; raise it"
         )
-    if least is not None and config.checkpoint_every is None:
+
+
+def require_interval(config: RunConfig) -> None:
+    """Check that a run whose workers may be lost takes checkpoints.
+
+    Raises:
+        ConfigurationError: checkpoints are off.
+    """
+    if config.min_workers is not None and config.checkpoint_every is None:
         raise ConfigurationError(
             "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
             "--checkpoint-every 100"

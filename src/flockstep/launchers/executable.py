@@ -132,12 +132,13 @@ class Executable:
         """
         raise NotImplementedError
 
-    def require_possible(self, strategy: Strategy) -> None:
+    def require_possible(self, strategy: Strategy, repeats: bool) -> None:
         """Check that workers may leave or join the run, if the user wants that, under the strategy that the first
-        process has declared.
+        process has declared; `repeats`: see `Hello`.
 
         Raises:
             CompositionError: the strategy does not allow it.
+            ConfigurationError: it needs checkpoints.
         """
 
     def begin(self, config: RunConfig) -> None:

@@ -35,6 +35,8 @@ class Members:
     """
     epoch: int = 0
     """Number of changes of the workers so far."""
+    went: float | None = None
+    """When the run began, on the monotonic clock, if the workers go on with what their processes hold."""
     back_to: int | None = None
     """Smallest step of a checkpoint from which the run continues when a server is lost; None: a lost server ends the
     run.
@@ -64,7 +66,7 @@ class NodeChanges:
         self._peers, self._outcome, self._checkpoints, self._hosts = peers, outcome, checkpoints, hosts
         self._requests, self._newcomers = members.requests, members.newcomers
         self._least, self._most = config.min_workers, config.max_workers
-        self._joining, self._back_to = members.joining, members.back_to
+        self._joining, self._back_to, self._began_at_once = members.joining, members.back_to, members.went is not None
         self._leavers = set[int]()
         self._losses: list[str] = []
         """Clauses about the lost nodes without which the run is about to continue."""
@@ -86,6 +88,9 @@ class NodeChanges:
         """
         checkpoints = self._checkpoints
         if checkpoints is None or not self._peers.running or self._outcome.change is not None:
+            return
+        if self._leavers and self._at_once():
+            self._change("", 0, at_once=True)
             return
         missing = "" if checkpoints.at_intervals or self._most is None else checkpoints.missing
         if missing and self._peers.least_step >= CALLED:
@@ -128,9 +133,9 @@ class NodeChanges:
         self._requests.refuse(f"no worker can join now: {why}")
         self._hosts.refuse_joiners(f"no worker can join now: {why}")
 
-    def _change(self, loss: str, joined: int) -> None:
+    def _change(self, loss: str, joined: int, at_once: bool = False) -> None:
         """Continue without the workers that leave or were lost, and with those that join; `loss`: a clause about a lost
-        node, which is added to those of other losses, or empty.
+        node, which is added to those of other losses, or empty. `at_once`: nobody joins, and no checkpoint is needed.
         """
         if joined > self._hosts.prepared:
             self._requests.admit()
@@ -141,7 +146,16 @@ class NodeChanges:
         reason = ", and ".join(filter(None, (*self._losses, left, text)))
         gone = self._leavers | (set(range(self._peers.workers)) - set(self._peers.view.ranks))
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        self._outcome.change = Change(gone, reason, joined, renamed=newest is not None and bool(newest.lost))
+        renamed = newest is not None and bool(newest.lost)
+        self._outcome.change = Change(gone, reason, joined, renamed, at_once)
+
+    def _at_once(self) -> bool:
+        """Whether the scripts that live can go on from the step in hand, with what their processes hold."""
+        if self._peers.went is None:
+            return self._began_at_once
+        links = self._peers.links.values()
+        alone = not (self._peers.several or self._peers.done or any(link.beside for link in links))
+        return alone and bool(links) and all(link.hello.repeats for link in links)
 
     def look_for_requests(self) -> None:
         """Start the processes of workers that want to join the run."""
@@ -216,16 +230,19 @@ class NodeChanges:
         its strategy needs.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        if newest is None or address in self._peers.done:
+        at_once = self._least is not None and address >= 0 and self._at_once()
+        if (newest is None and not at_once) or address in self._peers.done:
             return False
         began, strategy = self._peers.went is not None, self._outcome.strategy
         change = self._outcome.change  # of another node that was lost just now
-        joined = change.joined if change is not None else self._joiners() if began else 0
+        joined = change.joined if change is not None else self._joiners() if began and not at_once else 0
         if address < 0:
             if change is not None:  # servers are started again anyway
                 return True
             some_died = len(self._peers.view.ranks) < self._peers.workers
-            if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
+            if newest is None or self._back_to is None or not began or some_died:
+                return False
+            if min(newest.steps.values()) < self._back_to:
                 return False
         else:
             # Before all nodes are ready, every strategy needs all workers; but those that join may be lost again.
@@ -236,5 +253,5 @@ class NodeChanges:
                 return False
             if self._why_not_with(self._staying + joined):
                 return False
-        self._change(reason, joined)
+        self._change(reason, joined, at_once)
         return True

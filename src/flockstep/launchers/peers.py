@@ -161,6 +161,8 @@ class Change:
     """Number of workers that join."""
     renamed: bool = False
     """Whether ranks change although the number of workers stays, because the newest checkpoint lacks lost workers."""
+    at_once: bool = False
+    """Whether scripts go on with what their processes hold, so that the run does not go back to a checkpoint."""
     since: float = field(default_factory=time.monotonic)
     """Time at which the nodes had stopped, in seconds of the monotonic clock."""
 
@@ -209,6 +211,8 @@ class RunPeers(dict[Address, RunPeer]):
     """
     over = False
     """Whether all nodes have been told that the run has ended."""
+    several = False
+    """Whether the scripts have called `distribute` again."""
 
     def __init__(
         self,

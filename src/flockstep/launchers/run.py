@@ -17,7 +17,7 @@ from flockstep.launchers.checkpoints import Checkpointer, require_resumable
 from flockstep.launchers.children import Child
 from flockstep.launchers.collection import Collection
 from flockstep.launchers.completion import finished
-from flockstep.launchers.continuing import config_of, moved
+from flockstep.launchers.continuing import config_of, keep_configs, moved
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.executable import AS_THE_SCRIPT_SAYS, Executable, Show
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of
@@ -49,6 +49,10 @@ class NodesChanged(Interrupted):
     def __init__(self, change: Change, supervisor: Supervisor):
         super().__init__(change.reason)
         self.supervisor, self.gone, self.since = supervisor, change.gone, change.since
+        self.at_once = change.at_once
+        """Whether scripts go on with what their processes hold."""
+        self.went = supervisor.members.went if supervisor.peers.went is None else supervisor.peers.went
+        """When the run began, by the monotonic clock; None if no worker has trained."""
         self.epoch, workers = supervisor.members.epoch, supervisor.peers.workers
         self.lost = supervisor.outcome.lost.values()
         """The losses of the segment that has ended."""
@@ -96,11 +100,29 @@ class SupervisedRun:
                 finally:
                     if before is not None:  # workers that waited got their place in the segment over its connections
                         before.supervisor.close()
-                config, checkpoint = self.continued(left.workers, left)
+                if left.at_once:
+                    config, checkpoint = self.without(left), None
+                else:
+                    config, checkpoint = self.continued(left.workers, left)
         finally:
             if left is not None:
                 left.supervisor.close()
                 left.supervisor.members.newcomers.end()
+
+    def without(self, left: NodesChanged) -> RunConfig:
+        """Let the record go on with the workers that live, which go on with what their processes hold; return the
+        run's configuration from now on.
+        """
+        former, outcome = unnamed(self.record.read_config()), left.supervisor.outcome
+        config = dataclasses.replace(former, workers=left.workers)
+        keep_configs(self.record, former, config)
+        text = f"{left}; {left.others} continued with the step in hand"
+        on_stderr(text)
+        assert left.went is not None
+        self.record.set_aside(range(left.workers, former.workers), left.epoch + 1)
+        self.record.note(left.since - left.went, [text, *outcome.warnings], left.lost)
+        self.record.write_config(config)
+        return config
 
     def continued(self, workers: int | None, left: NodesChanged | None = None) -> tuple[RunConfig, Checkpoint]:
         """Let the record, whose folder this process owns, go on from its newest checkpoint.
@@ -207,9 +229,46 @@ class RunSegment:
             NodesChanged: the run continues with other nodes.
             RunError: the run failed.
         """
+        left, executable = self.left, self.run.executable
+        evaluation, checkpoints, supervisor = self._supervised()
+        outcome = supervisor.outcome
+        notes, events, error = outcome.warnings, outcome.events, outcome.error
+        notes[:0] = executable.notes
+        notes += [] if checkpoints is None else checkpoints.notes
+        if self.later:
+            where = ", ".join(later.path.name for later, _ in self.later)
+            notes.append(
+                "this record describes the script's first call of distribute; the records of later calls are in "
+                f"{where}"
+            )
+        if error is not None and supervisor.failed_later:
+            notes.append(f"the script failed in a later call of distribute: {error}")
+            outcome.error = None
+        if outcome.change is not None and error is None:
+            outcome.error = NodesChanged(outcome.change, supervisor)
+        began, went = supervisor.admission.began, supervisor.peers.went
+        if left is not None and began is not None and went is not None:
+            since = left.since - went if self.resumed is None else self.resumed.manifest.seconds
+            paused = f"no worker trained for {began - left.since:.2f} s while the workers changed ({left})"
+            events.append(NoteEvent(since, paused))
+        try:
+            conclude(self.run.record, self.config, outcome, evaluation, executable.policy, events)
+        finally:
+            evaluation.close()
+            supervisor.collection.forget()
+        if error is not None:
+            raise error  # of a later call
+
+    def _supervised(self) -> tuple[SnapshotHandler, Checkpointer | None, Supervisor]:
+        """Start the processes, and return what has supervised them until the run's end or a change of the nodes.
+
+        Raises:
+            NodesChanged: scripts go on with what their processes hold, and so does the record.
+        """
         record, executable, left, resumed = self.run.record, self.run.executable, self.left, self.resumed
-        path, checkpoints = record.path.resolve(), None
-        executable.begin(self.config)
+        path, checkpoints, stay = record.path.resolve(), None, False
+        if left is None or not left.at_once:
+            executable.begin(self.config)
         try:
             evaluation = executable.evaluation(path)
             if executable.checkpoints:
@@ -228,33 +287,17 @@ class RunSegment:
                         evaluation.take(item)
             supervisor = self.supervisor(path, evaluation, checkpoints)
             outcome = supervisor.run()
+            change = None if outcome.error is not None else outcome.change
+            stay = change is not None and change.at_once
         finally:
-            executable.end()
-        notes, events, error = outcome.warnings, outcome.events, outcome.error
-        notes[:0] = executable.notes
-        notes += [] if checkpoints is None else checkpoints.notes
-        if self.later:
-            where = ", ".join(later.path.name for later, _ in self.later)
-            notes.append(
-                "this record describes the script's first call of distribute; the records of later calls are in "
-                f"{where}"
-            )
-        if error is not None and supervisor.failed_later:
-            notes.append(f"the script failed in a later call of distribute: {error}")
-            outcome.error = None
-        if outcome.change is not None and error is None:
-            outcome.error = NodesChanged(outcome.change, supervisor)
-        began = supervisor.admission.began
-        if resumed is not None and left is not None and began is not None:
-            paused = f"no worker trained for {began - left.since:.2f} s while the workers changed ({left})"
-            events.append(NoteEvent(resumed.manifest.seconds, paused))
-        try:
-            conclude(record, self.config, outcome, evaluation, executable.policy, events)
-        finally:
+            if not stay:
+                executable.end()
+            if left is not None and left.at_once:
+                left.supervisor.hear_rest()
+        if change is not None and stay:
             evaluation.close()
-            supervisor.collection.forget()
-        if error is not None:
-            raise error  # of a later call
+            raise NodesChanged(change, supervisor)
+        return evaluation, checkpoints, supervisor
 
     def supervisor(
         self,
@@ -290,6 +333,7 @@ class RunSegment:
             call=number,
             link_timeout=link_timeout_of(config),
             facts=None if executable.parts is None else executable.parts.facts,
+            least=(config.min_workers or 0) if executable.script and run.hosts.here else 0,
             checkpoint="" if self.resumed is None or first is not None else str(self.resumed.folder.absolute()),
         )
         # After the loss of a server, the run needs a newer checkpoint to survive another loss, so that repeated losses
@@ -305,7 +349,8 @@ class RunSegment:
         else:
             run.hosts.rearrange(left.remaining, config.workers, config.to_toml())
             before, joining = left.supervisor.members, set(range(config.workers)) - left.remaining.keys()
-            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, back_to)
+            went = left.went if left.at_once else None
+            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, back_to)
         sizes = () if executable.parts is None else executable.parts.sizes
         outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         peers = RunPeers(config.workers, spec.heartbeat, members.epoch, executable.unjoined)
@@ -319,7 +364,8 @@ class RunSegment:
     def start_worker(self, node_spec: NodeSpec) -> Child | None:
         """Let a process that continues, or one that has prepared to join, take part; otherwise start one."""
         config, left, hosts, executable = self.config, self.left, self.run.hosts, self.run.executable
-        if left is not None and not executable.script and node_spec.address in left.remaining:
+        stay = left is not None and (left.at_once or not executable.script)
+        if left is not None and stay and node_spec.address in left.remaining:
             before, again = left.remaining[node_spec.address], hosts.again(node_spec)
             if left.supervisor.peers[before].link is not None:
                 return left.supervisor.begin_again(before, again, config.to_toml())

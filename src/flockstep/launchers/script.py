@@ -25,7 +25,7 @@ from flockstep.launchers.children import (
     start_fork_server,
     unbuffered,
 )
-from flockstep.launchers.continuing import ResizedRun, require_limits, resized_script
+from flockstep.launchers.continuing import ResizedRun, require_interval, require_limits, resized_script
 from flockstep.launchers.executable import Executable, Show
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
@@ -306,8 +306,10 @@ class ScriptExecutable(Executable):
     ) -> ResizedRun:
         return resized_script(checkpoint, config, workers, gone)
 
-    def require_possible(self, strategy: Strategy) -> None:
-        if self._elastic:
+    def require_possible(self, strategy: Strategy, repeats: bool) -> None:
+        if not repeats:
+            require_interval(self._config)
+        if (self._config.min_workers, self._config.max_workers) != (None, None):
             require_checkpoints(strategy)
             require_script_resizable(strategy, "leave out --min-workers and --max-workers")
 
@@ -317,8 +319,7 @@ class ScriptExecutable(Executable):
         Raises:
             ConfigurationError: a file for the output cannot be created.
         """
-        self._elastic = config.min_workers is not None or config.max_workers is not None
-        self._ranks = _ranks_here(config, self._gathering)
+        self._config, self._ranks = config, _ranks_here(config, self._gathering)
         self._sinks = self._output.sinks(self._ranks, config.workers)
         self._output = dataclasses.replace(self._output, continues=True)  # when the workers change
         self.unjoined = train_instead(config.job)

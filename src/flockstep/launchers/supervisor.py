@@ -178,7 +178,8 @@ class Supervisor:
 
     def _stop_for(self, gone: set[int], reason: str) -> None:
         """End the scripts, which begin again with other workers, or let the workers of a job wait for this."""
-        if self._executable.script:
+        change = self.outcome.change
+        if self._executable.script and not (change is not None and change.at_once):
             self._end_all(Interrupted(f"the script begins again with other workers: {reason}"))
             self._clean_up()
             return
@@ -190,6 +191,13 @@ class Supervisor:
                 one.child.kill()
         # Nobody accepts here any more: who asks to join meanwhile asks again where the next supervisor listens.
         self.admission.control.close()
+
+    def hear_rest(self) -> None:
+        """Keep the events that nodes sent before they left for a change."""
+        for link in self.peers.links.values():
+            with contextlib.suppress(ProtocolError):
+                while (message := link.receive()) is not None:
+                    self.collection.take(message, link)
 
     def close(self) -> None:
         """End the remaining processes of a run that continues with other workers, and close the connections."""
@@ -213,7 +221,7 @@ class Supervisor:
                 self._changes.look()
             # A change of the nodes includes all deaths of one moment, also those that are only about to show.
             settled = time.monotonic() - self._lost_at >= MOMENT and not self.peers.dying()
-            if self.outcome.change is not None and settled:
+            if self.outcome.change is not None and settled and self._all_hear():
                 return
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
@@ -221,6 +229,14 @@ class Supervisor:
                 owner.check(self.collection.record)
                 self._changes.look_for_requests()
         self._current().collection.show()
+
+    def _all_hear(self) -> bool:
+        """Whether all workers that live can be told of a change; a script takes its step to the end before it meets the
+        others again.
+        """
+        change = self.outcome.change
+        alone = [one for rank, one in self.peers.items() if rank >= 0 and not one.gone and one.link is None]
+        return not (alone and change is not None and change.at_once)
 
     def _current(self) -> Supervisor:
         """The supervisor of the first call whose run is not over; if all are, that of the last call."""
@@ -409,6 +425,7 @@ class Supervisor:
                 later.peers[address].child = self.peers[address].child
             later.admission.open(later._open)
             self._calls.append(later)
+            self.peers.several = True
         call = self._calls[number - 1]
         call.peers[rank].asked = True
         here = not self._hosts.has(rank)  # on another host the agent's folder serves all calls
@@ -559,7 +576,8 @@ class Supervisor:
         strategy, began = self.outcome.strategy, self.admission.began
         assert strategy is not None
         assert began is not None
-        went = self.peers.went = began - (0.0 if resumed is None else resumed.manifest.seconds)
+        since = began - (0.0 if resumed is None else resumed.manifest.seconds)
+        went = self.peers.went = since if self.members.went is None else self.members.went
         if self._checkpoints is not None:
             self._checkpoints.begin(self.peers, strategy, self.peers.cluster)
         self._wait_monitor.begin(bool(strategy.traits.results))

@@ -11,7 +11,7 @@ from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine
 from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
-from flockstep.launchers.continuing import ResizedRun, require_limits, resized_run
+from flockstep.launchers.continuing import ResizedRun, require_interval, require_limits, resized_run
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.evaluation import Evaluator, SnapshotHandler
 from flockstep.launchers.executable import Executable, InitialParts, Show
@@ -85,6 +85,7 @@ def train(
         require_checkpoints(job.plan.strategy)
     if config.min_workers is not None or config.max_workers is not None:
         require_limits(config)
+        require_interval(config)
         require_checkpoints(job.plan.strategy)
         require_resizable(job.plan.strategy, "leave out --min-workers and --max-workers")
     record = RunFolder(folder)

@@ -220,6 +220,15 @@ class RunFolder:
             changed = any((self.path / CHECKPOINTS).glob("*.toml"))  # a configuration for each number of workers
             yield dropped, _lost_steps(kept, steps, changed)
 
+    def set_aside(self, workers: Iterable[int], change: int) -> None:
+        """Rename the files of workers that the run no longer has, or has under another rank, after its `change`th
+        change; whoever writes them goes on.
+        """
+        for rank in workers:
+            file = self.node_events_file(rank)
+            if file.exists():
+                file.rename(file.with_name(f"before-{change}-{file.name}"))
+
     @property
     def unfinished(self) -> bool:
         """Return whether the folder holds no finished run, so that the run must be repeated."""

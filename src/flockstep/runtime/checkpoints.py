@@ -361,6 +361,12 @@ class ScriptCheckpoints:
         """Function that the first call of `checkpoint` calls."""
         checkpoints.script = self
 
+    def move(self, checkpoints: NodeCheckpoints) -> None:
+        """Go on with another connection to the run, because its workers have changed."""
+        self._checkpoints, checkpoints.script = checkpoints, self
+        if self._begun:
+            checkpoints.offer()
+
     def at_boundary(self) -> Any:
         """Return the state of the script's optimizer at the point where the worker's program has stopped; arrays are
         not copied.
@@ -382,6 +388,7 @@ class ScriptCheckpoints:
         """
         if self._keeper.refusal:
             raise ConfigurationError(self._keeper.refusal)
+        self._steps = 0
         if not self._begun:
             self._begin(_values(extra))
         elif self._checkpoints.copied:
@@ -391,7 +398,6 @@ class ScriptCheckpoints:
                 self._checkpoints.drop(str(error))
             else:
                 self._checkpoints.complete(arrays)
-        self._steps = 0
 
     def before_step(self) -> None:
         """Check, at the start of a script's step, that the script calls `checkpoint` as required.

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, RunError
 from flockstep.expression import to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
 from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, Worker
@@ -31,12 +32,19 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.checkpoints import ScriptCheckpoints, manifest_of
+from flockstep.runtime.change import HeldStep, catch_up, stand
+from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
-from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.member import BeginAgain
 from flockstep.runtime.node_creation import make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
-from flockstep.runtime.node_spec import claim_spec, place_of_script, require_own_process, spec_from_environment
+from flockstep.runtime.node_spec import (
+    claim_spec,
+    place_of_script,
+    require_own_process,
+    spec_from_environment,
+    take_spec,
+)
 from flockstep.runtime.program_restart import (
     ScriptRequests,
     all_here,
@@ -77,13 +85,26 @@ def require_for_scripts(strategy: Strategy, workers: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class OfFramework:
+    """What the framework of a script adds to its loop."""
+
+    buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8)
+    """Returns the worker's state besides parameters (uint8)."""
+    overlaps: bool = False
+    """Whether `awaited` and `hand_over` are used while gradients are computed."""
+    bad_gradients: BadGradientSettings = (None, None)
+    """Action and largest norm for this worker's gradients; None: as `flockstep launch` says."""
+    keeper: TorchKeeper | None = None
+    """Keeps the state of the script's optimizer for checkpoints and other workers; None if the script does not."""
+
+
 class Loop:
     """One worker's part in a run that is driven by a user's loop.
 
     `params` and `gradients` are the flat arrays of the user's model, whose gradients must be moved to `loop.gradients`
     afterwards. `stepper` is the user's optimizer, and `server_optimizer` the equivalent for strategies whose servers
-    apply the gradients. `buffers` returns the worker's state besides parameters (uint8); after `finish`, `handed` holds
-    the buffers of every worker.
+    apply the gradients. After `finish`, `handed` holds the buffers of every worker.
     """
 
     _shown = 0
@@ -111,24 +132,20 @@ class Loop:
         strategy: Strategy,
         stepper: Stepper,
         server_optimizer: Optimizer,
-        buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
-        overlaps: bool = False,
-        bad_gradients: BadGradientSettings = (None, None),
-        keeper: TorchKeeper | None = None,
+        of_framework: OfFramework | None = None,
     ):
-        """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed. `bad_gradients`: action
-        and largest norm for this worker's gradients; None: as `flockstep launch` says. `keeper` keeps the state of the
-        script's optimizer for checkpoints; None if the script takes none.
-        """
-        self.strategy = strategy
-        self.epochs = 0
+        self.strategy, self.gradients, self.epochs = strategy, gradients, 0
         self.handed: dict[int, FlatArray] = {}
-        self.gradients = gradients
         self._process = os.getpid()
-        self._params = params
-        self._buffers = buffers
-        self._stepper = stepper
-        self._keeper = keeper
+        self._params, self._schema, self._stepper, self._optimizer = params, schema, stepper, server_optimizer
+        self._of = of_framework or OfFramework()
+        self._held = HeldStep()
+        self._again: BeginAgain | None = None
+        """Why the next step begins with other workers; None if the run goes on with the same."""
+        self._exchanges = 0
+        """Number of exchanges between two steps that have ended."""
+        self._leaving = threading.Event()
+        """Whether a signal asks this worker to leave the run."""
         self.checkpoints: ScriptCheckpoints | None = None
         """The script's part in the run's checkpoints; None if the framework of the script has none."""
         self.epoch: Callable[[], AbstractContextManager[None]] | None = None
@@ -145,20 +162,24 @@ class Loop:
         node_spec = claim_spec()
         self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
         require_for_scripts(strategy, self.workers)
+        elastic = node_spec is not None and node_spec.least > 0 and node_spec.call == 1
+        self._repeats = elastic and strategy.repeats and self._of.keeper is not None
         if node_spec is None:
-            self._alone(schema, stepper, server_optimizer)
+            self._alone()
         else:
-            self._together(node_spec, schema, stepper, server_optimizer)
-            self._worker.overlaps = overlaps and self.workers > 1 and not self._worker.shared.covers_run
-        self._worker.notes = notes_of(strategy)
-        self._worker.bad_gradients = self._worker.bad_gradients.replaced(*bad_gradients)
+            self._session = session_of_script(node_spec, self)
+            self._together(self._session)
         with self._telling():
-            require_skippable(strategy, self._worker.bad_gradients, self.workers)
             self._begin()
         self._before = self._worker.run_step
         atexit.register(self._at_exit)
 
     def _begin(self) -> None:
+        worker = self._worker
+        worker.notes = notes_of(self.strategy)
+        worker.bad_gradients = worker.bad_gradients.replaced(*self._of.bad_gradients)
+        require_skippable(self.strategy, worker.bad_gradients, self.workers)
+
         def begin() -> None:
             self._runner.begin(self.strategy.worker(self._worker))
 
@@ -187,7 +208,7 @@ class Loop:
             for hook in failpoints.hooks:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
-            self._runner.advance(self.gradients, loss)
+            self._use_gradient(loss)
             if self._session is not None:
                 require_side_by_side()
         except FlockstepError as error:
@@ -195,6 +216,24 @@ class Loop:
             raise
         if self.watch is not None:
             self._note()
+
+    def _use_gradient(self, loss: float | None) -> None:
+        """Let the strategy use the gradient; if other workers are lost meanwhile, together with those that live."""
+        if not self._repeats:
+            self._runner.advance(self.gradients, loss)
+            return
+        self._held.keep(self._worker, self.gradients)
+        while True:
+            try:
+                if self._again is not None:
+                    raise self._again
+                self._runner.advance(self.gradients, loss)
+                return
+            except BeginAgain as again:
+                self._go_on(again)
+            if self._held.completed(self._worker):
+                return
+            self._held.put_back(self.gradients)
 
     def record_metric(self, name: str, value: float, higher_is_better: bool, count: float | None) -> None:
         """Give a value of a metric to the record of the run; see `DistributedOptimizer.record_metric`."""
@@ -255,12 +294,12 @@ class Loop:
         """Index of the first gradient element that the strategy has requested; 0 if the strategy waits for the whole
         gradient.
         """
-        return 0 if self.finished else self._runner.awaited
+        return 0 if self.finished or self._again is not None else self._runner.awaited
 
     @property
     def tentative(self) -> bool:
         """Whether a gradient that the strategy has received in parts may still change before `step`."""
-        return not self.finished and self._runner.tentative
+        return not self.finished and (self._again is not None or self._runner.tentative)
 
     def revise(self) -> None:
         """Tell the strategy that the script has changed parts of the gradient that the strategy has already
@@ -272,7 +311,7 @@ class Loop:
         """Pass the gradient's elements from `awaited` on, which are in the flat array, to the strategy while the
         backward pass continues.
         """
-        with self._telling():
+        with self._telling(), self._noting_change():
             self._show_gradient()
             self._runner.advance(self.gradients, whole=False)
 
@@ -310,8 +349,8 @@ class Loop:
 
     def listen(self) -> None:
         """Handle the messages that have arrived, and continue the tasks that wait for these messages."""
-        if not self.finished:
-            with self._telling():
+        if not self.finished and self._again is None:
+            with self._telling(), self._noting_change():
                 self._runner.collect()
 
     def exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
@@ -327,7 +366,14 @@ class Loop:
         """
         self._require_running(f"make every exchange before finish(), got {name} after finish()")
         self._require_rest(name)
-        return self._exchange(name, program)
+        while True:
+            try:
+                returned = self._exchange(name, program)
+            except BeginAgain as again:
+                self._go_on(again, name)
+            else:
+                self._exchanges += 1
+                return returned
 
     def _require_rest(self, name: str) -> None:
         """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
@@ -450,9 +496,26 @@ class Loop:
         if self.finished:
             return None
         self.finished = True
-        session, worker, last = self._session, self._worker, list[OptimizerState]()
+        session = self._session
         for close in () if session is None else tuple(session.before_leaving):
             close()
+        while True:
+            try:
+                last = self._end(remember)
+                break
+            except BeginAgain as again:
+                self._go_on(again)
+        # Drop what holds memory and files of the run; the script keeps the model as long as it needs.
+        atexit.unregister(self._at_exit)
+        if session is not None:
+            session.end()
+            if session.node_spec.call > 1:
+                self._reports = None
+        return last
+
+    def _end(self, remember: bool) -> OptimizerState | None:
+        """Leave the run with the resulting model; see `finish`."""
+        session, worker, last = self._session, self._worker, list[OptimizerState]()
         self._runner.close()
 
         async def to_the_end() -> None:
@@ -479,17 +542,68 @@ class Loop:
             elif self._servers and self.strategy.traits.results[0] == "server":
                 for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
                     self._params[part] = self._servers[server(index)].params
-        # Drop what holds memory and files of the run; the script keeps the model as long as it needs.
-        atexit.unregister(self._at_exit)
-        if session is not None:
-            session.end()
-            if session.node_spec.call > 1:
-                self._reports = None
         return last[0] if last else None
 
-    def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+    def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
+        """See `ScriptCheckpoints.checkpoint`."""
+        assert self.checkpoints is not None
+        with self._noting_change():
+            self.checkpoints.checkpoint(extra)
+
+    @contextmanager
+    def _noting_change(self) -> Iterator[None]:
+        """Context manager in the middle of the script's own work, such as a backward pass: if workers are lost, the
+        next step goes on without them.
+        """
+        try:
+            yield
+        except BeginAgain as again:
+            self._again = again
+
+    def _go_on(self, again: BeginAgain, exchange: str = "") -> None:
+        """Go on with the workers that live, after others were lost, behind the last step that one of them completed.
+
+        `exchange` names what this worker is about to repeat in place of a step.
+
+        Raises:
+            Interrupted: the run has ended instead.
+            RunError: others had completed the exchange, so that it cannot be repeated.
+            SystemExit: this worker leaves the run.
+        """
+        with self._telling():
+            while True:
+                try:
+                    return self._meet_again(again, exchange)
+                except BeginAgain as another:  # further workers were lost meanwhile
+                    again = another
+
+    def _meet_again(self, again: BeginAgain, exchange: str) -> None:
+        session, keeper = self._session, self._of.keeper
+        assert session is not None
+        assert keeper is not None
+        self._again = None
+        if session.connection is not None:
+            self._held.totals = session.connection.runner.metrics.kept()
+        if not session.renew(again):
+            self.finished = True
+            sys.exit(0)
+        take_spec(session.node_spec, claimed=1)
+        self._together(session, self._worker)
+        stands = self._run("stand", lambda me: stand(me, self._exchanges))
+        taken = self._run("model", lambda me: catch_up(me, stands, keeper, self.strategy))
+        if exchange and any(int(one["exchanges"]) > self._exchanges for one in stands.values()):
+            raise RunError(
+                f"a worker was lost at the end of {exchange}, which not all of the others had completed; resume the run"
+            )
+        self._runner.counted = self._runner.metrics.steps > self._worker.run_step
+        self._begin()
+        if taken and self.watch is not None:
+            self.watch.note()
+
+    def _alone(self) -> None:
         """Run the worker and the servers in this process."""
         strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
+        schema, stepper, optimizer = self._schema, self._stepper, self._optimizer
         worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
         self._runner = here.runners[0] = Runner(worker, here, NodeMetrics(0, None), time.monotonic)
         for index in range(cluster.servers):
@@ -500,31 +614,47 @@ class Loop:
         for node in self._servers.values():
             here.runners[node.address].serve(strategy, node)
 
-    def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
-        """Run a worker whose peers are in other processes."""
-        strategy, rank = self.strategy, self.rank
-        session = self._session = session_of_script(node_spec, self)
+    def _together(self, session: Session, former: Worker | None = None) -> None:
+        """Run a worker whose peers are in other processes, in the place of `former` if the workers have changed."""
+        strategy, stepper, optimizer, node_spec = self.strategy, self._stepper, self._optimizer, session.node_spec
+        self.rank, self.workers = node_spec.address, node_spec.workers
         settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
-            largest = max(self._buffers().nbytes, *settings)
-            cluster, params = session.meet(strategy, optimizer, schema, initial, largest=largest)
-        self._params[:] = to_device_of(params, self._params)
+            largest = max(self._of.buffers().nbytes, *settings)
+            cluster, params = session.meet(
+                strategy, optimizer, self._schema, initial, largest=largest, repeats=self._repeats
+            )
+        if former is None:
+            self._params[:] = to_device_of(params, self._params)
         del params  # it lies in the memory of another node
-        worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
+        worker = make_worker(
+            strategy, cluster, self.rank, self._params, self._schema, node_spec.seed, stepper, optimizer
+        )
+        if former is not None:
+            self._held.go_on(worker, former, strategy)
         with self._telling():
             kept = self._load(session, worker)
             connection = session.begin(lambda member: NodeConnection(member, worker, strategy))
         self._worker = worker
+        worker.overlaps = self._of.overlaps and self.workers > 1 and not worker.shared.covers_run
         self._reports, self._runner = connection.reports, connection.runner
-        connection.snapshots.buffers = self._buffers
+        connection.snapshots.buffers = self._of.buffers
         self.gradients = connection.home(self.gradients)
-        if self._keeper is not None and node_spec.call == 1:
-            self.checkpoints = ScriptCheckpoints(connection.checkpoints, self._keeper, kept)
-            if node_spec.supervisor:  # torchrun and others, which start processes themselves, end them with SIGTERM
-                leaving = threading.Event()
-                connection.asked_to_leave = leaving.is_set
-                self.checkpoints.on_begin = functools.partial(leave_script_to_supervisor, leaving.set)
+        if former is not None and self._of.keeper is not None:
+            connection.runner.metrics.restore(self._held.totals)
+            self._of.keeper.move_gradients(self.gradients)
+        if self._of.keeper is None or node_spec.call > 1:
+            return
+        if self.checkpoints is None:
+            self.checkpoints = ScriptCheckpoints(connection.checkpoints, self._of.keeper, kept)
+        else:
+            self.checkpoints.move(connection.checkpoints)
+        if node_spec.supervisor:  # torchrun and others, which start processes themselves, end them with SIGTERM
+            connection.asked_to_leave = self._leaving.is_set
+            self.checkpoints.on_begin = functools.partial(leave_script_to_supervisor, self._leaving.set)
+            if self._repeats and former is None:  # without a call of flockstep.checkpoint
+                self.checkpoints.on_begin()
 
     def _load(self, session: Session, worker: Worker) -> Cut | None:
         """The state from which this worker goes on; None if the run begins at its start.
@@ -542,10 +672,10 @@ class Loop:
                 f"{self.strategy}; change the script back to the strategy of the checkpoint"
             )
         kept = session.load(worker)
-        if self._keeper is None or kept is None or kept.script is None:
+        if self._of.keeper is None or kept is None or kept.script is None:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
-        self._keeper.restore_at_boundary(kept.at_boundary)
-        self._keeper.restore_between_steps(kept.script["between_steps"], random=False)
+        self._of.keeper.restore_at_boundary(kept.at_boundary)
+        self._of.keeper.restore_between_steps(kept.script["between_steps"], random=False)
         traits = self.strategy.traits
         # after a change of members a worker that does not step together with the others may end an epoch some steps
         # earlier than they, although its number of steps keeps its distance to theirs
@@ -615,8 +745,8 @@ class Loop:
             ) from error
 
 
-def script_checkpoints(name: str) -> ScriptCheckpoints | None:
-    """Return the object through which this process's script takes part in checkpoints; None if the script runs alone.
+def loop_with_checkpoints(name: str) -> Loop | None:
+    """Return the loop through which this process's script takes part in checkpoints; None if the script runs alone.
 
     `name` is the function that the script has called.
 
@@ -638,9 +768,9 @@ def script_checkpoints(name: str) -> ScriptCheckpoints | None:
             "state_dict()s in this script, as docs/how-to/loops.md shows"
         )
     loop = live[0].loop
-    if loop is None or loop.checkpoints is None:
+    if not isinstance(loop, Loop) or loop.checkpoints is None:
         raise ConfigurationError(
             f"flockstep.{name} works only in a PyTorch script after flockstep.distribute, got a script of another "
             "framework or without distribute; save the state in the script itself"
         )
-    return loop.checkpoints
+    return loop

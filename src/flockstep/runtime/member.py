@@ -22,6 +22,7 @@ A process that fails before its Hello sends a Failure to the control socket inst
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import math
@@ -104,6 +105,8 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     largest: int
     beside: bool = False
     """Whether this is the communicator of a process that has said hello already."""
+    repeats: bool = False
+    """Whether the script can take a step again with other workers, from the state that its process holds."""
 
 
 class Welcome(Note, frozen=True):
@@ -194,6 +197,8 @@ class NodeSpec:
     """Facts about the whole model, such as where it is cut, if this process holds one part of a split model; otherwise
     None.
     """
+    least: int = 0
+    """Smallest number of workers with which the run goes on when others are lost; 0: it does not change."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. On another
     host than the coordinator's, a relative path is relative to `directory`.
@@ -335,17 +340,19 @@ class Member:
         optimizer: dict[str, str | int | float | bool],
         initial: FlatArray | None,
         part: bool = False,
+        repeats: bool = False,
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
         A node that holds one `part` of a split model gets the bytes of `ModelPart.values`, from the supervisor.
+        `repeats`: see `Hello`.
 
         The node prepares what it needs, and then calls `begin`.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
-        self.introduce(strategy, optimizer)
+        self.introduce(strategy, optimizer, repeats=repeats)
         welcome = self.wait_for("welcome")
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
         self._replicated = welcome.note.replicas > 0
@@ -570,8 +577,14 @@ class Member:
         self.memory = self.host_memory = None
         self._early.clear()
 
-    def introduce(self, strategy: str, optimizer: dict[str, str | int | float | bool], beside: bool = False) -> None:
-        """Say hello to the supervisor; `beside`: as the communicator of a process that has said hello already.
+    def introduce(
+        self,
+        strategy: str,
+        optimizer: dict[str, str | int | float | bool],
+        beside: bool = False,
+        repeats: bool = False,
+    ) -> None:
+        """Say hello to the supervisor; see `Hello` for `beside` and `repeats`.
 
         Raises:
             Interrupted: the supervisor is gone.
@@ -587,6 +600,7 @@ class Member:
             self.schema,
             self.largest,
             beside,
+            repeats,
         )
         try:
             self.line.introduce(msgspec.msgpack.encode(hello))
@@ -697,14 +711,21 @@ def die_with(pid: int, *directories: str) -> None:
     would not work: forked workers are children of a fork server, which outlives a killed supervisor.
     """
 
-    def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
+    def has_ended(seconds: float | None) -> bool:
+        """Wait for the end of the process, for up to `seconds` or without limit; return whether it has ended."""
+        try:
             if hasattr(os, "pidfd_open"):
-                select.select([os.pidfd_open(pid)], [], [])
-            else:
-                while True:
-                    os.kill(pid, 0)
-                    time.sleep(PATIENCE)
+                return bool(select.select([os.pidfd_open(pid)], [], [], seconds)[0])
+            while True:
+                os.kill(pid, 0)
+                if seconds is not None:
+                    return False
+                time.sleep(PATIENCE)
+        except ProcessLookupError:
+            return True
+
+    def watch() -> None:
+        has_ended(None)
         # One thread for all calls: a second one would end the process while the first one still removes a folder.
         for directory in _folders_of[pid]:
             shutil.rmtree(directory, ignore_errors=True)
@@ -713,4 +734,7 @@ def die_with(pid: int, *directories: str) -> None:
     watched = pid in _folders_of
     _folders_of[pid] = directories
     if pid and not watched:
-        Thread(target=watch, name="flockstep-supervisor-watch", daemon=True).start()
+        thread = Thread(target=watch, name="flockstep-supervisor-watch", daemon=True)
+        thread.start()
+        # A process that ends because its supervisor does not answer leaves no half of a folder either.
+        atexit.register(lambda: thread.join() if has_ended(0.0) else None)

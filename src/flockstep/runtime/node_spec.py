@@ -36,10 +36,10 @@ def spec_from_environment() -> NodeSpec | None:
     )  # none in a process that the script became by exec
 
 
-def take_spec(node_spec: NodeSpec) -> None:
-    """Let this process be the process of the script that `node_spec` describes."""
+def take_spec(node_spec: NodeSpec, claimed: int = 0) -> None:
+    """Let this process be the process of the script that `node_spec` describes, of which `claimed` calls have begun."""
     _secrets[node_spec.run] = node_spec.secret
-    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, process=os.getpid()))
+    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, process=os.getpid(), claimed=claimed))
 
 
 def _spec_of_script() -> NodeSpec | None:

@@ -130,6 +130,8 @@ class Runner:
     """The history from which the program can be restarted; None if no history is kept."""
     replaying: bool = False
     """Whether the program repeats inputs from its history, so that its requests must not take effect again."""
+    counted: bool = False
+    """Whether the step of the next gradient is in the metrics already, because it is taken again."""
     at_rest: bool = False
     """Whether the program has done nothing since it last reached a point from which it can restart."""
 
@@ -563,7 +565,9 @@ class Runner:
         return found is not None
 
     def _step(self, loss: float | None) -> None:
-        self.metrics.step(self._since, loss)
+        if not self.counted:
+            self.metrics.step(self._since, loss)
+        self.counted = False
         if self.stepped is not None:
             self.stepped(loss)
 

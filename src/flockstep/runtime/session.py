@@ -26,7 +26,15 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.runtime.adoption import say_nothing_of
 from flockstep.runtime.checkpoints import ScriptCheckpoints, load
 from flockstep.runtime.cut import Cut
-from flockstep.runtime.member import BeginAgain, Member, NodeSpec, die_with, failure_of, send_to_control
+from flockstep.runtime.member import (
+    BeginAgain,
+    Member,
+    NodeSpec,
+    die_with,
+    failure_of,
+    on_same_host,
+    send_to_control,
+)
 from flockstep.runtime.part_group import PartGroup
 from flockstep.runtime.program_restart import notes_of
 from flockstep.runtime.real import NodeConnection
@@ -96,6 +104,7 @@ class Session:
         largest: int = 0,
         part: str = "",
         notes: Notes | None = None,
+        repeats: bool = False,
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
@@ -107,6 +116,7 @@ class Session:
             largest: size in bytes of the largest array that this process sends, if larger than the model.
             part: name of the part of a split model that the node holds; it gets the bytes of `ModelPart.values`.
             notes: the kinds of notes that messages carry besides those of the strategy.
+            repeats: whether this process can take a step again with other workers.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
@@ -116,7 +126,7 @@ class Session:
         sums = strategy is not None and strategy.sums and self.node_spec.address >= 0 and not part
         self._member = Member(self.node_spec, schema, largest, {**known, **REPLICAS, **(notes or {})}, sums)
         text, data = "" if strategy is None else to_text(strategy), {} if optimizer is None else to_data(optimizer)
-        return self._member.join(text, data, initial, part=bool(part))
+        return self._member.join(text, data, initial, part=bool(part), repeats=repeats)
 
     def load(self, node: Node, group: PartGroup | None = None) -> Cut | None:
         """Return the state from which a node goes on, whose group is `group` if the model is split; None if its run
@@ -241,6 +251,25 @@ class Session:
             self.failure = error  # the supervisor has said it
         else:
             self.again = None if again.node_spec is None else again
+
+    def renew(self, again: BeginAgain) -> bool:
+        """Leave the run's former workers, and take a script's place among those with which the run continues, of which
+        `meet` is the next step; return whether there is such a place.
+
+        Raises:
+            Interrupted: the run has ended instead.
+        """
+        if self.connection is not None:
+            self.connection.reports.flush()
+        self._wait_for_again(again)
+        self.member.close(0.0)
+        if self.failure is not None:
+            raise self.failure
+        if self.again is None or self.again.node_spec is None:
+            return False
+        self.node_spec, self.again, self._member = on_same_host(self.again.node_spec, self.node_spec), None, None
+        die_with(self.node_spec.supervisor, self.node_spec.directory)
+        return True
 
     @property
     def worker(self) -> Worker | None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flockstep.arrays.schema import Schema
+from flockstep.arrays.namespace import to_device_of
+from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch
 from flockstep.expression import to_text
 from flockstep.frameworks.torch_flat import FlatModule
@@ -94,6 +95,20 @@ class TorchKeeper:
             self._optimizer.state.pop(parameter, None)
             if state:
                 self._optimizer.state[parameter] = state
+
+    def take(self, params: FlatArray, kept: OptimizerContent) -> None:
+        """Take the parameters (K,) and the state of the optimizer of another worker, whose replica is equal."""
+        self._flat.params[:] = to_device_of(params, self._flat.params)
+        self._flat.write_parameters()
+        self.restore_at_boundary(kept)
+
+    def move_gradients(self, home: FlatArray) -> None:
+        """Move the gradients, as far as a backward pass has computed them, to the array `home` (K,)."""
+        self._flat.return_gradients()
+        without = [parameter for parameter in self._flat.parameters if parameter.grad is None]
+        self._flat.move_gradients(home)
+        for parameter in without:
+            parameter.grad = None
 
     def between_steps(self) -> BetweenSteps:
         """Return the optimizer's settings, the buffers and the random streams; tensors are not copied."""

@@ -23,7 +23,7 @@ from flockstep.frameworks.torch_state import set_unrounded
 from flockstep.nodes import BadGradients, BadGradientSettings, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.runtime.loop import Loop
+from flockstep.runtime.loop import Loop, OfFramework
 from flockstep.runtime.torch_backward import BackwardHooks, GradientChangeDetector
 from flockstep.runtime.torch_buffers import Buffers, Policy, all_packed, require_separate_statistics
 from flockstep.runtime.torch_clipping import Clipping
@@ -113,10 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             stepper,
             self._spec,
-            self.buffers.packed,
-            True,
-            bad_gradients,
-            keeper,
+            OfFramework(self.buffers.packed, True, bad_gradients, keeper),
         )
         if self._searches:
             _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too

@@ -188,6 +188,14 @@ class Strategy(Component):
         """
         return former.params, 1.0
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the workers that live can take a step again that the death of a worker has interrupted: all replicas
+        are equal between two steps, and a worker steps once along every gradient.
+        """
+        rule, traits = self.resizing, self.traits
+        return traits.alike and traits.in_step and not (rule.steps_at_end or rule.refused)
+
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
         """Set the state of a worker after the number of workers has changed, by the rule that `resizing` returns.
 

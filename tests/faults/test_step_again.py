@@ -1,0 +1,175 @@
+"""Workers of a script die at any message of a step: the others go on behind this step, which is taken exactly once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
+from support.matrix import few
+from support.processes import PATIENCE, Ended, RealRun, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
+
+WORKERS, STEPS, DEADLY = 4, 24, 9
+RATE, MOMENTUM = 0.1, 0.5
+SCRIPT = f"""
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import torch
+import flockstep
+from flockstep.records import failpoints
+
+HERE, me = Path(__file__).parent, flockstep.rank()
+dies_at, dies_in_meeting = dict(eval(sys.argv[2])), eval(sys.argv[3])
+model = torch.nn.Linear(6, 2, bias=False)
+torch.nn.init.constant_(model.weight, 0.25)
+optimizer = torch.optim.SGD(model.parameters(), lr={RATE}, momentum={MOMENTUM})
+optimizer = flockstep.distribute(model, optimizer, sys.argv[1])
+reached, met = 0, 1
+
+def hook(name):
+    global reached, met
+    met += name == "meeting.begun"
+    reached += step == {DEADLY}
+    if (step == {DEADLY} and reached == dies_at.get(me)) or (met == 2 and me in dies_in_meeting):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+step = 0
+failpoints.hooks.append(hook)
+for step in range({STEPS}):
+    stream = np.random.default_rng((me, step))
+    x, y = (torch.from_numpy(stream.standard_normal(shape).astype(np.float32)) for shape in ((5, 6), (5, 2)))
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    (HERE / f"step-{{me}}").write_text(str(step))
+optimizer.finish()
+momentum = optimizer.state[model.weight]["momentum_buffer"]
+np.save(HERE / f"end-{{me}}.npy", np.stack([model.weight.detach().numpy(), momentum.numpy()]))
+print(flockstep.rank(), "of", flockstep.workers())
+"""
+
+
+def run(folder: Path, strategy: str, dies_at: dict[int, int], in_meeting: Sequence[int] = (), *more: str) -> Ended:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", *more, str(script), strategy]
+    return RealRun([*words, str(dies_at), str(list(in_meeting))], folder / "run", torch=True).end()
+
+
+def trained(last: Sequence[int], survivors: Sequence[int]) -> np.ndarray:
+    """Weights and momentum after all steps, if the gradients of `last` were used in the step of the deaths."""
+    weights, velocity = np.full((2, 6), 0.25), np.zeros((2, 6))
+    for step in range(STEPS):
+        used = list(range(WORKERS)) if step < DEADLY else last if step == DEADLY else survivors
+        gradients = []
+        for rank in used:
+            stream = np.random.default_rng((rank, step))
+            x, y = (stream.standard_normal(shape).astype(np.float32) for shape in ((5, 6), (5, 2)))
+            gradients.append(2 / y.size * (x @ weights.T - y).T @ x)
+        velocity = MOMENTUM * velocity + np.mean(gradients, axis=0)
+        weights = weights - RATE * velocity
+    return np.stack([weights, velocity])
+
+
+def check(folder: Path, ended: Ended, dead: Sequence[int], exact: bool = True) -> None:
+    """The survivors have equal bits. With an `exact` strategy, they have taken the step with the gradients of all who
+    lived, or of more.
+    """
+    assert ended.code == 0, ended.err
+    survivors = [rank for rank in range(WORKERS) if rank not in dead]
+    ends = {int(file.stem.removeprefix("end-")): np.load(file) for file in folder.glob("end-*.npy")}
+    assert set(ends) == set(survivors)
+    assert len({array.tobytes() for array in ends.values()}) == 1
+    possible = [[*survivors, *more] for n in range(len(dead) + 1) for more in combinations(dead, n)]
+    fits = [np.allclose(ends[survivors[0]], trained(last, survivors), rtol=0, atol=1e-5) for last in possible]
+    assert fits.count(True) == 1 or not exact
+    record = RunFolder(folder / "run")
+    assert record.read_config().workers == len(survivors)
+    steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == 0]
+    assert steps == list(range(1, STEPS + 1)) or 0 in dead
+
+
+RING = "all_reduce(collective=ring)"
+
+
+@pytest.mark.parametrize("point", few(range(1, 15), 1, 4, 9))
+def test_a_worker_dies_at_a_message_of_a_ring(point: int, tmp_path: Path) -> None:
+    check(tmp_path, run(tmp_path, RING, {1: point}), [1])
+
+
+@pytest.mark.parametrize("point", few(range(1, 12), 5))
+@pytest.mark.parametrize("strategy", ["all_reduce", "bucketed", "two_way(codec=identity, feedback=none)", "fused"])
+def test_worker_0_dies_in_a_step_of_another_strategy(strategy: str, point: int, tmp_path: Path) -> None:
+    ended = run(tmp_path, strategy, {0: point})
+    if "end-0.npy" not in {file.name for file in tmp_path.iterdir()}:  # steps with fewer messages do not reach it
+        check(tmp_path, ended, [0])
+
+
+CODED = [
+    "powersgd(rank=1)",
+    "majority_vote(momentum=0.9)",
+    "decoupled_momentum",
+    "all_reduce(codec=topk(0.2), feedback=residual)",
+    "two_way",
+]
+
+
+@pytest.mark.parametrize("point", few([1, 3, 5, 7], 5))
+@pytest.mark.parametrize("strategy", few(CODED, "powersgd(rank=1)"))
+def test_a_worker_dies_in_a_step_whose_gradients_are_encoded(strategy: str, point: int, tmp_path: Path) -> None:
+    check(tmp_path, run(tmp_path, strategy, {3: point}), [3], exact=False)
+
+
+def test_a_worker_that_hangs_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("os.getpid(), signal.SIGKILL", "os.getpid(), signal.SIGSTOP"))
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", "--heartbeat", "2", str(script), RING]
+    check(tmp_path, RealRun([*words, "{2: 6}", "[]"], tmp_path / "run", torch=True).end(), [2])
+
+
+def test_a_worker_dies_in_a_sum_in_shared_memory(tmp_path: Path) -> None:
+    check(tmp_path, run(tmp_path, "all_reduce", {2: 1}, (), "--transport", "shared_memory"), [2])
+
+
+@pytest.mark.parametrize(("one", "other"), few([(1, 1), (3, 9), (7, 5)], (3, 9)))
+def test_two_workers_die_in_one_step(one: int, other: int, tmp_path: Path) -> None:
+    check(tmp_path, run(tmp_path, RING, {1: one, 3: other}), [1, 3])
+
+
+@pytest.mark.parametrize("rank", few(range(4), 0, 3))
+def test_a_worker_dies_while_the_others_meet_again(rank: int, tmp_path: Path) -> None:
+    dead = (rank + 1) % WORKERS
+    check(tmp_path, run(tmp_path, RING, {dead: 6}, [rank]), [dead, rank])
+
+
+def test_a_worker_that_gets_sigterm_leaves_and_no_step_is_repeated(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("optimizer.zero_grad()", "optimizer.zero_grad(); import time; time.sleep(0.1)"))
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", str(script), RING, "{}", "[]"]
+    run = RealRun(words, tmp_path / "run", torch=True)
+    run.wait_for_work(3)
+    run.fault(signal.SIGTERM, "worker-2")
+    record = RunFolder(tmp_path / "run")
+    wait_until(lambda: record.read_config().workers == 3 or not run.going(), PATIENCE, "the others go on")
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert ended.err == "flockstep: worker 2 left after SIGTERM; the other workers continued with the step in hand\n"
+    assert len({(tmp_path / f"end-{rank}.npy").read_bytes() for rank in (0, 1, 3)}) == 1
+    steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == 0]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_fewer_workers_than_the_least_end_the_run(tmp_path: Path) -> None:
+    ended = run(tmp_path, RING, {1: 6}, (), "--min-workers", "4")
+    assert ended.code != 0
+    assert "worker 1 was killed by SIGKILL" in ended.err
