@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +167,54 @@ def test_a_worker_that_gets_sigterm_leaves_and_no_step_is_repeated(tmp_path: Pat
     assert len({(tmp_path / f"end-{rank}.npy").read_bytes() for rank in (0, 1, 3)}) == 1
     steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == 0]
     assert steps == list(range(1, STEPS + 1))
+
+
+SHARDED = """
+import os, signal
+from pathlib import Path
+import torch
+import flockstep
+
+HERE, me = Path(__file__).parent, flockstep.rank()
+data = torch.utils.data.TensorDataset(torch.arange(48.0)[:, None])
+plain = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+weighted = torch.utils.data.WeightedRandomSampler([1.0] * 48, 48, replacement=False)
+own = torch.utils.data.DataLoader(data, batch_size=2, sampler=weighted)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+optimizer = flockstep.distribute(model, optimizer, "all_reduce")
+for epoch in range(3):
+    for loader in (plain, own):
+        seen = []
+        for batch, (x,) in enumerate(flockstep.shard(loader)):
+            seen += map(int, x.flatten().tolist())
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if (me, epoch, batch) == (1, 1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+        name = "plain" if loader is plain else "own"
+        (HERE / f"{name}-{epoch}-{me}").write_text(" ".join(map(str, seen)))
+optimizer.finish()
+"""
+
+
+def test_the_data_are_dealt_anew_in_the_next_epoch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SHARDED)
+    ended = RealRun(["launch", "-n", "3", "--min-workers", "2", str(script)], tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+
+    def seen(name: str, epoch: int) -> dict[int, list[int]]:
+        files = {int(file.name[-1]): file.read_text().split() for file in tmp_path.glob(f"{name}-{epoch}-*")}
+        return {rank: list(map(int, samples)) for rank, samples in files.items()}
+
+    for name in ("plain", "own"):
+        assert {rank: len(samples) for rank, samples in seen(name, 0).items()} == {0: 16, 1: 16, 2: 16}
+        assert sorted(chain(*seen(name, 0).values())) == list(range(48))
+        last = seen(name, 2)
+        assert sorted(last) == [0, 2]
+        assert sorted(chain(*last.values())) == list(range(48))
 
 
 def test_fewer_workers_than_the_least_end_the_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Fields
-from flockstep.runtime.node_spec import seed_of_script
+from flockstep.runtime.node_spec import place_now, seed_of_script
 from flockstep.runtime.session import newest_session, sessions_here, steps_here
 
 B = TypeVar("B")
@@ -139,7 +139,8 @@ class EpochBatches(ABC, Generic[B]):
         self._epochs = count
 
     def __iter__(self) -> Iterator[B]:
-        """Yield the batches of one epoch."""
+        """Yield the batches of one epoch, for this worker's place in the run when it begins."""
+        self._rank, self._workers = place_now(self._rank, self._workers)
         return self._epochs.counted(self.of_epoch)
 
     @abstractmethod

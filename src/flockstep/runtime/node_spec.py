@@ -125,6 +125,14 @@ def spec_to_text(node_spec: NodeSpec) -> str:
     return msgspec.json.encode(asdict(replace(node_spec, secret=""))).decode()
 
 
+def place_now(rank: int, workers: int) -> tuple[int, int]:
+    """Return the rank of this process's script and the number of workers, which may change during a run; the arguments
+    are the place until now.
+    """
+    node_spec = _spec_of_script()
+    return (rank, workers) if node_spec is None else (node_spec.address, node_spec.workers)
+
+
 def place_of_script() -> tuple[int, int]:
     """Return the rank of this process's script and the number of workers; (0, 1) for a script that was not launched.
 

@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from flockstep.errors import ConfigurationError
 from flockstep.runtime.epochs import EpochCount, ShardedBatches, count_of, digest_of, tell_data
+from flockstep.runtime.node_spec import place_now
 
 B = TypeVar("B")
 
@@ -41,18 +42,30 @@ class _EveryNth(ShardedBatches[Any]):
         self.what = what
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the seed of the next order, under the name that `DistributedSampler` has for it."""
+        """Set the seed of the next order, in which this worker has its present place in the run."""
+        self._rank, self._workers = place_now(self._rank, self._workers)
         self._seed = epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self.in_order(self._seed)
 
 
+class _Samples(DistributedSampler[Any]):
+    """This worker's samples of a data set, of which every sample is drawn once in an epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the seed of the next order, in which this worker has its present place in the run."""
+        place = place_now(self.rank, self.num_replicas)
+        if place != (self.rank, self.num_replicas):
+            DistributedSampler.__init__(self, self.dataset, place[1], place[0], self.shuffle, drop_last=self.drop_last)
+        super().set_epoch(epoch)
+
+
 class _Part:
     """A worker's part of a data loader, which has the class of the loader beside this one."""
 
     _epochs: EpochCount
-    _order: DistributedSampler[Any] | _EveryNth
+    _order: _Samples | _EveryNth
     """Selects this worker's indices, or batches of indices."""
     _identity: str
     """Description of the data set, equal on all workers."""
@@ -108,7 +121,7 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Any:
         return part
     if _is_plain(loader):
         shuffled = isinstance(sampler, RandomSampler)
-        part._order = DistributedSampler(loader.dataset, workers, rank, shuffle=shuffled, drop_last=loader.drop_last)
+        part._order = _Samples(loader.dataset, workers, rank, shuffle=shuffled, drop_last=loader.drop_last)
         if loader.num_workers == 0:  # what a process of the loader opens may not be opened here before
             part._samples = sampled(loader.dataset)
         _require_batch(loader, len(part._order), workers)
