@@ -85,12 +85,10 @@ def _both(a: Any, b: Any, out: Any) -> None:
 
 
 @jit
-def _sum(
-    heap: Any, stride: int, offset: int, start: int, stop: int, first: int, n: int, divisor: Any, out: Any
-) -> None:
-    """out ← the sum of elements start..stop-1 over all processes, beginning with process `first`."""
-    for low in range(start, stop, BLOCK):
-        high = min(low + BLOCK, stop)
+def _sum(heap: Any, stride: int, offset: int, start: int, first: int, n: int, divisor: Any, out: Any) -> None:
+    """out ← the sum of the elements from `start` on over all processes, beginning with process `first`."""
+    for low in range(start, start + len(out), BLOCK):
+        high = min(low + BLOCK, start + len(out))
         total = out[low - start : high - start]
         base, other = first * stride + offset, (first + 1) % n * stride + offset
         _both(heap[base + low : base + high], heap[other + low : other + high], total)
@@ -120,7 +118,7 @@ def in_place(
     """
     n = len(bounds) - 1
     if stage <= 1:
-        late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+        late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
         if late != 0:
             return late
         if n == 2:
@@ -154,7 +152,7 @@ def sum_part(
     `share_part` is the second half. Between the two calls, this process may change part `me`. Returns 0 when done, 1
     after a long wait, or MISMATCH; the counter is one higher afterwards.
     """
-    late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+    late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
     if late == 0:
         for low in range(bounds[me], bounds[me + 1], BLOCK):
             _sum_block(heap, stride, offset, low, min(low + BLOCK, bounds[me + 1]), me, len(bounds) - 1)
@@ -206,9 +204,9 @@ def mean_part(
 
     Returns 0 when done, 1 after a long wait, or MISMATCH; the counter is one higher afterwards. `arrive` must follow.
     """
-    late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+    late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
     if late == 0:
-        _sum(heap, stride, offset + bounds[me], 0, len(out), 0, len(bounds) - 1, divisor, out)
+        _sum(heap, stride, offset + bounds[me], 0, 0, len(bounds) - 1, divisor, out)
     return late
 
 
@@ -223,13 +221,20 @@ def arrive(counters: Any, me: int, n: int, turn: int, stage: int, how: Any) -> i
 
 
 @jit
-def _meet(
-    heap: Any, offset: int, bounds: Any, counters: Any, me: int, turn: int, stage: int, divisor: Any, how: Any
-) -> int:
-    """Wait until the arrays of all processes are ready: 0 when they are, 1 after a long wait, or MISMATCH."""
+def _kind(heap: Any, divisor: Any) -> int:
+    """Return a number for divisor and dtype, which must be equal in all processes."""
+    return int(int(divisor) * 16 + heap.itemsize)
+
+
+@jit
+def _meet(offset: int, bounds: Any, counters: Any, me: int, turn: int, stage: int, kind: int, how: Any) -> int:
+    """Wait until the arrays of all processes are ready: 0 when they are, 1 after a long wait, or MISMATCH.
+
+    `kind` is what `_kind` returned.
+    """
     n = len(bounds) - 1
     if stage == 0:
-        say(counters, me, turn + 1, bounds[n], offset, int(divisor) * 16 + heap.itemsize)
+        say(counters, me, turn + 1, bounds[n], offset, kind)
         raise_to(counters, me, turn + 1)
     if wait_for_all(counters, me, n, turn + 1, how) >= 0:
         return 1
@@ -296,15 +301,14 @@ def through_slots(
         low, high = max(number - 1, 0) * room, min(number * room, size)  # the piece that was announced before
         slot, now = (turn + number) % slots * room - low, turn + number + 1
         if number >= at:
-            start, stop = _share(low, high, me, n)
-            _sum_share(heap, stride, slot, start, stop, bounds, me, divisor, array)
+            _sum_share(heap, stride, slot, _share(low, high, me, n), bounds, me, divisor, array)
             if number < max(pieces, 1):
                 following = now % slots * room - high
                 end = min(high + room, size)
                 start, stop = _share(high, end, me, n if pieces > 0 else 0)
                 _copy(heap[own + following + high : own + following + start], array[high:start])
                 _copy(heap[own + following + stop : own + following + end], array[stop:end])
-            say(counters, me, now, size, -1, int(divisor) * 16 + heap.itemsize)
+            say(counters, me, now, size, -1, _kind(heap, divisor))
             raise_to(counters, me, now)
         if wait_for_all(counters, me, n, now, how) >= 0:
             return number + 1
@@ -318,7 +322,7 @@ def through_slots(
     if pieces == 0:
         for c in range(n):
             start, stop = bounds[c], bounds[c + 1]
-            _sum(heap, stride, (turn + 1) % slots * room, start, stop, c, n, divisor, array[start:stop])
+            _sum(heap, stride, (turn + 1) % slots * room, start, c, n, divisor, array[start:stop])
     return -1
 
 
@@ -333,12 +337,12 @@ def _share(low: int, high: int, who: int, n: int) -> tuple[int, int]:
 
 @jit
 def _sum_share(
-    heap: Any, stride: int, slot: int, start: int, stop: int, bounds: Any, me: int, divisor: Any, array: Any
+    heap: Any, stride: int, slot: int, share: tuple[int, int], bounds: Any, me: int, divisor: Any, array: Any
 ) -> None:
-    """Write elements start..stop-1 of the sum to `array` and to the slot of process `me`, whose own elements are those
-    of `array`.
+    """Write the elements of the sum within the limits `share` to `array` and to the slot of process `me`, whose own
+    elements are those of `array`.
     """
-    n = len(bounds) - 1
+    n, (start, stop) = len(bounds) - 1, share
     for c in range(n):
         end = min(stop, bounds[c + 1])
         for low in range(max(start, bounds[c]), end, BLOCK):

@@ -95,18 +95,16 @@ def _codes(x: Any, begin: int, scale: Any, levels: Any, seed: Any, magic: Any, r
             codes[i] = np.uint8(np.int32(zero + np.int32((x[i] / scale * levels + magic) - magic)))
 
 
-def _plain_quantize(
-    x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
-) -> None:
+def _plain_quantize(x: Any, scales: Any, block: int, levels: Any, bits: int, seed: int, magic: Any, out: Any) -> None:
     codes, each = np.zeros((len(x) + 7) // 8 * 8, np.uint8), _of_elements(scales, block, len(x))
     for begin in range(0, len(x), 16 * CHUNK):  # what is computed on the way stays in the second-level cache
         part, scale = x[begin : begin + 16 * CHUNK], each[begin : begin + 16 * CHUNK]
         some = scale > 0
         ratio = part / np.where(some, scale, 1) * levels
-        if random:
+        if seed >= 0:
             m = np.minimum(abs(ratio), levels)
             q = m.astype(np.int32)
-            q += m - q.astype(x.dtype) > fraction(np.arange(begin, begin + len(part), dtype=np.uint32), seed)
+            q += m - q.astype(x.dtype) > fraction(np.arange(begin, begin + len(part), dtype=np.uint32), np.uint32(seed))
             q = np.where(part >= 0, q, -q)
         else:
             q = ((ratio + magic) - magic).astype(np.int32)
@@ -115,15 +113,13 @@ def _plain_quantize(
 
 
 @beside(_plain_quantize)
-def _quantize(
-    x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
-) -> None:
-    words = np.zeros(CHUNK // 8, np.uint64)
+def _quantize(x: Any, scales: Any, block: int, levels: Any, bits: int, seed: int, magic: Any, out: Any) -> None:
+    words, drawn, random = np.zeros(CHUNK // 8, np.uint64), np.uint32(max(seed, 0)), seed >= 0
     codes = words.view(np.uint8)
     for b in range(len(scales)):
         for begin in range(b * block, min((b + 1) * block, len(x)), CHUNK):
             end = min(begin + CHUNK, (b + 1) * block, len(x))
-            _codes(x[begin:end], begin, scales[b], levels, seed, magic, random, codes)
+            _codes(x[begin:end], begin, scales[b], levels, drawn, magic, random, codes)
             for i in range(end - begin, min(CHUNK, (end - begin + 7) // 8 * 8)):
                 codes[i] = 0
             if bits == 8:
@@ -201,7 +197,7 @@ def quantize(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int
     kind = x.dtype.type
     magic = kind(1.5 * 2.0 ** (52 if x.dtype == np.float64 else 23))  # adding it leaves no bits below one
     out = np.empty((len(x) + 7) // 8 * bits, np.uint8)
-    _quantize(x, scales, block, kind(levels), bits, np.uint32(max(seed, 0)), magic, seed >= 0, out)
+    _quantize(x, scales, block, kind(levels), bits, seed, magic, out)
     return out[: packed_bytes(len(x), bits)]
 
 

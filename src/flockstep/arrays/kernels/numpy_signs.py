@@ -177,10 +177,9 @@ def less_sides(x: FlatArray, high: float, low: float) -> None:
     _less_sides(x, x.dtype.type(high), x.dtype.type(low))
 
 
-def _plain_to_powers(
-    words: Any, digits: Any, sign: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any
-) -> Any:
+def _plain_to_powers(words: Any, digits: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any) -> Any:
     kind = words.dtype.type
+    sign = kind(1 << (8 * words.itemsize - 1))
     magnitudes = words & kind(sign - kind(1))
     drawn = mixed(np.arange(len(words), dtype=np.uint32), seed) >> np.uint32(9)
     power = np.minimum((magnitudes + (drawn.astype(kind) << kind(digits - kind(23)))) >> digits, top)
@@ -192,10 +191,9 @@ def _plain_to_powers(
 
 
 @beside(_plain_to_powers)
-def _to_powers(
-    words: Any, digits: Any, sign: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any
-) -> Any:
+def _to_powers(words: Any, digits: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any) -> Any:
     kind = words.dtype.type
+    sign = kind(kind(1) << kind(8 * words.itemsize - 1))
     most, magnitude, shift = kind(0), kind(sign - kind(1)), kind(digits - kind(23))
     rest = scratch.view(np.uint8)
     for begin in range(0, len(words), CHUNK):
@@ -214,9 +212,7 @@ def _to_powers(
     return most
 
 
-def _plain_from_powers(
-    low: Any, high: Any, bits: int, digits: Any, scratch: Any, words: Any, floats: Any, out: Any, scale: Any, add: bool
-) -> Any:
+def _plain_from_powers(low: Any, high: Any, bits: int, digits: Any, words: Any, out: Any, scale: Any, add: bool) -> Any:
     kind = words.dtype.type
     rest = unpack(high, len(low), bits).astype(kind)
     power = low.astype(kind) | ((rest >> kind(1)) << kind(8))
@@ -227,10 +223,8 @@ def _plain_from_powers(
 
 
 @beside(_plain_from_powers)
-def _from_powers(
-    low: Any, high: Any, bits: int, digits: Any, scratch: Any, words: Any, floats: Any, out: Any, scale: Any, add: bool
-) -> Any:
-    kind = words.dtype.type
+def _from_powers(low: Any, high: Any, bits: int, digits: Any, words: Any, out: Any, scale: Any, add: bool) -> Any:
+    kind, scratch, floats = words.dtype.type, np.empty(CHUNK // 8, np.uint64), words.view(out.dtype)
     sign = kind(kind(8 * words.itemsize) - kind(1))
     rest, top = scratch.view(np.uint8), kind(0)
     for begin in range(0, len(low), CHUNK):
@@ -268,8 +262,7 @@ def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
     kind, digits, bits = _word(x.dtype)
     low, high = np.empty(len(x), np.uint8), np.empty((len(x) + 7) // 8 * bits, np.uint8)
     scratch = np.empty(CHUNK // 8, np.uint64)
-    sign = kind(1 << (8 * x.itemsize - 1))
-    most = _to_powers(x.view(kind), kind(digits), sign, kind(top), np.uint32(seed), low, bits, scratch, high)
+    most = _to_powers(x.view(kind), kind(digits), kind(top), np.uint32(seed), low, bits, scratch, high)
     return low, high[: packed_bytes(len(x), bits)], int(most) < int(np.array(np.inf, x.dtype).view(kind))
 
 
@@ -278,10 +271,8 @@ def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add:
     largest exponent field.
     """
     kind, digits, bits = _word(out.dtype)
-    words, scratch = np.empty(CHUNK, kind), np.empty(CHUNK // 8, np.uint64)
-    factor, floats = out.dtype.type(scale), words.view(out.dtype)
-    args = (locked(low), locked(high), bits, kind(digits), scratch, words, floats, out, factor, add)
-    return int(_from_powers(*args))
+    words, factor = np.empty(CHUNK, kind), out.dtype.type(scale)
+    return int(_from_powers(locked(low), locked(high), bits, kind(digits), words, out, factor, add))
 
 
 def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
