@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -35,9 +34,6 @@ CHUNK_BYTES = 128 << 20
 """Approximate limit in bytes of the gradients and saved activations of one batched call."""
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
 """Dtype → largest relative distance between a batched and a plain gradient that is attributed to rounding."""
-
-CHECKED = 64
-"""Number of training samples, evenly spaced, whose values the processes of a split model compare."""
 
 Tensors = dict[str, torch.Tensor]
 Factors = tuple[FlatArray, FlatArray]
@@ -221,16 +217,11 @@ class TorchEngine(Engine):
         return result
 
     def buffers(self, replica: int) -> FlatArray:
-        values = [buffer.reshape(-1).to(torch.float64) for buffer in self._buffers_of(replica).values()]
-        flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
-        return flat
+        return joined(self._buffers_of(replica).values())
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        start, restored = 0, {}
-        for name, buffer in self._buffers_of(replica).items():
-            part = torch.from_numpy(np.array(values[start : start + buffer.numel()]))
-            restored[name] = part.reshape(buffer.shape).to(buffer.dtype)
-            start += buffer.numel()
+        restored = {name: torch.empty_like(buffer) for name, buffer in self._buffers_of(replica).items()}
+        fill(restored.values(), values)
         if replica == self._present:
             self._load(restored)
         else:
@@ -525,15 +516,19 @@ def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor
     return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
 
 
-def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
-    """Return hashes of the inputs and the targets of up to `CHECKED` of the `size` training samples."""
-    x, y = samples(np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64)))
-    return {"inputs": _digest(x), "targets": _digest(y)}
+def joined(buffers: Iterable[torch.Tensor]) -> FlatArray:
+    """Return the values of buffers, concatenated in float64."""
+    values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
+    flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
+    return flat
 
 
-def _digest(values: torch.Tensor) -> str:
-    plain = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode() + plain.tobytes()).hexdigest()[:16]
+def fill(buffers: Iterable[torch.Tensor], values: FlatArray) -> None:
+    """Copy the values of an array that `joined` returned back into the buffers."""
+    start = 0
+    for buffer in buffers:
+        buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
+        start += buffer.numel()
 
 
 def classes_of(data: Data) -> npt.NDArray[np.int64] | None:

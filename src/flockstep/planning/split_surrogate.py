@@ -233,11 +233,11 @@ class SurrogatePart(_SurrogateHeld, ModelPart):
         self.keep(chunk, batch, params)
         return self.activations(self._sends[chunk][0], batch), 0.0
 
-    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
-        self.weight_backward(chunk, batch, out)
-        return self.input_backward(chunk, batch, errors)
-
-    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+    def backward(
+        self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
+    ) -> FlatArray | None:
+        if out is not None:
+            self.weight_backward(chunk, batch, out)
         return self.activations(self._sends[chunk][1], batch)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
@@ -514,13 +514,10 @@ class SurrogateWay(_SurrogateHeld, ModelWay):
         return self.activations(self._outputs(chunk)[block].forward, batch), 0.0
 
     def backward(
-        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
+        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
     ) -> FlatArray | None:
-        if block == len(self._outputs(chunk)) - 1:  # its batch is never a way's share
+        if out is not None and block == len(self._outputs(chunk)) - 1:  # its batch is never a way's share
             self.weight_backward(chunk, batch, out)
-        return self.input_backward(chunk, block, batch, errors)
-
-    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         return self.activations(self._outputs(chunk)[block].backward, batch)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError
@@ -80,12 +78,13 @@ class _OneBatch(FlushedSchedule):
 
 
 def computed_by_parts(
-    model: PipelineModel | TensorModel, params: Sequence[FlatArray], indices: Indices
-) -> tuple[float, FlatArray]:
+    model: PipelineModel | TensorModel, params: Iterable[FlatArray], indices: Indices
+) -> tuple[float, list[FlatArray]]:
     """Let the programs of all parts compute one step over the samples `indices` in this process, each with its
-    parameters (K,); return the loss, and the gradients of all parts, one after another.
+    parameters (K,); return the loss, and the gradient of each part.
 
-    The whole batch is one micro-batch, and activations travel without a codec.
+    The whole batch is one micro-batch, and activations travel without a codec. The programs copy the parameters, so
+    that `params` need not hold those of all parts at once.
     """
     once = replace(model, pipeline=Pipeline(model.pipeline.stages, _OneBatch(model.pipeline.schedule.chunks)))
     arrived = deque[tuple[int, Message]]()  # delivered when no program runs, because an answer may resume the sender
@@ -93,7 +92,7 @@ def computed_by_parts(
     def send(to: int, message: Message) -> None:
         arrived.append((to, message))
 
-    programs = [program_of(once, PartRun(0, part, 1, lambda: indices, send)) for part in range(len(params))]
+    programs = [program_of(once, PartRun(0, part, 1, lambda: indices, send)) for part in range(len(model.parts))]
     runners = [PartRunner(program, lambda need: None, lambda gradient, loss: None) for program in programs]
     for runner, own in zip(runners, params, strict=True):
         runner.request(own)
@@ -106,4 +105,4 @@ def computed_by_parts(
         for runner in passing:  # in the order of the parts, in which the unsplit model draws random numbers
             runner.passed()
     assert all(isinstance(runner.waiting, NeedRequest) for runner in runners), "a part waits for a message forever"
-    return programs[0].loss, np.concatenate([program.gradient for program in programs])
+    return programs[0].loss, [program.gradient for program in programs]

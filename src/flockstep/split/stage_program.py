@@ -333,12 +333,10 @@ class PipelineStage(StageProgram):
 
     async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         await self._time(work, batch)
-        if work.kind == "backward":
-            return self._part.backward(work.chunk, batch, errors, self._slope)
-        if work.kind == "input_backward":
-            return self._part.input_backward(work.chunk, batch, errors)
-        self._part.weight_backward(work.chunk, batch, self._slope)
-        return None
+        if work.kind == "weight_backward":
+            self._part.weight_backward(work.chunk, batch, self._slope)
+            return None
+        return self._part.backward(work.chunk, batch, errors, self._slope if work.kind == "backward" else None)
 
     async def _time(self, work: PipelinePass, batch: MicroBatch) -> None:
         """Let the time of a pass go by."""

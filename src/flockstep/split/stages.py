@@ -127,21 +127,18 @@ class ModelPart(HeldPart):
         """
 
     @abstractmethod
-    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
-        """Add the gradient of a chunk's parameters to `out` (K + B,), and return the gradient of its inputs.
+    def backward(
+        self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
+    ) -> FlatArray | None:
+        """Add the gradient of a chunk's parameters to `out` (K + B,), and return the gradient of its inputs. Without
+        `out`, only the gradient of the inputs is computed, and `weight_backward` must follow.
 
         `errors` is the gradient of the outputs, or None for the last chunk. The result is None for the first chunk.
         """
 
-    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return the gradient of a chunk's inputs, without the gradient of its parameters; `weight_backward` must
-        follow. Only parts of pipelines compute the halves of a backward pass.
-        """
-        raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
-
+    @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradient of a chunk's parameters to `out` (K + B,), after a call of `input_backward`."""
-        raise NotImplementedError(f"{type(self).__name__} computes whole backward passes")
+        """Add the gradient of a chunk's parameters to `out` (K + B,), after a call of `backward` without `out`."""
 
 
 @dataclass(frozen=True, eq=False)

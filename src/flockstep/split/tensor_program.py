@@ -74,14 +74,12 @@ class TensorWay(StageProgram):
             await resumed(NeedPass(work.step, sum(one.weight_backward for one in shares), samples))
             self._part.weight_backward(work.chunk, batch, self._slope)
             return None
+        out = self._slope if work.kind == "backward" else None
         for block in reversed(range(len(shares))):
             await resumed(NeedPass(work.step, getattr(shares[block], work.kind), samples))
             if self._part.divides(work.chunk, block):
                 batch = self._own_share(batch)
-            if work.kind == "backward":
-                errors = self._part.backward(work.chunk, block, batch, errors, self._slope)
-            else:
-                errors = self._part.input_backward(work.chunk, block, batch, errors)
+            errors = self._part.backward(work.chunk, block, batch, errors, out)
             if block and self._part.divides(work.chunk, block - 1):
                 errors = await self._returned(errors, samples)
             elif block:

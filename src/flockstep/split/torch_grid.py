@@ -42,8 +42,11 @@ from flockstep.split.torch_stages import (
 from flockstep.split.torch_ways import (
     Held,
     WayTensors,
+    held_whole,
+    hold_by_fewest,
     kind_of,
     opened_chain,
+    trained_entries,
     ways_engine,
 )
 
@@ -417,12 +420,12 @@ def _assembled(
     engine = ways_engine(whole, held, buffers)
     parts, borrowed = list[TorchPart](), list[list[str]]()
     for part, tensors in enumerate(held):
-        sliced = [f"{one.name} (part {part})" for one in tensors.split]
+        sliced = [f"{one.entry.name} (part {part})" for one in tensors.split]
         names_of = {id(one): name for name, one in whole.module.named_parameters()}
         names_of |= {id(one.own): name for one, name in zip(division.slices[part], sliced, strict=True)}
         shares = [_shares(chunk, shape, batch, number) for number, chunk in enumerate(division.chunks[part])]
         chunks = _chunks(division, part, names_of, engine.schema, shares)
-        own = [*sliced, *(one.name for one in tensors.copied)]
+        own = [*sliced, *(one.entry.name for one in tensors.copied)]
         used = dict.fromkeys(name for chunk in chunks for name in chunk.names)
         borrowed.append([name for name in used if name not in own])
         changing = () if part else buffers
@@ -442,7 +445,7 @@ def _assembled(
 
 def _ties(parts: Sequence[TorchPart], held: Sequence[WayTensors], borrowed: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
     """The parameters that each part borrows, given their names."""
-    owners = {one.name: part for part, tensors in enumerate(held) for one in tensors.copied}
+    owners = {one.entry.name: part for part, tensors in enumerate(held) for one in tensors.copied}
     return tuple(
         Tie(owners[name], parts[owners[name]].place(name), user, parts[user].place(name))
         for user, names in enumerate(borrowed)
@@ -469,20 +472,14 @@ def _held(division: GridLayers, whole: TorchEngine | SkeletonEngine, who: str) -
     of a convolution, which all parts use, are trained by the part that holds the fewest elements so far, largest
     tensors first; part 0 trains those of layers that are not divided.
     """
-    entries = {entry.name: entry for entry in whole.schema.entries}
-    names = {id(one): name for name, one in whole.module.named_parameters() if name in entries}
-
-    def held(parameter: torch.Tensor, shape: Sequence[int], places: Callable[[], Places]) -> Held:
-        entry = entries[names[id(parameter)]]
-        dtype = entry.dtype or whole.schema.dtype
-        return Held(entry.name, id(parameter), tuple(shape), places, entry.offset, dtype)
-
-    found = [WayTensors([held(one.whole, one.own.shape, one.places) for one in slices]) for slices in division.slices]
-    shared = _trained(division.chunks[1], (), names)
-    alone = _trained(division.chunks[0], shared, names)
-    found[0].copied += [held(one, one.shape, partial(numbered, one)) for one in alone.values()]
-    for one in sorted(shared.values(), key=lambda one: -one.numel()):
-        min(found, key=lambda part: part.size).copied.append(held(one, one.shape, partial(numbered, one)))
+    entries, found = trained_entries(whole), list[WayTensors]()
+    for slices in division.slices:
+        own = [Held(entries[id(one.whole)], id(one.whole), tuple(one.own.shape), one.places) for one in slices]
+        found.append(WayTensors(own))
+    shared = _trained(division.chunks[1], (), entries)
+    alone = _trained(division.chunks[0], shared, entries)
+    found[0].copied += [held_whole(one, entries) for one in alone.values()]
+    hold_by_fewest(found, [[held_whole(one, entries)] for one in shared.values()])
     for part, tensors in enumerate(found):
         if not tensors.size:
             raise ConfigurationError(

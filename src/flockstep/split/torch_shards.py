@@ -48,7 +48,9 @@ class TorchUnit(TorchPart):
             params.fill(math.nan)
         return found
 
-    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
+    def backward(
+        self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
+    ) -> FlatArray | None:
         if self.engine.in_trial:
             params, values = self._overwritten
             params[:] = values

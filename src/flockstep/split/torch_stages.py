@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,9 @@ from flockstep.frameworks.torch import (
     Tensors,
     TorchEngine,
     classes_of,
+    fill,
+    joined,
     optimizer_of,
-    sample_facts,
     samples_of,
     seeded,
     stream_of,
@@ -55,6 +57,10 @@ SHARES_APART = 0.03
 """Largest relative distance of a batch's gradient from the sum over its shares that is rounding."""
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that stages can send to each other."""
+CHECKED = 64
+"""Number of training samples, evenly spaced, whose values the processes of a split model compare."""
+PIECE = 1 << 20
+"""Number of elements of two gradients that are compared at a time."""
 TRIAL_BATCHES = 16
 """Number of batches of targets for which the mean loss of the micro-batches is compared with the loss of the batch."""
 
@@ -286,13 +292,23 @@ class ForwardPass:
 
 
 class TorchHeldPart(HeldPart):
-    """The values and the buffers of a part of a torch module."""
+    """The parameters, the other values and the buffers of a part of a torch module."""
 
-    _engine: PartsEngine
-    _others: Tensors
-    """Name in the model → tensor, for every frozen parameter and buffer of the part."""
-    _buffer_names: Sequence[str]
-    """Names in the model of the part's changing buffers."""
+    def __init__(self, engine: PartsEngine, schema: Schema, start: int, others: Tensors, buffers: Sequence[str]):
+        """`start`: first element of the part's parameters in the array of the engine. `others`: every frozen parameter
+        and buffer of the part, by its name in the model. `buffers`: names in the model of its changing buffers.
+        """
+        self._engine, self.schema, self._start, self.train_size = engine, schema, start, engine.train_size
+        self._others, self._buffer_names = others, buffers
+        self.held_bytes = schema.nbytes + sum(one.nbytes for one in others.values())
+
+    @property
+    def engine(self) -> PartsEngine:
+        """The engine of all parts."""
+        return self._engine
+
+    def initial(self) -> FlatArray:
+        return self._engine.initial()[self._start : self._start + self.schema.size].copy()
 
     def values(self) -> npt.NDArray[np.uint8]:
         return self._engine.as_bytes(self.initial(), self._others)
@@ -302,11 +318,11 @@ class TorchHeldPart(HeldPart):
 
     def buffers(self, replica: int) -> FlatArray:
         held = self._held_buffers(replica)
-        return joined([held[name] for name in self._buffer_names])
+        return joined(held[name] for name in self._buffer_names)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         held = self._held_buffers(replica)
-        fill([held[name] for name in self._buffer_names], values)
+        fill((held[name] for name in self._buffer_names), values)
 
     def _held_buffers(self, replica: int) -> Tensors:
         """Changing buffers of a replica."""
@@ -326,20 +342,21 @@ class TorchPart(TorchHeldPart, ModelPart):
         whole_backward: bool,
         way_out: str = "cut the model elsewhere",
     ):
-        """`names`: parameters, by their names in the model, that the part trains; `borrowed`: those that it computes
-        with and another part trains; `buffers`: its changing buffers. `whole_backward`: no backward pass is divided
-        into the gradients of inputs and of weights. `way_out`: advice if the part has no parameter of the widest
-        dtype.
+        """`names`: parameters, one after another in the engine's array, that the part trains; `borrowed`: those that it
+        computes with and another part trains; `buffers`: its changing buffers. `whole_backward`: no backward pass is
+        divided into the gradients of inputs and of weights. `way_out`: advice if the part has no parameter of the
+        widest dtype.
         """
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
-        self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
-        if self.schema.dtype != dtype:
+        schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
+        if schema.dtype != dtype:
             raise ConfigurationError(
                 f"every part of a model must hold a parameter of the widest dtype {dtype}, got a part with parameters "
-                f"of {self.schema.dtype}; {way_out}, or convert it with model.float()"
+                f"of {schema.dtype}; {way_out}, or convert it with model.float()"
             )
-        self.train_size = engine.train_size
+        others = {name: one for chunk in chunks for name, one in chunk.others.items()}
+        super().__init__(engine, schema, entries[names[0]].offset, others, buffers)
         self._places_of: dict[str, Entry] = {}
         """Name → place in the array (K + B,) with which the part computes."""
         offset = 0
@@ -348,8 +365,7 @@ class TorchPart(TorchHeldPart, ModelPart):
             offset += entries[name].size
         self.borrowed = offset - self.schema.size
         self.shares = [chunk.shares for chunk in chunks]
-        self._engine = engine
-        self._chunks, self._buffer_names, self._whole_backward = chunks, buffers, whole_backward
+        self._chunks, self._whole_backward = chunks, whole_backward
         self._leaves: dict[int, tuple[FlatArray, list[torch.Tensor]]] = {}
         """Chunk → parameters (K + B,) of its last forward pass, and their tensors."""
         self._sums: dict[tuple[int, int], list[WeightGradient]] = {}
@@ -357,13 +373,6 @@ class TorchPart(TorchHeldPart, ModelPart):
         self._done: dict[tuple[int, int], tuple[int, dict[int, float]]] = {}
         """Replica and chunk → step, and shares of its micro-batches whose backward passes are complete."""
         self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
-        self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
-        self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
-
-    @property
-    def engine(self) -> PartsEngine:
-        """The engine of all parts."""
-        return self._engine
 
     def place(self, name: str) -> slice:
         """Return the position of a parameter's elements in the array (K + B,) with which the part computes."""
@@ -373,10 +382,6 @@ class TorchPart(TorchHeldPart, ModelPart):
     @property
     def kept(self) -> int:
         return len(self._kept)
-
-    def initial(self) -> FlatArray:
-        whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}
-        return np.concatenate([whole[entries[e.name].offset :][: e.size] for e in self.schema.entries])
 
     def forward(
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
@@ -398,48 +403,30 @@ class TorchPart(TorchHeldPart, ModelPart):
             return None, float(outputs.item())
         return native(outputs.detach().clone()), 0.0  # a layer may return its weight, or memory that it uses again
 
-    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
-        kept = self._kept.pop(self._key(chunk, batch))
-        self._add(chunk, batch, kept, errors, out, [] if kept.inputs is None else [kept.inputs])
-        if kept.inputs is None:
-            return None
-        return native(torch.zeros_like(kept.inputs) if kept.inputs.grad is None else kept.inputs.grad)
-
-    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        kept = self._kept[self._key(chunk, batch)]
+    def backward(
+        self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
+    ) -> FlatArray | None:
+        key = self._key(chunk, batch)
+        kept = self._kept[key] if out is None else self._kept.pop(key)
         kept.errors = None if errors is None else torch.from_numpy(errors.copy())
-        if kept.inputs is None:
-            return None
-        with self._computing(chunk, batch, kept.weights):
-            (slope,) = torch.autograd.grad(
-                kept.outputs,
-                [kept.inputs],
-                kept.errors,
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,  # zeros for inputs on which the outputs do not depend
-            )
-            return native(slope)
+        below = [] if kept.inputs is None else [kept.inputs]
+        if out is not None:
+            self._add(chunk, batch, kept, out, below)
+        elif below:
+            with self._computing(chunk, batch, kept.weights):
+                add_gradients([(kept.outputs, kept.errors)], below, [], [], retain=True)
+        return None if kept.inputs is None else native(slope_of(kept.inputs))
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        kept = self._kept.pop(self._key(chunk, batch))
-        self._add(chunk, batch, kept, None if kept.errors is None else kept.errors.numpy(), out, [])
+        self._add(chunk, batch, self._kept.pop(self._key(chunk, batch)), out, [])
 
     def _add(
-        self,
-        chunk: int,
-        batch: MicroBatch,
-        kept: ForwardPass,
-        errors: FlatArray | None,
-        out: FlatArray,
-        below: Sequence[torch.Tensor],
+        self, chunk: int, batch: MicroBatch, kept: ForwardPass, out: FlatArray, below: Sequence[torch.Tensor]
     ) -> None:
-        """Add the gradient of the weights to `out` (K + B,), tensor by tensor, and that of `below` to its `grad`."""
-        if not (wanted := [*below, *kept.weights]):
+        """Add the gradient of the weights to `out` (K + B,), and that of `below` to its `grad`."""
+        if not below and not kept.weights:
             return
         places = [place for place, _ in self._places(chunk, as_tensor(out))]
-        for place, weight in zip(places, kept.weights, strict=True):
-            weight.grad = place if place.dtype == weight.dtype else None
         sums = self._sums.get((batch.replica, chunk), [])
         of = batch.replica, chunk
         step, before = self._done.get(of, (batch.step, ()))
@@ -447,14 +434,10 @@ class TorchPart(TorchHeldPart, ModelPart):
             del self._done[of]
             for one in sums:
                 one.clear()
-        for one, weight in zip(sums, kept.weights, strict=False):
-            one.tensor = weight.grad
-        given = None if errors is None else torch.from_numpy(errors.copy())
+        for one, weight, place in zip(sums, kept.weights, places, strict=False):
+            one.tensor = place if place.dtype == weight.dtype else None
         with self._computing(chunk, batch, kept.weights):
-            torch.autograd.backward(kept.outputs, given, inputs=wanted)
-        for place, weight in zip(places, kept.weights, strict=True):
-            if weight.grad is not None and place.dtype != weight.dtype:
-                place.add_(weight.grad)
+            add_gradients([(kept.outputs, kept.errors)], below, kept.weights, places)
         done = self._completes(chunk, batch)
         for one in sums:
             if done:
@@ -489,9 +472,12 @@ class TorchPart(TorchHeldPart, ModelPart):
         places = self._places(chunk, as_tensor(params))
         if any(view.dtype != dtype for view, dtype in places):
             return [view.detach().to(dtype).requires_grad_() for view, dtype in places]
-        if chunk not in self._leaves or self._leaves[chunk][0] is not params:
-            self._leaves[chunk] = params, [view.detach().requires_grad_() for view, _ in places]
-        return self._leaves[chunk][1]
+        known, leaves = self._leaves.get(chunk, (None, []))
+        if known is not params:
+            leaves = [view.detach().requires_grad_() for view, _ in places]
+            if not self._engine.in_trial:  # after a trial, its parameters and gradients are freed
+                self._leaves[chunk] = params, leaves
+        return leaves
 
     def _places(self, chunk: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors of a chunk's parameters inside a flat tensor (K + B,), and the dtype with which it computes."""
@@ -507,6 +493,32 @@ class TorchPart(TorchHeldPart, ModelPart):
     @staticmethod
     def _key(chunk: int, batch: MicroBatch) -> tuple[int, int, int, int]:
         return batch.replica, batch.step, batch.number, chunk
+
+
+def add_gradients(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    below: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+    retain: bool = False,
+) -> None:
+    """Compute a backward pass from outputs with their gradients (None for a loss). Add the gradients of the leaves
+    `weights` to the tensors `places`, and those of the leaves `below` to their `grad`. `retain`: the graph is needed
+    again.
+    """
+    for weight, place in zip(weights, places, strict=True):
+        weight.grad = place if place.dtype == weight.dtype else None
+    if outputs and (below or weights):
+        given = [error for _, error in outputs]
+        torch.autograd.backward([one for one, _ in outputs], given, retain, inputs=[*below, *weights])
+    for weight, place in zip(weights, places, strict=True):
+        if weight.grad is not None and place.dtype != weight.dtype:
+            place.add_(weight.grad)
+
+
+def slope_of(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a leaf; zeros if no output of the backward pass depends on the leaf."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class SkeletonEngine(Engine):
@@ -640,7 +652,8 @@ class PartsEngine(Engine):
     @cached_property
     def facts(self) -> dict[str, str]:
         """Facts of the data that must be equal in all processes, with hashes of samples, which several read."""
-        return self.whole.facts | sample_facts(self.whole.samples, self.train_size)
+        x, y = self.whole.samples(np.unique(np.linspace(0, self.train_size - 1, CHECKED).astype(np.int64)))
+        return self.whole.facts | {"inputs": _digest(x), "targets": _digest(y)}
 
     @property
     def batching(self) -> str:
@@ -687,9 +700,10 @@ class PartsEngine(Engine):
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the gradient of the unsplit model into `out` (K,); return the mean loss."""
-        slope = np.empty_like(out)
+        slope = out if self.order is None else np.empty_like(out)
         loss = self.whole.gradient(self.in_order(params), indices, slope, replica, step)
-        out[:] = slope if self.order is None else slope[self.order]
+        if self.order is not None:
+            out[:] = slope[self.order]
         return loss
 
     def gradients(
@@ -701,20 +715,20 @@ class PartsEngine(Engine):
 
     def buffers(self, replica: int) -> FlatArray:
         held = self.buffers_of(replica)
-        return joined([held[name] for name in self._buffer_names])
+        return joined(held[name] for name in self._buffer_names)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         held = self.buffers_of(replica)
-        fill([held[name] for name in self._buffer_names], values)
+        fill((held[name] for name in self._buffer_names), values)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         for replica in replicas:
-            self.whole.restore_buffers(replica, joined(list(self.buffers_of(replica).values())))
+            self.whole.restore_buffers(replica, joined(self.buffers_of(replica).values()))
         return self.whole.evaluate(self.in_order(params), replicas)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
         for replica in replicas:
-            self.whole.restore_buffers(replica, joined(list(self.buffers_of(replica).values())))
+            self.whole.restore_buffers(replica, joined(self.buffers_of(replica).values()))
         return self.whole.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
@@ -729,19 +743,9 @@ class PartsEngine(Engine):
         return whole
 
 
-def fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
-    """Copy the values of an array that `joined` returned back into the buffers."""
-    start = 0
-    for buffer in buffers:
-        buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
-        start += buffer.numel()
-
-
-def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
-    """Return the values of buffers, concatenated in float64."""
-    values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
-    flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
-    return flat
+def _digest(values: torch.Tensor) -> str:
+    plain = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode() + plain.tobytes()).hexdigest()[:16]
 
 
 @contextmanager
@@ -771,10 +775,10 @@ def trial(model: SplitModel, known: SplitModel) -> tuple[str, float]:
         loss = engine.gradient(engine.initial(), indices, expected)
         buffers = whole.buffers(0)
     with trial_of(model, dropout), whole.displaced():
-        own, found = computed_by_parts(model, [part.initial() for part in known.parts], indices)
-        held = joined(list(engine_of(model).buffers_of(0).values()))
-    size = float(np.linalg.norm(expected.astype(np.float64)))
-    distance, tolerance = float(np.linalg.norm(found.astype(np.float64) - expected)), whole.tolerance
+        own, found = computed_by_parts(model, (part.initial() for part in known.parts), indices)
+        held = joined(engine_of(model).buffers_of(0).values())
+    parts, tolerance = np.split(expected, np.cumsum(model.sizes)[:-1]), whole.tolerance
+    size, distance = _norm(expected), math.hypot(*map(_norm, found, parts))
     if not math.isfinite(size):
         return "", 0.0
     outputs = (
@@ -810,22 +814,26 @@ def difference_in_shares(split: SplitModel, count: int) -> str:
         if not torch.equal(state, torch.get_rng_state()):
             return ""
 
-    def gradient_of(batch: MicroBatch) -> npt.NDArray[np.float64]:
-        """Loss and gradient (1 + K,) of a batch, times its share."""
-        slope = np.empty_like(params)
-        loss = whole.gradient(params, batch.indices, slope)
-        return batch.share * np.concatenate([[loss], slope]).astype(np.float64)
-
-    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
+    expected, total, slope = np.empty_like(params), np.zeros_like(params), np.empty_like(params)
+    own = level = size = 0.0
     with trial_of(split):
-        expected, shares = gradient_of(batch), [gradient_of(one) for one in batch.divided(count, "sharded")]
-    (loss, *_), total = expected, np.sum(shares, axis=0)
-    size = sum(float(np.linalg.norm(one[1:])) for one in shares)
-    level = sum(abs(float(one[0])) for one in shares)
-    distance, tolerance = float(np.linalg.norm(total[1:] - expected[1:])), max(SHARES_APART, whole.tolerance)
-    if not math.isfinite(size) or (distance <= tolerance * size and abs(total[0] - loss) <= tolerance * level):
+        loss = whole.gradient(params, whole.trial_samples, expected)
+        for one in MicroBatch(0, 0, 0, whole.trial_samples, 1.0).divided(count, "sharded"):
+            part = one.share * whole.gradient(params, one.indices, slope)
+            slope *= one.share
+            total += slope
+            own, level, size = own + part, level + abs(part), size + _norm(slope)
+    distance, tolerance = _norm(total, expected), max(SHARES_APART, whole.tolerance)
+    if not math.isfinite(size) or (distance <= tolerance * size and abs(own - loss) <= tolerance * level):
         return ""
-    return _apart(float(total[0]), float(loss), distance, float(np.linalg.norm(expected[1:])))
+    return _apart(own, loss, distance, _norm(expected))
+
+
+def _norm(one: FlatArray, other: FlatArray | None = None) -> float:
+    """The Euclidean norm of an array or of a difference, in float64 without a whole array of float64."""
+    pieces = slices(len(one), 1 + len(one) // PIECE)
+    wide = (one[piece].astype(np.float64) - (0 if other is None else other[piece]) for piece in pieces)
+    return math.hypot(*(float(np.linalg.norm(piece)) for piece in wide))
 
 
 def _apart(own: float, loss: float, distance: float, size: float) -> str:

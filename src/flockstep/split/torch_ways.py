@@ -42,6 +42,7 @@ from flockstep.split.torch_stages import (
     PartsEngine,
     SkeletonEngine,
     TorchHeldPart,
+    add_gradients,
     buffers_within,
     check_buffers,
     check_loss,
@@ -51,6 +52,7 @@ from flockstep.split.torch_stages import (
     model_chain,
     others_of,
     passes_over,
+    slope_of,
     with_layers_of_batch,
 )
 from flockstep.split.torch_trace import opened
@@ -213,14 +215,15 @@ def ways_engine(whole: TorchEngine | SkeletonEngine, held: Sequence[WayTensors],
         pair
         for part, tensors in enumerate(held)
         for pair in [
-            *((f"{one.name} (part {part})", one) for one in tensors.split),
-            *((one.name, one) for one in tensors.copied),
+            *((f"{one.entry.name} (part {part})", one) for one in tensors.split),
+            *((one.entry.name, one) for one in tensors.copied),
         ]
     ]
-    schema = Schema.of({name: one.shape for name, one in named}, {name: one.dtype for name, one in named})
+    schema = Schema.of({name: one.shape for name, one in named}, {name: one.entry.dtype for name, one in named})
 
     def order() -> Places:
-        return np.concatenate([one.offset + one.places().reshape(-1) for tensors in held for one in tensors.every])
+        every = (one for tensors in held for one in tensors.every)
+        return np.concatenate([one.entry.offset + one.places().reshape(-1) for one in every])
 
     return PartsEngine(whole, schema, buffers, order)
 
@@ -259,18 +262,14 @@ class WayChunk:
 class Held:
     """A parameter, or a slice of a parameter, that one way (one worker of a stage) holds."""
 
-    name: str
-    """Name of the parameter in the model."""
+    entry: Entry
+    """The whole parameter in the flat array of the unsplit model, with the dtype of the parameter."""
     identity: int
     """Identity (`id`) of the module's parameter."""
     shape: tuple[int, ...]
     """Shape of the part of the parameter that the way holds."""
     places: Callable[[], Places]
     """Function that returns the way's flat indices within the whole parameter, in the shape `shape`."""
-    offset: int
-    """First element of the parameter in the flat array of the unsplit model."""
-    dtype: str
-    """Name of the parameter's dtype."""
     role: tuple[int, int, str] = (0, 0, "")
     """Chunk in the stage, block in the chunk, and role of the parameter in the block's split layers."""
     divided: bool = False
@@ -311,39 +310,42 @@ def _held(chunks: Sequence[Sequence[LayerBlock]], whole: TorchEngine | SkeletonE
 
     A layer that every way computes is held by the way that holds the fewest elements so far, largest layers first.
     """
-    entries = {entry.name: entry for entry in whole.schema.entries}
-    names = {id(one): name for name, one in whole.module.named_parameters() if name in entries}
-    dtypes = {name: entry.dtype or whole.schema.dtype for name, entry in entries.items()}
-
-    def held(
-        parameter: torch.Tensor,
-        shape: tuple[int, ...],
-        places: Callable[[], Places],
-        role: tuple[int, int, str] = (0, 0, ""),
-    ) -> Held:
-        name = names[id(parameter)]
-        return Held(name, id(parameter), shape, places, entries[name].offset, dtypes[name], role)
-
-    found = [WayTensors() for _ in range(ways)]
+    entries, found = trained_entries(whole), [WayTensors() for _ in range(ways)]
     layers: list[list[Held]] = []
     known: set[int] = set()
     blocks = [(at, number, block) for at, chunk in enumerate(chunks) for number, block in enumerate(chunk)]
     for at, number, block in blocks:
         if block.split is not None:
             for role, parameter in block.split.parameters.items():
+                entry = entries[id(parameter)]
                 for way in range(ways):
-                    places = partial(block.split.places, role, way)
-                    found[way].split.append(held(parameter, block.split.shape(role, way), places, (at, number, role)))
+                    shape, places = block.split.shape(role, way), partial(block.split.places, role, way)
+                    found[way].split.append(Held(entry, id(parameter), shape, places, (at, number, role)))
         for one in block.whole:
-            new = {id(each): each for each in one.parameters if id(each) in names and id(each) not in known}
+            new = {id(each): each for each in one.parameters if id(each) in entries and id(each) not in known}
             known.update(new)
-            copied = [held(each, tuple(each.shape), partial(numbered, each)) for each in new.values()]
-            layers.append([replace(each, divided=block.divided) for each in copied])
-    for layer in sorted(layers, key=lambda layer: -sum(one.size for one in layer)):
-        min(found, key=lambda way: way.size).copied.extend(layer)
+            layers.append([replace(held_whole(each, entries), divided=block.divided) for each in new.values()])
+    hold_by_fewest(found, layers)
     for tensors in found:
         tensors.copied.sort(key=lambda one: not one.divided)
     return found
+
+
+def trained_entries(whole: TorchEngine | SkeletonEngine) -> dict[int, Entry]:
+    """Return identity → place and dtype of every trained parameter of a module."""
+    entries = {entry.name: replace(entry, dtype=entry.dtype or whole.schema.dtype) for entry in whole.schema.entries}
+    return {id(one): entries[name] for name, one in whole.module.named_parameters() if name in entries}
+
+
+def held_whole(parameter: torch.Tensor, entries: Mapping[int, Entry]) -> Held:
+    """Return a parameter that a part holds as a whole; `entries` are the `trained_entries`."""
+    return Held(entries[id(parameter)], id(parameter), tuple(parameter.shape), partial(numbered, parameter))
+
+
+def hold_by_fewest(found: Sequence[WayTensors], layers: Sequence[Sequence[Held]]) -> None:
+    """Let the part that holds the fewest elements so far hold each layer, largest layers first."""
+    for layer in sorted(layers, key=lambda layer: -sum(one.size for one in layer)):
+        min(found, key=lambda part: part.size).copied.extend(layer)
 
 
 Key = tuple[int, int, int, int, int]
@@ -374,6 +376,20 @@ class BlockPass:
     """Gradient with respect to the sum of the terms."""
 
     @property
+    def slopes(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The outputs that need a gradient, each with its gradient; None for the loss."""
+        if self.into is None and self.error is None:
+            return [(self.outputs[0], None)]
+        given = [None if self.error is None else torch.from_numpy(self.error.copy()), self.residual_error]
+        pairs = zip(self.outputs, given, strict=False)
+        return [(output, error) for output, error in pairs if error is not None and output.requires_grad]
+
+    @property
+    def term_slopes(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The term of the split layers, with its gradient; empty if there are no split layers."""
+        return [] if self.term is None else [(self.term, self.term_error)]
+
+    @property
     def below(self) -> list[torch.Tensor]:
         """The inputs of the split layers if they need a gradient."""
         return [self.into] if self.into is not None and self.into.requires_grad else []
@@ -396,14 +412,11 @@ class TorchWay(TorchHeldPart, ModelWay):
         frozen parameters and buffers by name. `shares`: this way's work for each block of each chunk.
         """
         own = held[place.number]
-        self.schema = _part_of(engine.schema, place, held)
-        self.train_size = engine.train_size
-        self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in others.values())
+        start = sum(one.size for one in held[: place.number])
+        super().__init__(engine, _part_of(engine.schema, place, held), start, others, buffers)
         self.shares = shares
-        self._others = others
         self.copies = any(one.copied for one in held[place.of_stage])
-        self._start = sum(one.size for one in held[: place.number])
-        self._place, self._engine, self._chunks, self._own = place, engine, chunks, own
+        self._place, self._chunks, self._own = place, chunks, own
         self._ways = held[place.of_stage]
         lent = [one for each in self._ways if each is not own for one in each.divided]
         self._offsets = dict(zip(map(id, [*own.every, *lent]), _starts([*own.every, *lent]), strict=True))
@@ -417,16 +430,12 @@ class TorchWay(TorchHeldPart, ModelWay):
                 for start, apart in zip(starts, held_apart, strict=True)
             ]
         self._kept: dict[Key, BlockPass] = {}
-        self._buffer_names = buffers
         self.sent: dict[tuple[str, int, int], tuple[float, int]] = {}
         """Kind of pass, chunk and block → elements and bytes per sample of the array that the pass returned last."""
 
     @property
     def kept(self) -> int:
         return len({key[:4] for key in self._kept})
-
-    def initial(self) -> FlatArray:
-        return self._engine.initial()[self._start : self._start + self.schema.size].copy()
 
     def copied(self, params: FlatArray) -> FlatArray:
         return params[sum(one.size for one in self._own.split) :]
@@ -494,40 +503,27 @@ class TorchWay(TorchHeldPart, ModelWay):
         return passing
 
     def backward(
-        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
-    ) -> FlatArray | None:
-        return self._backward(chunk, block, batch, errors, out)
-
-    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        return self._backward(chunk, block, batch, errors, None)
-
-    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        for block in range(len(self._chunks[chunk].blocks)):
-            kept = self._kept.pop(_key(chunk, block, batch))
-            self._add(kept.trained, _slopes(kept, [tensor for _, tensor in kept.trained]), out)
-            self._add(kept.split, _term_slopes(kept, [tensor for _, tensor in kept.split]), out)
-
-    def _backward(
         self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
     ) -> FlatArray | None:
-        """Both halves of a backward pass; without `out` the first half, after which the graph is needed again."""
-        key, half = _key(chunk, block, batch), out is None
-        kept = self._kept[key] if half else self._kept.pop(key)
+        key = _key(chunk, block, batch)
+        kept = self._kept[key] if out is None else self._kept.pop(key)
         kept.error = errors
-        trained = [] if half else kept.trained
-        slopes = _slopes(kept, [*kept.inputs, *(tensor for _, tensor in trained)], retain=half)
-        inputs = slopes[: len(kept.inputs)]
-        self._add(trained, slopes[len(inputs) :], out)
+        self._add(kept.slopes, kept.inputs, kept.trained, out)
+        inputs = [slope_of(one) for one in kept.inputs]
         if not block:
             return self._sent("backward", chunk, 0, batch, native(inputs[0])) if inputs else None
         before = self._kept[_key(chunk, block - 1, batch)]
         before.term_error = inputs[0]
         if len(inputs) > 1:
             before.residual_error = inputs[1]
-        split = [] if half else before.split
-        slopes = _term_slopes(before, [*before.below, *(tensor for _, tensor in split)], retain=half)
-        self._add(split, slopes[len(before.below) :], out)
-        return self._sent("backward", chunk, block, batch, native(slopes[0])) if before.below else None
+        self._add(before.term_slopes, before.below, before.split, out)
+        return self._sent("backward", chunk, block, batch, native(slope_of(*before.below))) if before.below else None
+
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        for block in range(len(self._chunks[chunk].blocks)):
+            kept = self._kept.pop(_key(chunk, block, batch))
+            self._add(kept.slopes, [], kept.trained, out)
+            self._add(kept.term_slopes, [], kept.split, out)
 
     def _sent(self, kind: str, chunk: int, block: int, batch: MicroBatch, array: FlatArray) -> FlatArray:
         samples = len(batch.indices)
@@ -562,11 +558,18 @@ class TorchWay(TorchHeldPart, ModelWay):
         ]
 
     def _add(
-        self, trained: Sequence[tuple[Held, torch.Tensor]], slopes: Sequence[torch.Tensor], out: FlatArray | None
+        self,
+        outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        below: Sequence[torch.Tensor],
+        trained: Sequence[tuple[Held, torch.Tensor]],
+        out: FlatArray | None,
     ) -> None:
-        for (held, _), slope in zip(trained, slopes, strict=True):
-            start = self._offsets[id(held)]
-            as_tensor(out)[start : start + held.size].view(held.shape).add_(slope)
+        """Add the gradients of `trained` to `out` (K + B,), if given, and those of `below` to their `grad`."""
+        if out is None:  # the graph is needed again, for the other half of the backward pass
+            add_gradients(outputs, below, [], [], retain=True)
+        else:
+            places = [_view(held, out, self._offsets[id(held)]) for held, _ in trained]
+            add_gradients(outputs, below, [tensor for _, tensor in trained], places)
 
     def _held_buffers(self, replica: int) -> Tensors:
         """The replica's changing buffers, by their names in the model; every way has its own, all of equal values."""
@@ -593,48 +596,17 @@ def _begun(samples: torch.Tensor, before: BlockPass | None, given: FlatArray | N
 
 def _leaf_of(held: Held, flat: FlatArray, start: int) -> torch.Tensor:
     """The tensor of a parameter at its place in a flat array, with the dtype in which the model computes."""
-    view = as_tensor(flat)[start : start + held.size].view(held.shape)
-    leaf: torch.Tensor = view.detach().to(getattr(torch, held.dtype)).requires_grad_()
+    leaf: torch.Tensor = _view(held, flat, start).detach().to(getattr(torch, held.entry.dtype)).requires_grad_()
     return leaf
+
+
+def _view(held: Held, flat: FlatArray, start: int) -> torch.Tensor:
+    view: torch.Tensor = as_tensor(flat)[start : start + held.size].view(held.shape)
+    return view
 
 
 def _starts(held: Sequence[Held]) -> list[int]:
     return list(accumulate((one.size for one in held[:-1]), initial=0)) if held else []
-
-
-def _slopes(kept: BlockPass, wanted: Sequence[torch.Tensor], retain: bool = False) -> list[torch.Tensor]:
-    """Gradients of the outputs of a block's computations that every way performs, with respect to `wanted`."""
-    if kept.into is None and kept.error is None:  # the outputs are the loss
-        return _grad(kept.outputs, wanted, [None], retain)
-    given = [None if kept.error is None else torch.from_numpy(kept.error.copy()), kept.residual_error]
-    pairs = [
-        (output, error)
-        for output, error in zip(kept.outputs, given, strict=False)
-        if error is not None and output.requires_grad
-    ]
-    return _grad([output for output, _ in pairs], wanted, [error for _, error in pairs], retain)
-
-
-def _term_slopes(kept: BlockPass, wanted: Sequence[torch.Tensor], retain: bool = False) -> list[torch.Tensor]:
-    """Gradients of the term of a block's split layers with respect to `wanted`; empty if there are no split layers."""
-    return [] if kept.term is None else _grad([kept.term], wanted, [kept.term_error], retain)
-
-
-def _grad(
-    outputs: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor | None],
-    retain: bool,
-) -> list[torch.Tensor]:
-    """Gradients of outputs with respect to `wanted`; zeros for what they do not depend on.
-
-    `retain`: whether the graph is needed again.
-    """
-    if not outputs or not wanted:
-        return [torch.zeros_like(one) for one in wanted]
-    return list(
-        torch.autograd.grad(outputs, wanted, given, retain_graph=retain, allow_unused=True, materialize_grads=True)
-    )
 
 
 def _part_of(whole: Schema, place: WayPlace, held: Sequence[WayTensors]) -> Schema:

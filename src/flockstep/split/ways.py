@@ -102,10 +102,11 @@ class ModelWay(HeldPart):
 
     @abstractmethod
     def backward(
-        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
+        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray | None
     ) -> FlatArray | None:
         """Compute backward from a block's split layers, or from the loss, to the inputs of the split layers before it,
-        and add the gradients of parameters to `out` (K + B,).
+        and add the gradients of parameters to `out` (K + B,). Without `out`, there are no gradients of parameters, and
+        `weight_backward` must follow.
 
         `errors` is the sum over the ways of what the next block's backward pass has returned; for divided layers, of
         this way's samples, as `batch`; for the last block, the gradient of the chunk's outputs, or None for the last
@@ -114,13 +115,9 @@ class ModelWay(HeldPart):
         """
 
     @abstractmethod
-    def input_backward(self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return what `backward` returns, without gradients of parameters; `weight_backward` must follow."""
-
-    @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradients of this way's parameters in all blocks of a chunk to `out` (K + B,), after `input_backward`
-        of each block. Only the gradients of divided layers need a sum over the ways.
+        """Add the gradients of this way's parameters in all blocks of a chunk to `out` (K + B,), after `backward`
+        without `out` of each block. Only the gradients of divided layers need a sum over the ways.
         """
 
 
