@@ -46,11 +46,6 @@ class Narrow:
     values: torch.Tensor
     slopes: torch.Tensor
 
-    def views(self, memory: torch.Tensor, schema: Schema) -> list[torch.Tensor]:
-        """Return the tensors of the parameters as views of `memory`, which is `values` or `slopes`."""
-        entries = [schema.entries[index] for index in self.indices]
-        return [memory[e.offset - self.part.start :][: e.size].view(e.shape) for e in entries]
-
 
 class FlatModule:
     """The trainable parameters of a torch module in one flat array, and their gradients in another flat array. The
@@ -383,7 +378,9 @@ class FlatModule:
         """Return the memory of each parameter or gradient: in the flat tensor, or in that of narrower ones."""
         views = self.views(flat)
         for each, memory in zip(self.narrow, narrow, strict=True):
-            views[each.indices.start : each.indices.stop] = each.views(memory, self.schema)
+            for index in each.indices:
+                entry = self.schema.entries[index]
+                views[index] = memory[entry.offset - each.part.start :][: entry.size].view(entry.shape)
         return views
 
     def _flatten(

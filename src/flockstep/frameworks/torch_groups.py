@@ -148,7 +148,12 @@ class TorchOptimizer(Optimizer):
 
         if held in _optimizers:
             return _optimizers[held]
-        settings, held.ranges = json.loads(self.groups), self._ranges(start, len(params))
+        settings, size = json.loads(self.groups), len(params)
+        cut = (
+            (max(a - start, 0), min(b - start, size), group)
+            for a, b, group in json.loads(self.spans) or [[start, start + size, 0]]
+        )
+        held.ranges = [(a, b, group) for a, b, group in cut if a < b]
         held.own = held.own or [{} for _ in held.ranges]
         chosen = [
             {"params": [torch.nn.Parameter(as_tensor(params[a:b]))], **settings[g], "lr": 1.0}
@@ -181,9 +186,3 @@ class TorchOptimizer(Optimizer):
         for own in held.own:
             for name in SUMS & own.keys():
                 own[name].mul_(by)
-
-    def _ranges(self, start: int, size: int) -> list[tuple[int, int, int]]:
-        """Return the parts of a slice of `size` elements from `start` on, with their groups."""
-        spans = json.loads(self.spans) or [[start, start + size, 0]]
-        cut = [(max(a - start, 0), min(b - start, size), group) for a, b, group in spans]
-        return [(a, b, group) for a, b, group in cut if a < b]

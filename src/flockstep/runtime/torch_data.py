@@ -7,7 +7,6 @@ import hashlib
 import random
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,19 +187,13 @@ def sampled(data: Any) -> str:
 
 
 def _read(data: Any, index: int) -> Any:
-    with _equal_streams():
-        return data[index]
-
-
-@contextmanager
-def _equal_streams() -> Iterator[None]:
-    """Context manager in which the global random streams are equal on all workers; afterwards they are as before."""
+    """Read a sample with global random streams that are equal on all workers; afterwards they are as before."""
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - the stream of scripts
     torch.default_generator.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
     random.seed(0)
     try:
-        yield
+        return data[index]
     finally:
         torch.set_rng_state(kept[0])
         np.random.set_state(kept[1])  # noqa: NPY002

@@ -200,7 +200,16 @@ def broadcast_value(value: T, source: int, framework: str) -> T:
     if not dist.is_initialized():
         return value
     meet(framework)
-    data = torch.frombuffer(bytearray(_encoded(value, framework)), dtype=torch.uint8)
+    try:
+        encoded = msgspec.msgpack.encode(value)
+    except (TypeError, NotImplementedError):
+        encoded = b""
+    if not encoded or msgspec.msgpack.decode(encoded) != value:
+        raise ConfigurationError(
+            f"{framework} can broadcast text, numbers, None, and lists and dicts of these between ranks, got "
+            f"{type(value).__name__}; broadcast tensors with torch.distributed.broadcast"
+        )
+    data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     size = torch.tensor([len(data)])
     dist.broadcast(size, source)
     if dist.get_rank() != source:
@@ -208,16 +217,3 @@ def broadcast_value(value: T, source: int, framework: str) -> T:
     dist.broadcast(data, source)
     decoded: T = msgspec.msgpack.decode(data.numpy().tobytes())
     return decoded
-
-
-def _encoded(value: object, framework: str) -> bytes:
-    try:
-        data = msgspec.msgpack.encode(value)
-    except (TypeError, NotImplementedError):
-        data = b""
-    if not data or msgspec.msgpack.decode(data) != value:
-        raise ConfigurationError(
-            f"{framework} can broadcast text, numbers, None, and lists and dicts of these between ranks, got "
-            f"{type(value).__name__}; broadcast tensors with torch.distributed.broadcast"
-        )
-    return data
