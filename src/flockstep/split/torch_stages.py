@@ -294,6 +294,9 @@ class ForwardPass:
 class TorchHeldPart(HeldPart):
     """The parameters, the other values and the buffers of a part of a torch module."""
 
+    _way = 0
+    """Number of the way whose buffers the part has."""
+
     def __init__(self, engine: PartsEngine, schema: Schema, start: int, others: Tensors, buffers: Sequence[str]):
         """`start`: first element of the part's parameters in the array of the engine. `others`: every frozen parameter
         and buffer of the part, by its name in the model. `buffers`: names in the model of its changing buffers.
@@ -317,16 +320,10 @@ class TorchHeldPart(HeldPart):
         return self._engine.taken(values, self.schema, self._others)
 
     def buffers(self, replica: int) -> FlatArray:
-        held = self._held_buffers(replica)
-        return joined(held[name] for name in self._buffer_names)
+        return joined(self._engine.named_buffers(replica, self._buffer_names, self._way))
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        held = self._held_buffers(replica)
-        fill((held[name] for name in self._buffer_names), values)
-
-    def _held_buffers(self, replica: int) -> Tensors:
-        """Changing buffers of a replica."""
-        return self._engine.buffers_of(replica)
+        fill(self._engine.named_buffers(replica, self._buffer_names, self._way), values)
 
 
 class TorchPart(TorchHeldPart, ModelPart):
@@ -668,6 +665,11 @@ class PartsEngine(Engine):
             self._buffers[replica, way] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
         return self._buffers[replica, way]
 
+    def named_buffers(self, replica: int, names: Sequence[str], way: int = 0) -> list[torch.Tensor]:
+        """Return those of a replica's changing buffers that have the given names, in this order."""
+        held = self.buffers_of(replica, way)
+        return [held[name] for name in names]
+
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
         """Return a context with random numbers seeded for a micro-batch at one place; nothing in a trial."""
         return nullcontext() if self.in_trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
@@ -714,12 +716,10 @@ class PartsEngine(Engine):
         return np.array([self.gradient(params[r], indices[r], out[r], replicas[r], steps[r]) for r in rows])
 
     def buffers(self, replica: int) -> FlatArray:
-        held = self.buffers_of(replica)
-        return joined(held[name] for name in self._buffer_names)
+        return joined(self.named_buffers(replica, self._buffer_names))
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        held = self.buffers_of(replica)
-        fill((held[name] for name in self._buffer_names), values)
+        fill(self.named_buffers(replica, self._buffer_names), values)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         for replica in replicas:

@@ -416,7 +416,7 @@ class TorchWay(TorchHeldPart, ModelWay):
         super().__init__(engine, _part_of(engine.schema, place, held), start, others, buffers)
         self.shares = shares
         self.copies = any(one.copied for one in held[place.of_stage])
-        self._place, self._chunks, self._own = place, chunks, own
+        self._way, self._chunks, self._own = place.way, chunks, own
         self._ways = held[place.of_stage]
         lent = [one for each in self._ways if each is not own for one in each.divided]
         self._offsets = dict(zip(map(id, [*own.every, *lent]), _starts([*own.every, *lent]), strict=True))
@@ -442,14 +442,14 @@ class TorchWay(TorchHeldPart, ModelWay):
 
     def divided(self, weights: WayWeights, batch: MicroBatch) -> FlatArray:
         # a stream that no term draws from, because ways have other samples
-        outputs = self._compute(0, 0, weights, batch, None, 1 + len(self._ways) + self._place.way).x
+        outputs = self._compute(0, 0, weights, batch, None, 1 + len(self._ways) + self._way).x
         return self._sent("divided", 0, 0, batch, self._floats(outputs, self._chunks[0], len(batch.indices)))
 
     def forward(
         self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
         of, engine = self._chunks[chunk], self._engine
-        one, way = of.blocks[block], self._place.way
+        one, way = of.blocks[block], self._way
         targets = engine.whole.samples(batch.indices)[1]
         if one.divided:
             assert given is not None
@@ -489,7 +489,9 @@ class TorchWay(TorchHeldPart, ModelWay):
         begun = _begun(engine.whole.samples(batch.indices)[0], before, given)
         copies = self._copies(one, weights)
         fixed = {id(self._others[name]): value for name, value in engine.constants.items() if name in self._others}
-        tensors = {**fixed, **{held.identity: tensor for held, tensor in copies}, **self._buffers_of(batch.replica)}
+        changing = engine.buffers_of(batch.replica, self._way).items()  # each way has its own, all of equal values
+        buffers = {id(engine.whole.module.get_buffer(name)): buffer for name, buffer in changing}
+        tensors = {**fixed, **{held.identity: tensor for held, tensor in copies}, **buffers}
         with engine.stream(batch, of.number, block, stream):
             passing = replace(begun, x=begun.x.clone()) if one.writes_inputs else begun
             for computation in one.whole:
@@ -570,15 +572,6 @@ class TorchWay(TorchHeldPart, ModelWay):
         else:
             places = [_view(held, out, self._offsets[id(held)]) for held, _ in trained]
             add_gradients(outputs, below, [tensor for _, tensor in trained], places)
-
-    def _held_buffers(self, replica: int) -> Tensors:
-        """The replica's changing buffers, by their names in the model; every way has its own, all of equal values."""
-        return self._engine.buffers_of(replica, self._place.way)
-
-    def _buffers_of(self, replica: int) -> dict[int, torch.Tensor]:
-        """The replica's changing buffers, by the identity of the module's buffer."""
-        module = self._engine.whole.module
-        return {id(module.get_buffer(name)): one for name, one in self._held_buffers(replica).items()}
 
 
 def _key(chunk: int, block: int, batch: MicroBatch) -> Key:
