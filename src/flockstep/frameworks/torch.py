@@ -39,7 +39,37 @@ Tensors = dict[str, torch.Tensor]
 Factors = tuple[FlatArray, FlatArray]
 
 
-class TorchEngine(Engine):
+class TensorEngine(Engine):
+    """An engine whose samples are tensors, and whose model draws torch's random numbers."""
+
+    _seed: int
+    random = False
+    """Whether the model draws random numbers in training."""
+
+    def _use(self, job: Job, data: Data, parameters: Sequence[torch.Tensor]) -> None:
+        """Set what an engine knows from the job and its data; `parameters`: those of the `schema`, in its order."""
+        self.optimizer, self.higher_is_better = optimizer_of(job, self.schema, parameters), job.higher_is_better
+        self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in parameters)))
+        self.train_size, y = len(self._data.train_x), self._data.train_y
+        self.classes = y.dtype == torch.int64 and y.dim() == 1
+        self.labels = y.numpy() if self.classes else None
+
+    def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of the training samples `indices`."""
+        index = as_tensor(indices)
+        return self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
+
+    def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model
+        and batch, independently of the process and the time of the computation.
+        """
+        if not self.random:
+            return contextlib.nullcontext()
+        words = np.random.SeedSequence([self._seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
+        return seeded(int(words[0]))
+
+
+class TorchEngine(TensorEngine):
     """The engine of a job whose model is a torch module on the CPU.
 
     Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
@@ -79,15 +109,8 @@ class TorchEngine(Engine):
         self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
         self._given_away = False
         self._backward = FlatBackward(self.flat)
-        self.optimizer = optimizer_of(job, self.schema, self.flat.parameters)
-        self.higher_is_better = job.higher_is_better
-        self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))
-        self.train_size = len(self._data.train_x)
-        self.labels = classes_of(self._data)
-        self.classes = self._data.train_y.dtype == torch.int64 and self._data.train_y.dim() == 1
+        self._use(job, data, self.flat.parameters)
         self._metric = metric_of(job, self._data, torch.int64, accuracy)
-        self.random = False
-        """Whether the model draws random numbers in training."""
         self._buffers: dict[int, Tensors] = {}
         self.changing_buffers: Tensors = {}
         """Name → initial value of every buffer that changes in training. Callers must not change the values."""
@@ -162,10 +185,6 @@ class TorchEngine(Engine):
             np.copyto(self.flat.params, before)
             self.flat.write_parameters()
 
-    def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of the training samples `indices`."""
-        return samples_of(self._data, indices)
-
     def _keep_start(self) -> None:
         """Keep a copy of the initial parameters before the module's own parameters change."""
         if self._start is None and not self._given_away:
@@ -226,14 +245,6 @@ class TorchEngine(Engine):
             self._load(restored)
         else:
             self._buffers[replica] = restored
-
-    def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which torch's random numbers are seeded for one gradient, or for a `part` of the model
-        and batch, independently of the process and the time of the computation.
-        """
-        if not self.random:
-            return contextlib.nullcontext()
-        return stream_of(self._seed, replica, step, *part)
 
     def _bring(self, replica: int) -> None:
         """Swap the changing buffers in the module for the given replica's."""
@@ -415,12 +426,6 @@ class TorchEngine(Engine):
         )
 
 
-def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context with torch's random numbers seeded for a gradient, or a `part` of model and batch."""
-    words = np.random.SeedSequence([seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
-    return seeded(int(words[0]))
-
-
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Return a context in which torch's random numbers on the CPU are seeded; their state is restored."""
@@ -479,7 +484,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     return float((guesses == targets).double().mean())
 
 
-def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.Tensor]) -> Optimizer:
     """Return the job's flockstep optimizer; raise `ConfigurationError` if a torch optimizer has no counterpart."""
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)
@@ -510,12 +515,6 @@ def tensors_of(data: Data, dtype: torch.dtype) -> Data:
     return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
 
 
-def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of the training samples `indices`, from data that `tensors_of` returned."""
-    index = as_tensor(indices)
-    return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
-
-
 def joined(buffers: Iterable[torch.Tensor]) -> FlatArray:
     """Return the values of buffers, concatenated in float64."""
     values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
@@ -529,10 +528,3 @@ def fill(buffers: Iterable[torch.Tensor], values: FlatArray) -> None:
     for buffer in buffers:
         buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
         start += buffer.numel()
-
-
-def classes_of(data: Data) -> npt.NDArray[np.int64] | None:
-    """Return the class of every training sample; None if the targets are not classes."""
-    y = data.train_y
-    labels: npt.NDArray[np.int64] | None = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
-    return labels

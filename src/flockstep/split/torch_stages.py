@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
@@ -25,16 +25,12 @@ from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, RunError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.torch import (
+    TensorEngine,
     Tensors,
     TorchEngine,
-    classes_of,
     fill,
     joined,
-    optimizer_of,
-    samples_of,
     seeded,
-    stream_of,
-    tensors_of,
 )
 from flockstep.frameworks.torch_call import Substituted
 from flockstep.frameworks.torch_flat import native, schema_of
@@ -518,7 +514,7 @@ def slope_of(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-class SkeletonEngine(Engine):
+class SkeletonEngine(TensorEngine):
     """The engine of a job whose torch model has shapes but no values (torch's meta device). The part that this process
     holds gets its values from a process that has built the whole model. The memory of this engine does not grow with
     the model.
@@ -529,7 +525,7 @@ class SkeletonEngine(Engine):
         torch's default device, or the data are drawn from the random numbers that the model draws from.
         """
         assert job.loss is not None
-        self._seed, self._facts = seed, facts
+        self._seed, self._facts, self.random = seed, facts, facts.random
         with seeded(seed):
             with torch.device("meta"):
                 module: torch.nn.Module = job.model()
@@ -549,21 +545,9 @@ class SkeletonEngine(Engine):
         self.module, self.loss = module.train(), job.loss
         named = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self.schema = schema_of(named)
-        self.optimizer = optimizer_of(job, self.schema, list(named.values()))
-        self.higher_is_better = job.higher_is_better
-        self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in named.values())))
-        self.train_size, self.labels = len(self._data.train_x), classes_of(self._data)
-        self.classes = self.labels is not None
+        self._use(job, data, list(named.values()))
         self.constants: Tensors = {}
         """Name → value of the tensors of this process's part that are not trained."""
-
-    def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of the training samples `indices`."""
-        return samples_of(self._data, indices)
-
-    def stream(self, replica: int, step: int, *part: int) -> AbstractContextManager[None]:
-        """Return a context in which torch's random numbers are seeded in the same way as in a `TorchEngine`."""
-        return stream_of(self._seed, replica, step, *part) if self._facts.random else nullcontext()
 
     @property
     def changing_buffers(self) -> Tensors:
