@@ -32,11 +32,11 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.base import Partition
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples
-from flockstep.planning.hybrid import HybridOptions, SplitPrediction, advise_hybrid, samples_needed
+from flockstep.planning.hybrid import advise_hybrid
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.split_surrogate import split_shape
-from flockstep.planning.step_prediction import StepPrediction, has_versions
+from flockstep.planning.step_prediction import WHOLE, StepPrediction, has_versions
 from flockstep.planning.surrogate import SurrogateBatches, SurrogateEngine
 from flockstep.records.events import Event, StepEvent, UpdateEvent
 from flockstep.runtime.plan import Plan
@@ -183,12 +183,12 @@ def value(site: Site, strategy: Strategy, partition: Partition | None) -> float:
     seconds, sent = statistics.fmean(means), statistics.fmean(one.sent_bytes for one in steps)
     rate = sum(task.batch / each for each in means) * replicas / workers
     staleness = statistics.fmean(late) if late and has_versions(strategy) else None
-    if isinstance(run, SplitSimulation):
-        sent = (sent - run.bytes_between_parts / len(steps)) * workers / replicas
     found = StepPrediction(
-        str(strategy), strategy, replicas, seconds, 1.0, sent, 0.0, staleness, None, rate, 0.0, "rehearsal"
-    )
-    return rate / (relative_samples(found, site) if shape is None else samples_needed(found, shape.partition, site))
+        str(strategy), strategy, workers, seconds, 1.0, sent, 0.0, staleness, None, rate, 0.0,
+        partition=partition or WHOLE,
+        bytes_between_parts=run.bytes_between_parts / len(steps) if isinstance(run, SplitSimulation) else 0.0,
+    )  # fmt: skip
+    return rate / relative_samples(found, site)
 
 
 def tried(pair: Pair, folder: Path) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
     advice = advise(outlook)
-    found = advise_hybrid(outlook, advice, HybridOptions(strategies=tuple(strategies)))
+    found = advise_hybrid(outlook, advice, strategies=strategies)
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
     for partition in grid(workers, pair.batch):
@@ -210,7 +210,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
             except ConfigurationError as error:
                 print(f"  left out: {partition} with {strategy}: {error}", flush=True)
     assert found.choice is not None
-    chosen = found.choice.partition if isinstance(found.choice, SplitPrediction) else None
+    chosen = found.choice.partition if found.choice.split else None
     mine = f"{chosen or 'none'} with {found.choice.strategy}" if found.choice.strategy else "one worker"
     if found.choice.strategy is None:  # one worker alone
         runs[mine] = outlook.alone.samples_per_second

@@ -33,21 +33,20 @@ from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning import hybrid
 from flockstep.planning.advice import advise
+from flockstep.planning.criteria import relative_samples
 from flockstep.planning.hybrid import (
+    SHORT,
     HybridAdvice,
-    HybridOptions,
-    SplitPrediction,
     advise_hybrid,
-    memory_of,
+    best_partitions,
     partitions,
     planned_by_pipedream,
-    predict_split,
 )
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.rehearsal import Rehearsal
 from flockstep.planning.split_surrogate import PipelineShape, SplitShape, WaysShape, split_shape
-from flockstep.planning.step_prediction import rehearsed
+from flockstep.planning.step_prediction import StepPrediction, as_steady, held_bytes, predict_step, rehearsed
 from flockstep.records.events import StepEvent
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.virtual_split import SplitSimulation
@@ -125,7 +124,7 @@ def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) ->
     """Of a small model the rehearsal is the run: the same seconds and bytes, on a slow link and with uneven times."""
     job = job_of(batch=12)
     site = site_of(job, "10mbit")
-    found = predict_split(Strategy.parse(strategy), Partition.parse(partition), site, 4)
+    found = predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(partition))
     seconds, sent = measured(job, strategy, partition, site, 48)
     assert found.seconds == pytest.approx(seconds, rel=0.01)
     assert found.sent_bytes == pytest.approx(sent, rel=0.01)
@@ -146,7 +145,7 @@ def test_divided_convolutions_are_rehearsed_as_they_run(strategy: str, partition
     job, whole = images(), partition.replace(", convolutions=divided", "")
     site = site_of(job, "100mbit")
     found, other = (
-        predict_split(Strategy.parse(strategy), Partition.parse(one), site, 4) for one in (partition, whole)
+        predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(one)) for one in (partition, whole)
     )
     seconds, sent = measured(job, strategy, partition, site, 16)
     assert found.seconds == pytest.approx(seconds, rel=0.01)
@@ -177,7 +176,7 @@ def test_a_search_divides_the_convolutions_of_models_that_have_any(job: Job, div
 def test_a_surrogate_stands_for_a_larger_model(strategy: str, partition: str) -> None:
     job = wide_job()
     site = site_of(job, "200mbit")
-    found = predict_split(Strategy.parse(strategy), Partition.parse(partition), site, 4)
+    found = predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(partition))
     seconds, sent = measured(job, strategy, partition, site, 16)
     assert found.seconds == pytest.approx(seconds, rel=0.05)
     assert found.sent_bytes == pytest.approx(sent, rel=0.05)
@@ -259,14 +258,14 @@ def test_memory_of_ways_and_shards_by_hand() -> None:
     own = [sum(map(math.prod, way.tensors)) for way in shape.ways]
     assert sorted(own) == sorted([halves + 256, halves + 10])
     outputs = BATCH * (sum(one.holds for one in shape.ways[0].shares[0]) + sum(one.forward for one in shape.outputs[0]))
-    assert memory_of(shape, task) == 4 * (3 * max(own) + shared + outputs)
+    assert held_bytes(task, shape) == 4 * (3 * max(own) + shared + outputs)
     layers = [64 * 256 + 256, 256 * 256 + 256, 256 * 256 + 256, 256 * 10 + 10]
     stored = 3 * math.ceil(sum(layers) / 2) + 3 * max(layers)
     activations = BATCH // 2 * task.shape.activation_bytes(1) / 4
-    assert memory_of(split_shape(task, Partition.parse("sharded(2)")), task) == 4 * (stored + activations)
+    assert held_bytes(task, split_shape(task, Partition.parse("sharded(2)"))) == 4 * (stored + activations)
     product = split_shape(task, Partition.parse("tensor(2) * sharded(2)"))
     stored = 2 * math.ceil(max(own) / 2) + 2 * max(own)  # a gathered part and its gradient besides the shard
-    assert memory_of(product, task) == 4 * (stored + shared + outputs / 2)
+    assert held_bytes(task, product) == 4 * (stored + shared + outputs / 2)
 
 
 def two_layers() -> JobProfile:
@@ -289,7 +288,7 @@ def test_memory_by_hand(partition: str, held: int, copies: int) -> None:
     """The first stage needs the most: 5,050 parameters with gradient, momentum and copies, and 50 outputs a sample."""
     task = two_layers()
     parameters = 4 * 5050 * (1 + 1 + 1 + copies)
-    assert memory_of(split_shape(task, Pipeline.parse(partition)), task) == parameters + 4 * 50 * held
+    assert held_bytes(task, split_shape(task, Pipeline.parse(partition))) == parameters + 4 * 50 * held
 
 
 def test_memory_of_a_whole_replica_counts_activations() -> None:
@@ -305,21 +304,22 @@ def advised(
 ) -> HybridAdvice:
     site = site_of(wide_job(), bandwidth, more=more, compute=compute)
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
-    return advise_hybrid(outlook, advise(outlook), HybridOptions(partitions=tuple(map(Partition.parse, asked))))
+    return advise_hybrid(outlook, advise(outlook), tuple(map(Partition.parse, asked)))
 
 
 def test_where_messages_take_as_long_as_gradients_the_model_is_not_split() -> None:
     """Every sum of the ways, and every micro-batch, takes at least the latency of 50 us."""
     found = advised("100gbit", compute="constant(0.0002)")
-    assert not isinstance(found.choice, SplitPrediction)
-    assert str(found.partition) == "none"
+    assert found.choice is not None
+    assert str(found.choice.partition) == "none"
     assert "Do not split the model" in found.sentences[0]
     assert found.splits, "splits were predicted, and lose"
 
 
 def test_what_does_not_fit_is_split() -> None:
     found = advised("100gbit", 'memory = "1200kB"')
-    assert isinstance(found.choice, SplitPrediction)
+    assert found.choice is not None
+    assert found.choice.split
     assert found.choice.memory <= 1.2e6
     assert re.match("Split (the model|each replica) over", found.sentences[0])
     assert (
@@ -348,11 +348,12 @@ def test_gpipe_is_preferred_where_messages_take_long(bandwidth: str, compute: st
     passes take long, 1F1B is as fast as GPipe and holds fewer activations.
     """
     site, strategy = site_of(wide_job(), bandwidth, compute=compute), Strategy.parse("all_reduce")
-    found = [one.partition for one in hybrid._search(site, 4, strategy, None, [])]
+    found = [one.partition for one in best_partitions(site, 4, strategy, [])]
     (pipeline,) = [one for one in found if isinstance(one, Pipeline) and one.stages == 4]
     assert isinstance(pipeline.schedule, GPipe) == preferred
     tried = [Pipeline(4, schedule, count) for schedule in (GPipe(), OneForwardOneBackward()) for count in (4, 8, 16)]
-    seconds = [predict_split(strategy, one, site, 4, short=True).seconds for one in (pipeline, *tried)]
+    law = as_steady(site.compute(4))
+    seconds = [predict_step(strategy, site, 4, SHORT, partition=one, law=law).seconds for one in (pipeline, *tried)]
     assert seconds[0] <= 1.01 * min(seconds)
     assert (min(seconds[1:4]) < 0.9 * min(seconds[4:])) == preferred
 
@@ -369,12 +370,12 @@ def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
 
 
 def test_a_number_of_micro_batches_that_is_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def predict(strategy: Strategy, partition: Partition, *rest: Any, **short: Any) -> SplitPrediction:
+    def predict(*rest: Any, partition: Partition, **law: Any) -> StepPrediction:
         if not isinstance(partition, Pipeline) or partition.microbatches > 1:
             raise ConfigurationError(f"{partition} is refused")
-        return predict_split(strategy, partition, *rest, **short)
+        return predict_step(*rest, partition=partition, **law)
 
-    monkeypatch.setattr(hybrid, "predict_split", predict)
+    monkeypatch.setattr(hybrid, "predict_step", predict)
     site = site_of(wide_job(), "100gbit")
     outlook = plan(site.task, site.cluster, strategies=("all_reduce",))
     found = advise_hybrid(outlook, advise(outlook))
@@ -404,21 +405,21 @@ def test_where_activations_are_smaller_than_weights_a_slow_network_splits() -> N
     """2 × 16 samples × 256 floats cross the cut, 600 kB of gradients would cross every link."""
     found = advised("100mbit", "", ("pipeline(2, 1f1b, 2)", "pipeline(4, 1f1b, 4)"), "constant(0.02)")
     best = found.splits[0]
-    assert isinstance(found.choice, SplitPrediction)
     assert found.choice is best
+    assert best.split
     assert f" with {best.partition}" in found.sentences[0]
     assert "times as fast as the best strategy with whole replicas" in found.sentences[1]
-    assert found.speedups[best.name] > 1
+    assert found.speedup(best) > 1
 
 
 def test_a_schedule_with_delays_needs_more_samples() -> None:
     site = site_of(wide_job())
     late, now = (
-        predict_split(Strategy.parse("all_reduce"), Pipeline.parse(f"pipeline(4, {one}, 1)"), site, 4)
+        predict_step(Strategy.parse("all_reduce"), site, 4, partition=Pipeline.parse(f"pipeline(4, {one}, 1)"))
         for one in ("pipedream", "1f1b")
     )
     assert late.samples_per_second > 2 * now.samples_per_second
-    assert late.relative_samples > now.relative_samples
+    assert relative_samples(late, site) > relative_samples(now, site)
 
 
 def test_pipedreams_plan_names_the_layers_of_its_cut() -> None:

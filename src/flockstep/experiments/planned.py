@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flockstep.costs.cluster_file import load_cluster, usual_cluster
+from flockstep.costs.cluster_file import load_cluster, memory_bytes, usual_cluster
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.experiments.folders import folder
 from flockstep.experiments.options import PlanOptions, listed, takes
@@ -16,7 +16,7 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.options import options_of
 from flockstep.planning import tables
 from flockstep.planning.advice import Advice, advise, asked, require_known, unfit
-from flockstep.planning.hybrid import HybridAdvice, HybridOptions, advise_hybrid
+from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, parse_partitions
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
@@ -25,6 +25,7 @@ from flockstep.planning.trial_store import TrialStore, trial_settings
 from flockstep.planning.trials import LEFT_OUT, TrialContext, goal_of
 from flockstep.planning.words import many, short
 from flockstep.report.progress import ProgressCallback, silent
+from flockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from flockstep.report.page import Page
@@ -59,7 +60,7 @@ class PlanResult:
     @property
     def recommendation(self) -> Advice:
         """The advice on whole replicas, or, if the plan covers split models, on both."""
-        return self.advice if self.hybrid is None else self.hybrid.together(self.advice)
+        return self.advice if self.hybrid is None else self.hybrid.together
 
     @property
     def title(self) -> str:
@@ -184,10 +185,12 @@ def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
             )
     files = listed("imports", options.imports)
     import_components(files)
-    wanted = HybridOptions.of(options.hybrid, listed("partitions", options.partitions), options.memory, chosen, files)
+    partitions = parse_partitions(listed("partitions", options.partitions))
+    memory = None if options.memory is None else memory_bytes(options.memory)
+    hybrid, strategies = options.hybrid or bool(partitions) or memory is not None, list(map(Strategy.parse, chosen))
     shape = load_cluster(usual_cluster() if options.cluster is None else options.cluster)
-    if wanted.memory is not None:
-        shape = shape.with_memory(wanted.memory)
+    if memory is not None:
+        shape = shape.with_memory(memory)
     say(f"reading {options.what}")
     task = task_of(str(options.what), options.batch)
     limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
@@ -197,14 +200,14 @@ def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
         why = "; ".join(f"{name}: {reason}" for name, reason in outlook.refused)
         raise ConfigurationError(f"none of the strategies can be planned on {shape.name}: {why}")
     race, notes, interrupted = None, tuple[str, ...](), None
-    if options.budget > 0 and (options.simulate or (can_be_tried(outlook) and not wanted.wanted)):
+    if options.budget > 0 and (options.simulate or (can_be_tried(outlook) and not hybrid)):
         race, notes, interrupted = _tried(outlook, requirements, options, say)
         outlook = outlook if race is None else measured(outlook, race.found)
     advice = advise(outlook, requirements, *(() if race is None else (race.found, race.asked)))
     split = None
-    if wanted.wanted and interrupted is None:
+    if hybrid and interrupted is None:
         try:
-            split = advise_hybrid(outlook, advice, wanted, say)
+            split = advise_hybrid(outlook, advice, partitions, strategies, files, say)
         except KeyboardInterrupt as stop:
             raise Interrupted(
                 f"{str(stop) or 'interrupted'}; the plan of split models was not finished; leave out --hybrid, "

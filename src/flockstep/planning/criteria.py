@@ -153,9 +153,9 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
         return ()
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     said = [
-        f"the batch is {found.workers} times as large"
+        f"the batch is {found.replicas} times as large"
         if is_synchronous(cell, traits)
-        else f"{found.workers} workers train at the same time"
+        else f"{found.replicas} workers train at the same time"
     ]
     if approximates(found):
         said.append("messages are approximations")
@@ -188,15 +188,16 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
       the
       share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
-    Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, each add a tenth.
+    Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, each add a tenth, and so
+    does a partition whose gradients are late, which costs samples as staleness does.
     """
     if found.strategy is None:
         return 1.0
-    n, cell, traits = found.workers, found.strategy.taxonomy_entry, found.strategy.traits
+    n, cell, traits = found.replicas, found.strategy.taxonomy_entry, found.strategy.traits
     noise, held = compression(found, site)
     late = 1 + held / DEPTH
     if not is_synchronous(cell, traits) and (is_central(cell) or traits.delivery == "unbounded delay"):
-        stable = 1 / math.sin(math.pi / (2 * (2 * min(lateness(found, site), NEVER) + 1)))
+        stable = _slowed(min(lateness(found, site), NEVER))
         depth, apart, last = stable * late * (1 + (math.pi / 2 - 1) * momentum(site)), 0.0, 0.0
     elif is_central(cell):
         depth, apart, last = n * late, 0.0, 0.0
@@ -206,7 +207,15 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
         depth, last = n * late, 2 * site.transit * n / usual_step(found, site) / DEPTH
     doubts = coarse(found, site) + (not is_synchronous(cell, traits))
     r = site.task.noise
-    return (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
+    relative = (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
+    if late_by := found.partition.mean_delay:
+        relative = DOUBT * (relative + n * (_slowed(late_by) - 1) / (1 + r))
+    return relative
+
+
+def _slowed(late: float) -> float:
+    """Factor by which the learning rate must be smaller for updates that are `late` versions late to be stable."""
+    return 1 / math.sin(math.pi / (2 * (2 * late + 1)))
 
 
 def repeated(found: StepPrediction, site: Site) -> float:
@@ -228,7 +237,7 @@ def lateness(found: StepPrediction, site: Site) -> float:
     """
     if found.staleness is not None:
         return found.staleness
-    return (found.workers - 1) * (1 + delay(found, site))
+    return (found.replicas - 1) * (1 + delay(found, site))
 
 
 def delay(found: StepPrediction, site: Site) -> float:
@@ -238,15 +247,15 @@ def delay(found: StepPrediction, site: Site) -> float:
     share of time in which a worker's network card sends, as in a queue whose jobs vary in size and arrival.
     """
     step = usual_step(found, site)
-    busy = found.sent_bytes / site.link[1] / step
+    busy = found.exchanged_bytes / site.link[1] / step
     return site.transit / step / max(1 - busy, LEAST)
 
 
 def usual_step(found: StepPrediction, site: Site) -> float:
-    """Return the mean seconds between two gradients of a worker, over all gradients. Most gradients come from fast
+    """Return the mean seconds between two gradients of a replica, over all gradients. Most gradients come from fast
     workers, so the result is at most the mean over workers.
     """
-    return max(found.workers * site.task.batch / max(found.samples_per_second, LEAST), LEAST)
+    return max(found.replicas * site.task.batch / max(found.samples_per_second, LEAST), LEAST)
 
 
 def momentum(site: Site) -> float:
@@ -259,7 +268,7 @@ def momentum(site: Site) -> float:
 def horizon(found: StepPrediction, site: Site) -> float:
     """Return the number of steps after which the effect of a worker's step has reached all workers."""
     assert found.strategy is not None
-    n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
+    n, sent = found.replicas, max(found.exchanged_bytes / site.task.nbytes, 1e-9)
     if n == 1:
         return 1.0
     cell = found.strategy.taxonomy_entry
@@ -314,8 +323,8 @@ def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
         else:
             held += 1 / max(1 - lost(codec), 1e-6) - 1
     if found.strategy is not None and found.strategy.traits.approximation != "none":
-        dense = 2 * (1 - 1 / found.workers) * site.task.nbytes
-        held += max(0.0, dense / max(found.sent_bytes, LEAST) - 1)
+        dense = 2 * (1 - 1 / found.replicas) * site.task.nbytes
+        held += max(0.0, dense / max(found.exchanged_bytes, LEAST) - 1)
     return noise, held
 
 

@@ -1,4 +1,6 @@
-"""Predicts the cost of a step of one strategy on a cluster, by running the strategy's program in virtual time."""
+"""Predicts the cost of a step of one strategy on a cluster, with whole or split replicas, by running the strategy's
+program in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import Any
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.partitions.base import Partition
+from flockstep.partitions.base import Partition, Unsplit
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import Conditions, Rehearsal, rehearse
-from flockstep.planning.split_surrogate import SplitShape
+from flockstep.planning.split_surrogate import SplitShape, split_shape
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Wrapper
@@ -24,6 +26,8 @@ from flockstep.strategies.encoding import codecs_of
 
 ALONE = "one worker"
 """Name of the prediction for plain training on one worker, which needs no strategy."""
+WHOLE = Unsplit()
+"""The partition of whole replicas, one for each worker."""
 MOST = 64
 """Largest number of workers of a prediction, because a rehearsal of more would take minutes."""
 FEW = 8
@@ -43,17 +47,19 @@ _known = lru_cache(maxsize=4096)(rehearse)
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted means of a strategy's steps, in seconds and bytes. A step is one gradient of each worker."""
+    """Predicted means of a strategy's steps, in seconds and bytes. A step is one gradient of each replica."""
 
     name: str
+    """Name of the strategy; for split replicas, the partition and the strategy."""
     strategy: Strategy | None
     """The predicted strategy; None for training on one worker."""
     workers: int
     seconds: float
+    """Seconds between two gradients of a replica."""
     utilization: float
     """Share of the time in which a worker computes."""
     sent_bytes: float
-    """Bytes that a worker sends per step."""
+    """Bytes that a worker sends per step, including those to the other workers of its replica."""
     server_bytes: float
     """Bytes per step that the busiest server sends and receives."""
     staleness: float | None
@@ -61,15 +67,37 @@ class StepPrediction:
     staleness_most: int | None
     """Largest staleness of an update in the rehearsal, in versions."""
     samples_per_second: float
+    """Samples per second of all workers together."""
     memory: float
-    """Bytes of memory on a worker: parameters, gradient, optimizer, the strategy's state, and activations if they are
-    known.
+    """Bytes of memory on the worker that needs most: parameters, gradient, optimizer, the strategy's state, and
+    activations if they are known.
     """
     notes: tuple[str, ...] = ()
     range: float = 0.0
     """Half the width of the range of `seconds` and `samples_per_second`, as a share of them."""
     updates: bool = True
     """Whether the rehearsal recorded any update; without updates, the number of samples needed is unknown."""
+    partition: Partition = WHOLE
+    """How the workers of a replica split the model."""
+    layers: tuple[str, ...] = ()
+    """The layers of each part of a split model, as text."""
+    bytes_between_parts: float = 0.0
+    """Bytes per step that a worker sends to the other workers of its replica."""
+
+    @property
+    def split(self) -> bool:
+        """Whether several workers hold a replica together."""
+        return self.partition != WHOLE
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, each of which one worker, or the workers of a split model, hold."""
+        return self.partition.replicas(self.workers)
+
+    @property
+    def exchanged_bytes(self) -> float:
+        """Bytes that the workers of a replica send per step to other replicas and servers."""
+        return max(0.0, self.sent_bytes - self.bytes_between_parts) * self.partition.parts
 
     @property
     def lossless(self) -> bool:
@@ -105,10 +133,12 @@ def at_most(rate: float, site: Site, workers: int) -> float:
     return min(rate, workers * alone(site).samples_per_second)
 
 
-def held_bytes(task: JobProfile) -> float:
-    """Return the bytes of memory on a worker, without the state of its strategy: parameters, gradient, optimizer and
-    activations.
+def held_bytes(task: JobProfile, split: SplitShape | None = None) -> float:
+    """Return the bytes of memory on the worker that needs most, without the state of its strategy: parameters and
+    their copies, gradient, optimizer and activations.
     """
+    if split is not None:
+        return split.elements_held(task.slots) * task.itemsize
     return task.nbytes * (2.0 + task.slots) + task.activations
 
 
@@ -116,33 +146,69 @@ class Unpredictable(ConfigurationError):
     """Error: the steps of a strategy vary too much for a prediction of their mean."""
 
 
-def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
-    """Predict the cost of a strategy's step by a rehearsal of `steps` steps. If `steps` is None, the rehearsal takes as
-    many steps as it needs.
+def predict_step(
+    strategy: Strategy,
+    site: Site,
+    workers: int,
+    steps: int | None = None,
+    *,
+    partition: Partition = WHOLE,
+    law: ComputeModel | None = None,
+) -> StepPrediction:
+    """Predict the cost of a strategy's step by a rehearsal.
+
+    Args:
+        strategy: the strategy, which coordinates the replicas.
+        site: the task and the cluster.
+        workers: number of workers.
+        steps: number of steps of the rehearsal; None for as many as it needs.
+        partition: how the workers of a replica split the model.
+        law: the compute model of gradients; None for that of the cluster.
 
     Raises:
-        ConfigurationError: the strategy cannot run with this number of workers, which are more than `MOST`, or the cost
-            of a step is unknown.
-        Unpredictable: the range of a step's seconds is wider than `WIDE`.
+        ConfigurationError: the model cannot be split, the strategy cannot run with this number of replicas, the workers
+            are more than `MOST`, or the cost of a step is unknown.
+        CompositionError: the strategy cannot train a split model.
+        Unpredictable: the range of the seconds of a step of whole replicas is wider than `WIDE`.
     """
-    strategy.check(workers)
+    task, whole = site.task, partition == WHOLE
+    shape = None if whole else split_shape(task, partition)
+    replicas = partition.replicas(workers)
+    strategy.check(replicas)
     if workers > MOST:
         raise ConfigurationError(
             f"a prediction takes at most {MOST} workers, got {workers:,}; for more, use flockstep simulate"
         )
-    found = rehearsed(strategy, site, workers, steps=steps)
-    _require_narrow(found)
-    return _of_rehearsal(strategy, site, workers, found)
-
-
-def _require_narrow(found: Rehearsal) -> None:
-    """Raise `Unpredictable` if the range of a step's seconds is too wide."""
-    if found.range > WIDE:
+    found = rehearsed(strategy, site, workers, law, steps=steps, split=shape)
+    if whole and found.range > WIDE:
         low, high = (found.seconds_per_step * (1 + sign * found.range) for sign in (-1, 1))
         raise Unpredictable(
             f"cannot be predicted: after {found.steps} steps of a rehearsal, a step may take {in_seconds(max(low, 0))} "
             f"to {in_seconds(high)}; try the strategy with flockstep simulate"
         )
+    versions, server = has_versions(strategy), found.server_sent_bytes_per_step
+    if server:  # the busiest server also receives what the workers send
+        server += workers * found.sent_bytes_per_step / max(1, strategy.servers_for(workers))
+    rate = found.used * found.batches * task.batch * found.steps_per_second / partition.parts
+    return StepPrediction(
+        str(strategy) if whole else f"{partition} with {strategy if replicas > 1 else 'one replica'}",
+        strategy,
+        workers,
+        found.seconds_per_step,
+        found.utilization,
+        found.sent_bytes_per_step,
+        server,
+        found.staleness if versions else None,
+        found.staleness_max if versions else None,
+        at_most(rate, site, workers),
+        held_bytes(task, shape) + found.held,
+        (f"{found.steps} steps in virtual time",),
+        found.range,
+        found.updates,
+        partition,
+        () if shape is None else shape.layers,
+        found.bytes_between_parts,
+    )
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
@@ -199,35 +265,9 @@ def rehearsed(
         coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
 
 
-def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> StepPrediction:
-    task, seconds, versions = site.task, found.seconds_per_step, has_versions(strategy)
-    return StepPrediction(
-        str(strategy),
-        strategy,
-        workers,
-        seconds,
-        found.utilization,
-        found.sent_bytes_per_step,
-        _through_server(strategy, found, workers),
-        found.staleness if versions else None,
-        found.staleness_max if versions else None,
-        at_most(found.used * found.batches * task.batch * found.steps_per_second, site, workers),
-        held_bytes(task) + found.held,
-        (f"{found.steps} steps in virtual time",),
-        found.range,
-        found.updates,
-    )
-
-
 def has_versions(strategy: Strategy) -> bool:
     """Return whether staleness counts versions of one model, rather than steps of replicas that differ."""
     return strategy.traits.delivery == "synchronous" or strategy.traits.server_optimizer
-
-
-def _through_server(strategy: Strategy, found: Rehearsal, workers: int) -> float:
-    """Bytes through the busiest server for each step that a worker takes."""
-    server = found.server_sent_bytes_per_step
-    return server + workers * found.sent_bytes_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
 
 
 def exposure(strategy: Strategy, site: Site, workers: int) -> float:

@@ -221,7 +221,7 @@ def splits(found: HybridAdvice, everything: bool) -> TextTable:
         (
             str(one.partition),
             short(str(one.strategy)) if one.replicas > 1 else "none",
-            _speedup(found.speedups[one.name]),
+            _speedup(found.speedup(one)),
             number(one.samples_per_second),
             seconds(one.seconds),
             share(one.utilization),
