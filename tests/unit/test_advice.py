@@ -25,6 +25,8 @@ from flockstep.planning.criteria import (
     DOUBT,
     DROPPING,
     approximates,
+    criteria,
+    departures,
     is_central,
     is_synchronous,
     lost,
@@ -232,8 +234,8 @@ def test_advice_says_why_and_what_would_change_it() -> None:
 
 def test_criteria_are_those_of_the_plan() -> None:
     predicted = plan(TASK, cluster("10gbit"), strategies=SOME)
-    plain = predicted.criteria(predicted.named("all_reduce"))
-    free = predicted.criteria(predicted.named("ps(consistency=asynchronous)"))
+    plain = criteria(predicted.named("all_reduce"), predicted.site)
+    free = criteria(predicted.named("ps(consistency=asynchronous)"), predicted.site)
     assert (plain.technique, plain.learning_rate, plain.reproducible) == ("central, synchronous", "higher", "easy")
     assert (free.learning_rate, free.reproducible, free.survives) == ("lower", "hard", 7)
     assert free.overlap == pytest.approx(7, rel=0.05)
@@ -258,8 +260,8 @@ def test_dropping_without_feedback_is_never_advised() -> None:
     advice = advise(predicted)
     assert dict(advice.excluded)[bare] == DROPS
     assert {fed, "all_reduce(codec=half)"}.isdisjoint(dict(advice.excluded))
-    assert any("error feedback" in said for said in predicted.departures(predicted.named(bare)))
-    assert not any("error feedback" in said for said in predicted.departures(predicted.named(fed)))
+    assert any("error feedback" in said for said in departures(predicted.named(bare), predicted.site))
+    assert not any("error feedback" in said for said in departures(predicted.named(fed), predicted.site))
 
 
 def test_doubts_are_paid_for() -> None:

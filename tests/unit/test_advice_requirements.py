@@ -9,6 +9,7 @@ import pytest
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.planning.advice import advise, value
+from flockstep.planning.criteria import criteria
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE
@@ -192,5 +193,5 @@ def test_what_arrival_decides_is_not_reproducible(rule: str) -> None:
     out = dict(advise(predicted, ("reproducible",)).excluded)
     assert out[name] == "the order of arrival decides whose gradients are dropped"
     assert not {"ps(consistency=bsp)", "dpsgd", "sgp"} & set(out)
-    assert predicted.criteria(predicted.named(name)).reproducible == "hard"
-    assert predicted.criteria(predicted.named("ps(consistency=bsp)")).reproducible == "easy"
+    assert criteria(predicted.named(name), predicted.site).reproducible == "hard"
+    assert criteria(predicted.named("ps(consistency=bsp)"), predicted.site).reproducible == "easy"

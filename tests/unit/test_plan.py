@@ -24,7 +24,7 @@ from flockstep.experiments.planned import PlanResult, planned
 from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise
 from flockstep.planning.check import Check, Figures
-from flockstep.planning.criteria import relative_samples
+from flockstep.planning.criteria import departures, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import MOST, Outlook, candidates, plan
 from flockstep.planning.search import Found
@@ -69,7 +69,7 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
 
 
 def test_ranked_by_what_samples_are_worth(outlook: Outlook) -> None:
-    speedups = [outlook.effective_rate(one) for one in outlook.predictions]
+    speedups = [one.samples_per_second / outlook.relative_samples(one) for one in outlook.predictions]
     assert speedups == sorted(speedups, reverse=True)
     assert {one.name for one in outlook.predictions} >= {ALONE, "all_reduce", "local_sgd(period=8)"}
     assert outlook.alone.seconds == pytest.approx(0.01, rel=0.02)
@@ -373,7 +373,7 @@ def test_errors_that_round_to_nothing_have_no_sign() -> None:
 def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     found = plan(TASK, cluster("10gbit"), strategies=("gossip", "all_reduce", "ensemble"))
     row = row_of(found, "gossip")
-    assert any(f"{row['staleness']} versions late" in said for said in found.departures(found.named("gossip")))
+    assert any(f"{row['staleness']} versions late" in said for said in departures(found.named("gossip"), found.site))
     graded = criteria(found, advise(found))
     place = [one.heading for one in CRITERIA].index("staleness")
     assert next(cells for cells in graded.rows if cells[0] == "gossip")[place] == row["staleness"]

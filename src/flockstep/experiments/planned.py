@@ -15,7 +15,7 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.options import options_of
 from flockstep.planning import tables
-from flockstep.planning.advice import Advice, advise, asked, require_known, unfit
+from flockstep.planning.advice import Advice, Recommendation, advise, asked, require_known, unfit
 from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, parse_partitions
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
@@ -58,7 +58,7 @@ class PlanResult:
         return None if self.advice.choice is None else self.advice.choice.name
 
     @property
-    def recommendation(self) -> Advice:
+    def recommendation(self) -> Advice | Recommendation:
         """The advice on whole replicas, or, if the plan covers split models, on both."""
         return self.advice if self.hybrid is None else self.hybrid.together
 
@@ -94,8 +94,8 @@ class PlanResult:
             found.append(("split models that were refused", refused))
         if everything:
             ruled_out = [
-                f"{', '.join(short(name) for name, why in advice.excluded if why == reason)}: {reason}"
-                for reason in dict.fromkeys(why for _, why in advice.excluded)
+                f"{', '.join(short(name) for name, why in self.advice.excluded if why == reason)}: {reason}"
+                for reason in dict.fromkeys(why for _, why in self.advice.excluded)
             ]
             unplanned = [why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused]
             unknown = [*outlook.left_out, *(LEFT_OUT if self.trials is not None else ()), *unplanned]
@@ -108,7 +108,7 @@ class PlanResult:
         rows = {one["name"]: one for one in document["strategies"]}
         document["strategies"] = [
             {**rows[one.name], "speedup": self.advice.speedups[one.name], "limit": one.name in self.advice.limits}
-            for one in self.advice.ranked(self.outlook)
+            for one in self.advice.ranked
         ]
         document["advice"] = self.advice.document()
         if self.trials is not None or self.notes:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from flockstep.errors import UnknownName
 from flockstep.planning import worker_losses
@@ -16,6 +17,8 @@ from flockstep.planning.criteria import (
     MARGIN,
     approximates,
     count,
+    criteria,
+    departures,
     drops,
     is_central,
     is_repeatable,
@@ -51,49 +54,8 @@ SIMPLER = 1.1
 SLOWER = 4.0
 """Factor by which communication is assumed to be slower under the requirement slow-links."""
 
-
 SHOWN = 3
 """Number of strategies that a sentence lists by name."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A recommendation of a strategy, as sentences with reasons."""
-
-    choice: StepPrediction | None
-    """Name of the recommended strategy; None if no strategy meets the requirements."""
-    runner_up: StepPrediction | None
-    sentences: tuple[str, ...]
-    """Sentences of advice to the user."""
-    reasons: tuple[str, ...]
-    changes: tuple[str, ...]
-    """Sentences about conditions under which the advice would change."""
-    excluded: tuple[tuple[str, str], ...]
-    """Strategies that the requirements rule out: name of the strategy and the reason."""
-    requirements: tuple[str, ...]
-    speedups: dict[str, float] = field(default_factory=dict)
-    """Name of a strategy → predicted speed relative to one worker, by which strategies are ordered."""
-    untried: tuple[str, ...] = ()
-    """Names of the strategies that were to be tried, but for which no trial finished."""
-    limits: frozenset[str] = frozenset()
-    """Names of the strategies whose trials ended before their goal, so that `speedups` has only an upper limit."""
-
-    def ranked(self, outlook: Outlook) -> list[StepPrediction]:
-        """The plan's strategies in order of their speed-up, highest first; those with only a limit come last."""
-        return sorted(outlook.predictions, key=lambda one: (one.name in self.limits, -self.speedups[one.name]))
-
-    def document(self) -> dict[str, Any]:
-        """Return the advice as plain data, for JSON."""
-        return {
-            "choice": None if self.choice is None else self.choice.name,
-            "runner_up": None if self.runner_up is None else self.runner_up.name,
-            "sentences": list(self.sentences),
-            "reasons": list(self.reasons),
-            "changes": list(self.changes),
-            "excluded": [{"name": name, "why": why} for name, why in self.excluded],
-            "requirements": list(self.requirements),
-            "untried": list(self.untried),
-        }
 
 
 def advise(
@@ -129,28 +91,22 @@ def advise(
     speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
     told = _measured(tried, speedups)
     speedups |= told
-    limits = frozenset(name for name in told if tried[name].seconds is None)
-    if not left:
-        sentences = _nothing(outlook, excluded)
-        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups, (), limits)
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -preference(one, speedups[one.name])))
     level = _level(left, tried)
-    choice = min(level, key=lambda one: _complexity(one, outlook))
-    left.remove(choice)
-    left.insert(0, choice)
-    untried = tuple(name for name in candidates if name not in tried and name not in refused)
-    case = _Case(outlook, left, speedups, requirements, dict(excluded).get(ALONE), tried, level, untried)
+    if level:
+        choice = min(level, key=lambda one: _complexity(one, outlook))
+        left.remove(choice)
+        left.insert(0, choice)
     return Advice(
-        choice,
-        case.second,
-        case.sentences(),
-        case.reasons(),
-        () if tried else case.changes(),
-        tuple(excluded),
+        outlook,
+        tuple(left),
         requirements,
+        tuple(excluded),
         speedups,
-        untried,
-        limits,
+        limits=frozenset(name for name in told if tried[name].seconds is None),
+        tried=tried,
+        level=tuple(level),
+        untried=tuple(name for name in candidates if left and name not in tried and name not in refused),
     )
 
 
@@ -175,18 +131,12 @@ def require_known(requirements: Iterable[str]) -> None:
             raise UnknownName.among("requirement", name, list(REQUIREMENTS))
 
 
-def slower(requirements: tuple[str, ...]) -> float:
-    """Return the factor by which every part of a step except computing is assumed to be longer under the given
-    requirements.
+def longer(found: StepPrediction, requirements: Sequence[str]) -> float:
+    """Return the factor by which a predicted step becomes longer under the given requirements: under slow-links, every
+    part of it except computing.
     """
-    return SLOWER if "slow-links" in requirements else 1.0
-
-
-def waiting(share: float, slower: float) -> float:
-    """Return the factor by which a step becomes longer if computing, which is `share` of the step, takes as long as
-    before and the rest takes `slower` times as long.
-    """
-    return share + slower * (1 - share)
+    slower = SLOWER if "slow-links" in requirements else 1.0
+    return found.utilization + slower * (1 - found.utilization)
 
 
 def _rank(tried: Found | None) -> tuple[int, float]:
@@ -198,7 +148,7 @@ def _rank(tried: Found | None) -> tuple[int, float]:
 
 def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[StepPrediction]:
     """The strategies that trials do not tell from the fastest, fastest first; without trials, the first alone."""
-    fastest = tried.get(left[0].name)
+    fastest = tried.get(left[0].name) if left else None
     if fastest is None or fastest.seconds is None:
         return left[:1]
     most = min(fastest.range[1], SIMPLER * fastest.seconds)
@@ -208,7 +158,7 @@ def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[
 
 def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:
     """Sort key: one worker, then the fewest hyper-parameters, then the fewest differences from one worker."""
-    return 0 if found.strategy is None else 1 + count(found.strategy), len(outlook.departures(found))
+    return 0 if found.strategy is None else 1 + count(found.strategy), len(departures(found, outlook.site))
 
 
 def _measured(tried: dict[str, Found], predicted: dict[str, float]) -> dict[str, float]:
@@ -235,7 +185,7 @@ def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     """
     rate = found.samples_per_second
     if found.strategy is not None:
-        rate /= waiting(found.utilization, slower(requirements))
+        rate /= longer(found, requirements)
     if "unbalanced" in requirements:
         rate /= repeated(found, outlook.site)
     return rate / outlook.relative_samples(found)
@@ -281,92 +231,135 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     return DROPS if drops(found) else None
 
 
+class Recommendation(NamedTuple):
+    """What a plan tells the user to do, in sentences."""
+
+    sentences: tuple[str, ...]
+    reasons: tuple[str, ...]
+    changes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
-class _Case:
-    """What the sentences of an advice are made from."""
+class Advice:
+    """A recommendation of a strategy, from which its sentences are made."""
 
     outlook: Outlook
-    left: Sequence[StepPrediction]
+    """The predictions, with the number of samples that trials have measured."""
+    left: tuple[StepPrediction, ...]
     """Predictions for the strategies that meet the requirements: the choice, then the others, best first."""
+    requirements: tuple[str, ...]
+    excluded: tuple[tuple[str, str], ...]
+    """Strategies that the requirements rule out: name of the strategy and the reason."""
     speedups: Mapping[str, float]
     """Name of a strategy → predicted speed relative to one worker, under the requirements."""
-    requirements: Sequence[str]
-    alone: str | None
-    """Reason why training on one worker does not meet the requirements; None if it meets them."""
+    limits: frozenset[str]
+    """Names of the strategies whose trials ended before their goal, so that `speedups` has only an upper limit."""
     tried: Mapping[str, Found]
     """Name of a strategy → its trials."""
-    level: Sequence[StepPrediction]
+    level: tuple[StepPrediction, ...]
     """The strategies that trials do not tell from the fastest."""
-    untried: Sequence[str]
+    untried: tuple[str, ...]
     """Names of the strategies that were to be tried, but for which no trial finished."""
 
     @property
-    def choice(self) -> StepPrediction:
-        return self.left[0]
+    def choice(self) -> StepPrediction | None:
+        """The prediction for the recommended strategy; None if no strategy meets the requirements."""
+        return self.left[0] if self.left else None
 
     @property
-    def second(self) -> StepPrediction | None:
+    def runner_up(self) -> StepPrediction | None:
+        """The prediction for the second-best strategy."""
         return self.left[1] if len(self.left) > 1 else None
 
     @property
-    def decided(self) -> bool:
-        """Whether trials decided the choice."""
-        return self.choice.name in self.tried and self.tried[self.choice.name].seconds is not None
+    def ranked(self) -> list[StepPrediction]:
+        """The plan's strategies in order of their speed-up, highest first; those with only a limit come last."""
+        return sorted(self.outlook.predictions, key=lambda one: (one.name in self.limits, -self.speedups[one.name]))
 
-    def speedup(self, found: StepPrediction) -> str:
+    def document(self) -> dict[str, Any]:
+        """Return the advice as plain data, for JSON."""
+        return {
+            "choice": None if self.choice is None else self.choice.name,
+            "runner_up": None if self.runner_up is None else self.runner_up.name,
+            "sentences": list(self.sentences),
+            "reasons": list(self.reasons),
+            "changes": list(self.changes),
+            "excluded": [{"name": name, "why": why} for name, why in self.excluded],
+            "requirements": list(self.requirements),
+            "untried": list(self.untried),
+        }
+
+    @cached_property
+    def sentences(self) -> tuple[str, ...]:
+        """Sentences of advice to the user: which strategy to use, with which settings, and instead of what."""
+        if self.choice is None:
+            return self._nothing()
+        if self._decided(self.choice):
+            said = self._by_trials(self.choice)
+        elif self.choice.strategy is None:
+            said = [f"Use one worker ({_rate(self.choice)}).", self._instead_of_others(self.choice)]
+        else:
+            said = [self._by_prediction(self.choice), self._uncompressed(self.choice)]
+        return (*filter(None, said), *self._partial(self.choice))
+
+    def _decided(self, choice: StepPrediction) -> bool:
+        """Whether trials decided the choice."""
+        return choice.name in self.tried and self.tried[choice.name].seconds is not None
+
+    def _trains(self, found: StepPrediction) -> str:
         return as_much(self.speedups[found.name], "fast")
 
-    def needs(self, found: StepPrediction) -> str:
-        """Text of the number of samples that a strategy needs, relative to one worker; a formula's number is
-        assumed.
-        """
+    def _needs(self, found: StepPrediction) -> str:
+        """The number of samples that a strategy needs, relative to one worker; a formula's number is assumed."""
         verb = "needs" if found.name in self.outlook.measured else "is assumed to need"
         return f"{verb} {as_much(self.outlook.relative_samples(found))} samples for the same accuracy"
 
-    def sentences(self) -> tuple[str, ...]:
-        """Which strategy to use, with which settings, and instead of what."""
-        choice, workers = self.choice, many(self.choice.workers, "worker")
-        if self.decided:
-            said = self._by_trials()
-        elif choice.strategy is None:
-            said = [f"Use one worker ({_rate(choice)}).", self._instead_of_others()]
-        else:
-            more = as_much(choice.samples_per_second / self.outlook.alone.samples_per_second)
-            pace = f"it processes {more} samples per second as one worker ({number(choice.samples_per_second)})"
-            if self.alone is None or self.speedups[choice.name] >= 1:
-                use = (
-                    f"Use {short(choice.name)} on {workers}. It is predicted to train {self.speedup(choice)} as one "
-                    f"worker: {pace} and {self.needs(choice)}."
-                )
-            else:
-                # Samples per second alone would suggest a gain that this strategy does not have.
-                use = (
-                    f"One worker is predicted to need only {share(self.speedups[choice.name])} of the time, but is "
-                    f"ruled out: {self.alone}. With this requirement, use {short(choice.name)} on {workers}: {pace}, "
-                    f"but {self.needs(choice)}."
-                )
-            said = [use, self._uncompressed()]
-        return (*filter(None, said), *self._partial())
+    def _nothing(self) -> tuple[str, ...]:
+        """Why no strategy meets the requirements."""
+        why, memory, alone = dict(self.excluded), self.outlook.site.cluster.memory, self.outlook.alone
+        single, way = f"{alone.name}: {why.pop(alone.name)}", "leave out one --require"
+        if memory is not None and alone.memory > memory:
+            single = f"{alone.name} needs {size(alone.memory)} and has {size(memory)}"
+            way = "plan for machines with more memory"
+        others = list(why.values())
+        counts = (f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))
+        return f"No strategy meets the requirements: {'; '.join([single, *counts])}.", f"To get advice, {way}."
 
-    def _by_trials(self) -> list[str]:
-        choice, own, alone = self.choice, self.tried[self.choice.name], self.tried.get(ALONE)
+    def _by_prediction(self, choice: StepPrediction) -> str:
+        workers, alone = many(choice.workers, "worker"), dict(self.excluded).get(ALONE)
+        more = as_much(choice.samples_per_second / self.outlook.alone.samples_per_second)
+        pace = f"it processes {more} samples per second as one worker ({number(choice.samples_per_second)})"
+        if alone is None or self.speedups[choice.name] >= 1:
+            return (
+                f"Use {short(choice.name)} on {workers}. It is predicted to train {self._trains(choice)} as one "
+                f"worker: {pace} and {self._needs(choice)}."
+            )
+        # Samples per second alone would suggest a gain that this strategy does not have.
+        return (
+            f"One worker is predicted to need only {share(self.speedups[choice.name])} of the time, but is ruled out: "
+            f"{alone}. With this requirement, use {short(choice.name)} on {workers}: {pace}, but "
+            f"{self._needs(choice)}."
+        )
+
+    def _by_trials(self, choice: StepPrediction) -> list[str]:
+        own, alone = self.tried[choice.name], self.tried.get(ALONE)
         assert own.best is not None
         assert own.seconds is not None
-        use = f"Use {short(choice.name)} with learning rate {own.best.lr:.3g}"
+        use, tried = f"Use {short(choice.name)} with learning rate {own.best.lr:.3g}", "in trials on the job,"
         if choice.strategy is None:
             others = [self.tried[one.name] for one in self.left[1:] if one.name in self.tried]
             times = [one.seconds for one in others if one.seconds is not None]
             best = f"; the best trained {as_much(own.seconds / min(times), 'fast')}" if own.seconds and times else ""
             among = many(len(others), "strategy", "strategies")
-            said = f"{use}: in trials on the job, none of {among} was faster by more than a tenth{best}."
+            said = f"{use}: {tried} none of {among} was faster by more than a tenth{best}."
         elif alone is None or alone.seconds is None:
             use = f"{use} on {many(choice.workers, 'worker')}"
-            said = f"{use}: in trials on the job, it reached the goal first; one worker did not reach the goal."
+            said = f"{use}: {tried} it reached the goal first; one worker did not reach the goal."
         else:
             low, high = alone.range[0] / own.range[1], alone.range[1] / own.range[0]
             between = f"{number(low, 2)} to {number(high, 2)}" if math.isfinite(high) else f"at least {number(low, 2)}"
             said = (
-                f"{use} on {many(choice.workers, 'worker')}: in trials on the job, it trained "
+                f"{use} on {many(choice.workers, 'worker')}: {tried} it trained "
                 f"{as_much(alone.seconds / own.seconds, 'fast')} as one worker at the best learning rate of each "
                 f"({between} times over {many(len(own.at_best_rate), 'seed')})."
             )
@@ -377,7 +370,7 @@ class _Case:
         simplest = f"{short(choice.name)} is the simplest of them"
         return [said, f"Within the ranges of the trials, {told} trained as fast; {simplest}."]
 
-    def _instead_of_others(self) -> str:
+    def _instead_of_others(self, choice: StepPrediction) -> str:
         """Why one worker is recommended, and not the fastest strategy, or the one with the most samples per second."""
         others = [one for one in self.left if one.strategy is not None and combines(one)]
         if not others:
@@ -386,36 +379,36 @@ class _Case:
             return ""
         fastest = max(others, key=lambda one: self.speedups[one.name])
         workers, gain = many(fastest.workers, "worker"), self.speedups[fastest.name]
-        if gain > self.speedups[self.choice.name]:
+        if gain > self.speedups[choice.name]:
             told = number(math.floor(100 * gain) / 100, 3)  # never rounded up to the margin
             return (
                 f"{short(fastest.name)} on {workers} is predicted to train {told} times as fast as one worker, but "
                 f"{uncertain()}."
             )
         most = max(others, key=lambda one: one.samples_per_second)
-        ratio = as_much(most.samples_per_second / self.choice.samples_per_second)
+        ratio = as_much(most.samples_per_second / choice.samples_per_second)
         return (
             f"On {workers} of {self.outlook.site.cluster.name}, {short(most.name)} processes the most samples per "
-            f"second, {number(most.samples_per_second)} ({ratio} as one worker); it {self.needs(most)}, so it is "
-            f"predicted to train {self.speedup(most)} as one worker."
+            f"second, {number(most.samples_per_second)} ({ratio} as one worker); it {self._needs(most)}, so it is "
+            f"predicted to train {self._trains(most)} as one worker."
         )
 
-    def _uncompressed(self) -> str:
+    def _uncompressed(self, choice: StepPrediction) -> str:
         """Why no compression is recommended, if a strategy with compression would be slower."""
         compressed = [one for one in self.left if approximates(one) and not drops(one)]
-        if approximates(self.choice) or not compressed:
+        if approximates(choice) or not compressed:
             return ""
         best = max(compressed, key=lambda one: self.speedups[one.name])
-        ratio = self.speedups[best.name] / self.speedups[self.choice.name]
+        ratio = self.speedups[best.name] / self.speedups[choice.name]
         if ratio >= 1:
             return ""
-        rate = as_much(best.samples_per_second / self.choice.samples_per_second)
+        rate = as_much(best.samples_per_second / choice.samples_per_second)
         return (
             f"Do not compress: {short(best.name)}, the best strategy with compression, processes {rate} samples per "
-            f"second as {short(self.choice.name)}, but is predicted to train {as_much(ratio, 'fast')}."
+            f"second as {short(choice.name)}, but is predicted to train {as_much(ratio, 'fast')}."
         )
 
-    def _partial(self) -> list[str]:
+    def _partial(self, choice: StepPrediction) -> list[str]:
         """Sentences about missing trials, and about the basis of the advice in that case."""
         said = list[str]()
         planned = max(self.left, key=lambda one: preference(one, self.speedups[one.name]))
@@ -426,16 +419,19 @@ class _Case:
             said.append(
                 f"This advice is partial: of {len(self.untried) + tried} strategies {were} tried; not tried: {rest}."
             )
-        if self.tried and self.choice.name not in self.tried:
-            said.append(f"No tried strategy reached the target; the plan alone recommends {short(self.choice.name)}.")
+        if self.tried and choice.name not in self.tried:
+            said.append(f"No tried strategy reached the target; the plan alone recommends {short(choice.name)}.")
         elif self.untried and planned.name not in self.tried:
             said.append(f"The plan alone would recommend {short(planned.name)}, which was not tried.")
         return said
 
+    @cached_property
     def reasons(self) -> tuple[str, ...]:
         """The reasons for the recommendation, one sentence each."""
-        outlook, choice, name, said = self.outlook, self.choice, short(self.choice.name), list[str]()
-        latency, bandwidth = outlook.site.link
+        outlook, choice, second, said = self.outlook, self.choice, self.runner_up, list[str]()
+        if choice is None:
+            return ()
+        name, (latency, bandwidth) = short(choice.name), outlook.site.link
         if bandwidth < math.inf:
             said.append(
                 f"Sending the model ({size(outlook.task.nbytes)}) over the slowest link takes "
@@ -447,21 +443,20 @@ class _Case:
                 f"A step of {name} takes {ranged(choice)}; a worker computes for {share(choice.utilization)} of this "
                 f"time and sends {size(choice.sent_bytes)} (from a rehearsal)."
             )
-        if departs := outlook.departures(choice):
+        if departs := departures(choice, outlook.site):
             said.append(
-                f"{name} differs from training on one worker: {'; '.join(departs)}. It therefore {self.needs(choice)} "
+                f"{name} differs from training on one worker: {'; '.join(departs)}. It therefore {self._needs(choice)} "
                 "as one worker."
             )
-        second = self.second
-        if second is not None and (not self.decided or second.name in outlook.measured):
-            needs = f" and {self.needs(second)} as one worker" if second.strategy is not None else ""
+        if second is not None and (not self._decided(choice) or second.name in outlook.measured):
+            needs = f" and {self._needs(second)} as one worker" if second.strategy is not None else ""
             said.append(f"The second-best choice is {short(second.name)}: it processes {_rate(second)}{needs}.")
         said += [f"Taken into account: {REQUIREMENTS[one]}." for one in self.requirements]
         if choice.strategy is None:
             return tuple(said)
         if outlook.site.cluster.failures:
             said.append(worker_losses.sentence(choice, outlook))
-        row, versions = outlook.criteria(choice), outlook.late(choice)
+        row, versions = criteria(choice, outlook.site), outlook.late(choice)
         parts = [f"the learning rate {_RATES[row.learning_rate]}"]
         if versions:
             parts.append(f"updates are {number(versions, 2)} versions late on average")
@@ -472,10 +467,13 @@ class _Case:
         graded = f"the strategy is {row.technique}: {', '.join(parts)}"
         return (*said, f"By the criteria of table 2 of Langer et al. (2020), {graded}.")
 
+    @cached_property
     def changes(self) -> tuple[str, ...]:
-        """The conditions under which another strategy becomes better, and the command that measures both."""
-        choice, second = self.choice, self.second
-        if second is None:
+        """Sentences about conditions under which the advice would change, and the command that measures both; none
+        after trials.
+        """
+        choice, second = self.choice, self.runner_up
+        if choice is None or second is None or self.tried:
             return ()
         said, name, outlook = list[str](), short(second.name), self.outlook
         ahead = preference(second, second.samples_per_second) / preference(choice, choice.samples_per_second)
@@ -505,19 +503,6 @@ _RATES = {
     "likely": "is near one worker's",
     "lower": "must be lower",
 }
-
-
-def _nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """The sentences that say that no strategy meets the requirements, and why."""
-    why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
-    single = f"{alone.name}: {why.pop(alone.name)}"
-    too_large = memory is not None and alone.memory > memory
-    if too_large:
-        single = f"{alone.name} needs {size(alone.memory)} and has {size(memory)}"
-    others = list(why.values())
-    said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
-    way = "plan for machines with more memory" if too_large else "leave out one --require"
-    return (f"No strategy meets the requirements: {'; '.join(said)}.", f"To get advice, {way}.")
 
 
 def _rate(found: StepPrediction) -> str:

@@ -22,7 +22,7 @@ from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import StepPrediction, exposure
 from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
-from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
@@ -102,23 +102,20 @@ def criteria(found: StepPrediction, site: Site) -> Criteria:
         if cell is not None and cell.scheduling == "bounded async"
         else "hard"
     )
+    try:
+        waits: float | None = exposure(found.strategy, site, found.workers)
+    except Unrehearsed:  # nothing small stands for the model, and with all of it a rehearsal takes too long
+        waits = None
     return Criteria(
         f"{'central' if central else 'decentral'}, {'synchronous' if synchronous else 'asynchronous'}",
         not (central and synchronous),
         rate,
         found.staleness,
         count(found.strategy),
-        _exposure(found.strategy, site, found.workers),
+        waits,
         traits.deaths(found.workers),
         hard,
     )
-
-
-def _exposure(strategy: Strategy, site: Site, workers: int) -> float | None:
-    try:
-        return exposure(strategy, site, workers)
-    except Unrehearsed:  # nothing small stands for the model, and with all of it a rehearsal takes too long
-        return None
 
 
 def is_central(cell: TaxonomyEntry | None) -> bool:
@@ -188,8 +185,8 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
       the
       share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
-    Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, each add a tenth, and so
-    does a partition whose gradients are late, which costs samples as staleness does.
+    Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, which half precision does
+    not, each add a tenth, and so does a partition whose gradients are late, which costs samples as staleness does.
     """
     if found.strategy is None:
         return 1.0
@@ -205,7 +202,7 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
         met = min(horizon(found, site), NEVER) - 1
         apart = APART * met / (met + HALF / (1 - momentum(site)))
         depth, last = n * late, 2 * site.transit * n / usual_step(found, site) / DEPTH
-    doubts = coarse(found, site) + (not is_synchronous(cell, traits))
+    doubts = (noise + held > DROPPING) + (not is_synchronous(cell, traits))
     r = site.task.noise
     relative = (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
     if late_by := found.partition.mean_delay:
@@ -288,13 +285,6 @@ def approximates(found: StepPrediction) -> bool:
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
-def coarse(found: StepPrediction, site: Site) -> bool:
-    """Return whether the approximations of a strategy leave out or add so much that they count; half precision does
-    not.
-    """
-    return sum(compression(found, site)) > DROPPING
-
-
 def drops(found: StepPrediction) -> bool:
     """Return whether a strategy drops values that no later message contains, so that accuracy is lost permanently."""
     if found.strategy is None:
@@ -340,13 +330,6 @@ def lost(codec: Codec) -> float:
     except (ConfigurationError, NotImplementedError):
         return 1.0
     return float(((decoded - array) ** 2).sum() / (array**2).sum())
-
-
-def effective_rate(samples_per_second: float, relative: float) -> float:
-    """Return the effective samples per second, the figure by which strategies are compared: samples per second divided
-    by the relative number of samples needed.
-    """
-    return samples_per_second / relative
 
 
 def preference(found: StepPrediction, speed: float) -> float:

@@ -27,7 +27,7 @@ from flockstep.partitions.pipeline_schedules import (
 )
 from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
-from flockstep.planning.advice import Advice, slower, uncertain, unfit, waiting
+from flockstep.planning.advice import Advice, Recommendation, longer, uncertain, unfit
 from flockstep.planning.criteria import preference, relative_samples
 from flockstep.planning.job_profile import Site
 from flockstep.planning.plan import Outlook
@@ -197,13 +197,12 @@ class HybridAdvice:
         return shlex.join([*words, *(word for file in self.imports for word in ("--import", file))])
 
     @property
-    def together(self) -> Advice:
+    def together(self) -> Recommendation:
         """The one recommendation that follows from this advice and from the advice on whole replicas."""
-        advice = self.advice
-        if self.choice is not None and not self.choice.split:
-            said, why = (*advice.sentences, *self.sentences), (*advice.reasons, *self.reasons)
-            return replace(advice, sentences=said, reasons=why)
-        return replace(advice, choice=None, sentences=self.sentences, reasons=self.reasons, changes=())
+        whole = self.advice
+        if self.choice is None or self.choice.split:
+            return Recommendation(self.sentences, self.reasons, ())
+        return Recommendation(whole.sentences + self.sentences, whole.reasons + self.reasons, whole.changes)
 
     def document(self) -> dict[str, Any]:
         """Return the advice as plain data, for JSON."""
@@ -232,7 +231,7 @@ class HybridAdvice:
 
 
 def _speedup(found: StepPrediction, outlook: Outlook, advice: Advice) -> float:
-    rate = found.samples_per_second / waiting(found.utilization, slower(advice.requirements))
+    rate = found.samples_per_second / longer(found, advice.requirements)
     return rate / outlook.relative_samples(found) / outlook.alone.samples_per_second
 
 
@@ -433,7 +432,7 @@ def _splittable(outlook: Outlook, advice: Advice, refused: list[tuple[str, str]]
     """The strategies to combine with partitions, the best with whole replicas first."""
     free = replace(outlook, site=replace(outlook.site, cluster=outlook.site.cluster.with_memory(None)))
     wanted: list[Strategy] = []
-    for one in advice.ranked(outlook):
+    for one in advice.ranked:
         if one.strategy is None or len(wanted) == TOP_STRATEGIES or unfit(one, free, advice.requirements) is not None:
             continue
         if one.strategy.traits.fixed_steps and one.strategy.traits.plain_gradients:

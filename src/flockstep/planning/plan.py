@@ -9,15 +9,7 @@ from typing import Any
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
-from flockstep.planning.criteria import (
-    Criteria,
-    criteria,
-    departures,
-    effective_rate,
-    is_synchronous,
-    lateness,
-    relative_samples,
-)
+from flockstep.planning.criteria import criteria, departures, is_synchronous, lateness, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.step_prediction import ALONE, MOST, StepPrediction, alone, predict_step
 from flockstep.report import formatting
@@ -86,21 +78,11 @@ class Outlook:
             f"{name} must be among the strategies of the plan, but is not; choose a strategy that the plan lists"
         )
 
-    def departures(self, found: StepPrediction) -> tuple[str, ...]:
-        """Return the ways in which a strategy differs from training on one worker, one phrase each."""
-        return departures(found, self.site)
-
     def relative_samples(self, found: StepPrediction) -> float:
         """Return the factor by which a strategy needs more samples than one worker for the same accuracy: measured in
         trials, otherwise assumed by a formula.
         """
         return self.measured.get(found.name) or relative_samples(found, self.site)
-
-    def effective_rate(self, found: StepPrediction) -> float:
-        """Return the effective samples per second, the figure by which strategies are compared: samples per second
-        divided by `relative_samples`.
-        """
-        return effective_rate(found.samples_per_second, self.relative_samples(found))
 
     def late(self, found: StepPrediction) -> float | None:
         """Return the mean staleness of a strategy's updates in versions; None if the strategy has no versions or all
@@ -110,10 +92,6 @@ class Outlook:
             return found.staleness
         waits = is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits)
         return None if waits else lateness(found, self.site)
-
-    def criteria(self, found: StepPrediction) -> Criteria:
-        """Return the strategy's row of Table 2 of Langer et al. (2020)."""
-        return criteria(found, self.site)
 
     def document(self) -> dict[str, Any]:
         """Return the predictions as plain data, for JSON."""
@@ -129,9 +107,9 @@ class Outlook:
             "strategies": [
                 {
                     **found.document(),
-                    "departures": list(self.departures(found)),
+                    "departures": list(departures(found, self.site)),
                     "relative_samples": self.relative_samples(found),
-                    "criteria": self.criteria(found).document(),
+                    "criteria": criteria(found, self.site).document(),
                 }
                 for found in self.predictions
             ],
@@ -189,10 +167,9 @@ def plan(
             raise
         except FlockstepError as error:  # a custom strategy may end in a deadlock
             refused.append((name, str(error)))
-    found.sort(key=lambda one: -effective_rate(one.samples_per_second, relative_samples(one, site)))
+    found.sort(key=lambda one: -one.samples_per_second / relative_samples(one, site))
     steps = task.steps(count) if length is None and cluster.failures else None
-    missing = left_out(site, found, count)
-    return Outlook(site, count, tuple(found), tuple(refused), missing, length, steps)
+    return Outlook(site, count, tuple(found), tuple(refused), left_out(site, count), length, steps)
 
 
 def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strategy]]:
@@ -204,8 +181,11 @@ def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strate
     Raises:
         ConfigurationError: an expression is invalid.
     """
-    seen = set[Strategy]()
-    for text in texts or (*registry.names("strategy"), *COMPOSED, _fitting(site)):
+    seen, (latency, bandwidth) = set[Strategy](), site.link
+    # An all-reduce that selects its collective by the cluster's latency and bandwidth.
+    model = "" if bandwidth == float("inf") else f"(latency={latency:g}, bandwidth={bandwidth:g})"
+    fitting = f"all_reduce(collective=auto{model})"
+    for text in texts or (*registry.names("strategy"), *COMPOSED, fitting):
         strategy = Strategy.parse(text)
         if strategy not in seen:
             seen.add(strategy)
@@ -214,14 +194,6 @@ def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strate
                 text.strip() if written else str(strategy) if texts else registry.short_name("strategy", str(strategy)),
                 strategy,
             )
-
-
-def _fitting(site: Site) -> str:
-    """An all-reduce that selects its collective by the cluster's latency and bandwidth."""
-    latency, bandwidth = site.link
-    if bandwidth == float("inf"):
-        return "all_reduce(collective=auto)"
-    return f"all_reduce(collective=auto(latency={latency:g}, bandwidth={bandwidth:g}))"
 
 
 def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
@@ -243,13 +215,16 @@ def combines(found: StepPrediction) -> bool:
     return found.strategy is None or found.sent_bytes > 0
 
 
-def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str, ...]:
+def left_out(site: Site, workers: int) -> tuple[str, ...]:
     """Return sentences about effects that the predictions ignore."""
-    said = site.assumptions()
-    if workers > site.cluster.workers:
-        said.insert(0, _more(site.cluster, workers))
-    if workers == MOST < site.cluster.workers:
-        said.insert(0, f"a plan takes at most {MOST} of the {site.cluster.workers:,} workers of {site.cluster.name}")
+    said, cluster, machines = site.assumptions(), site.cluster, len(site.cluster.placed(workers))
+    if workers > cluster.workers:
+        taken = "assumed to share its machines"
+        if machines > cluster.nodes:
+            taken = f"assumed to run on {machines:,} machines of the same kind instead of {cluster.nodes:,}"
+        said.insert(0, f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}")
+    if workers == MOST < cluster.workers:
+        said.insert(0, f"a plan takes at most {MOST} of the {cluster.workers:,} workers of {cluster.name}")
     said.append(
         "the number of samples that a strategy actually needs for the same accuracy: where no trial measured the "
         "number, a formula assumes it"
@@ -258,21 +233,11 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
         "the time for reading data, evaluating and starting, and the time taken by the operating system and "
         "other programs"
     )
-    if site.cluster.failures:
-        daily = formatting.number(site.cluster.failures * 86400, 2)
+    if cluster.failures:
+        daily = formatting.number(cluster.failures * 86400, 2)
         said.append(
             f"failures: about {daily} a day on all machines together; the advice includes them, but assumes that "
             "servers do not fail"
         )
     said.append("variation between runs: each strategy was rehearsed once; ± is the range of the mean of its steps")
     return tuple(said)
-
-
-def _more(cluster: ClusterShape, workers: int) -> str:
-    """Sentence that the cluster has fewer workers than requested, and where the others are assumed to be."""
-    machines = len(cluster.placed(workers))
-    if machines > cluster.nodes:
-        taken = f"assumed to run on {machines:,} machines of the same kind instead of {cluster.nodes:,}"
-    else:
-        taken = "assumed to share its machines"
-    return f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}"

@@ -126,7 +126,7 @@ def promising(outlook: Outlook, top: int | None = None, leave: Iterable[str] = (
         raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
     out = set(leave)
     fit = [one for one in outlook.predictions if one.strategy is not None and combines(one) and one.name not in out]
-    return (outlook.alone, *sorted(fit, key=lambda one: -outlook.effective_rate(one))[:top])
+    return (outlook.alone, *sorted(fit, key=lambda one: -one.samples_per_second / outlook.relative_samples(one))[:top])
 
 
 @dataclass

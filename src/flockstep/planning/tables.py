@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from flockstep.planning.advice import Advice
-from flockstep.planning.criteria import NEVER
+from flockstep.planning.criteria import NEVER, departures
+from flockstep.planning.criteria import criteria as criteria_of
 from flockstep.planning.hybrid import HybridAdvice
 from flockstep.planning.plan import Outlook
 from flockstep.planning.search import Found, Race
@@ -101,7 +102,7 @@ def predictions(outlook: Outlook, advice: Advice, everything: bool = True) -> Te
     requirements, the recommended one and one worker.
     """
     out = {name for name, _ in advice.excluded}
-    ranked = advice.ranked(outlook)
+    ranked = advice.ranked
     always = {outlook.alone.name, *([] if advice.choice is None else [advice.choice.name])}
     best = [one.name for one in ranked if one.name not in out][:FOREMOST]
     shown = [one for one in ranked if everything or one.name in {*best, *always}]
@@ -158,9 +159,9 @@ def _late(outlook: Outlook, found: StepPrediction) -> str:
 
 def criteria(outlook: Outlook, advice: Advice) -> TextTable:
     """Return the table of Langer et al. (2020) for the strategies of a plan."""
-    rows, ranked = [], advice.ranked(outlook)
+    rows, ranked = [], advice.ranked
     for found in ranked:
-        row = outlook.criteria(found)
+        row = criteria_of(found, outlook.site)
         rows.append((
             short(found.name),
             row.technique,
@@ -171,7 +172,7 @@ def criteria(outlook: Outlook, advice: Advice) -> TextTable:
             exposed(row.exposure),
             f"{row.survives:,}",
             row.reproducible,
-            str(len(outlook.departures(found))),
+            str(len(departures(found, outlook.site))),
         ))  # fmt: skip
     chosen = {row: "bold" for row, one in enumerate(ranked) if one is advice.choice}
     return TextTable(CRITERIA, rows, "Criteria", styles=chosen)
