@@ -178,8 +178,7 @@ class Truth:
 
     def __post_init__(self) -> None:
         self.context = trials.TrialContext(self.outlook.site)
-        job = self.context.job(0)
-        self.base = self.context.engine(job, 0).optimizer.lr
+        self.base = self.context.engine(0).optimizer.lr
         if self.file.exists():
             for line in self.file.read_text().splitlines():
                 name, rate, seed, given, took = json.loads(line)

@@ -55,7 +55,7 @@ def test_the_users_environment_stays_and_a_torch_that_the_job_imports_is_limited
     assert limited == [2]
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(trials, "make_engine", late(trials.make_engine))
-    trials.TrialContext(None).engine(Quadratic().job(0), 0)  # type: ignore[arg-type]
+    trials.TrialContext(None, {0: Quadratic().job(0)}).engine(0)  # type: ignore[arg-type]
     assert limited == [2, 1]
     assert os.environ["OMP_NUM_THREADS"] == "7"
     entry.limit_process(3)

@@ -47,6 +47,7 @@ from flockstep.planning.plan import plan
 from flockstep.planning.rehearsal import Rehearsal
 from flockstep.planning.split_surrogate import PipelineShape, SplitShape, WaysShape, split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, held_bytes, predict_step, rehearsed
+from flockstep.planning.surrogate import elements_in
 from flockstep.records.events import StepEvent
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.virtual_split import SplitSimulation
@@ -199,7 +200,7 @@ def test_a_single_replica_exchanges_nothing_whatever_the_collective_of_its_ways(
     shape = split_shape(site.task, Partition.parse(f"{partition}(2, collective={collective})"))
     found = split_rehearsal("all_reduce", site, shape)
     between = 2 * (found.sent_bytes_per_step - found.bytes_between_parts)
-    assert between == pytest.approx(site.task.itemsize * shape.parameters, rel=0.01)
+    assert between == pytest.approx(site.task.itemsize * elements_in(shape.tensors), rel=0.01)
 
 
 def test_activations_of_another_size_are_noticed() -> None:
@@ -220,7 +221,7 @@ def test_activations_of_another_size_are_noticed() -> None:
 def test_the_cut_and_the_shares_are_those_of_the_run(partition: str) -> None:
     job, pipeline = wide_job(), Pipeline.parse(partition)
     split, shape = split_torch(job, 0, pipeline), split_shape(task_of("job", None, job), pipeline)
-    assert [sum(chunk.parameters for chunk in part) for part in shape.parts] == list(split.sizes)
+    assert [sum(elements_in(chunk.tensors) for chunk in part) for part in shape.parts] == list(split.sizes)
     for part, chunks in zip(split.parts, shape.parts, strict=True):
         for mine, planned in zip(part.shares, chunks, strict=True):
             assert dataclasses.astuple(planned.shares) == pytest.approx(dataclasses.astuple(mine))

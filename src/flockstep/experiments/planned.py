@@ -222,7 +222,7 @@ def _tried(
     """Try the strategies that meet the requirements, or all that the user names. Return the trials, sentences about
     them, and what to say at the end if the user interrupted them.
     """
-    context, race, target, kept, place = TrialContext(outlook.site), None, None, None, None
+    context, race, target, kept, place = TrialContext(outlook.site), None, None, TrialStore(), None
     split = options.split or ("by-label" if "unbalanced" in requirements else "iid")
     if options.simulate:
         place = folder(options.keep, f"plan-{outlook.task.name}-{outlook.site.cluster.name}")

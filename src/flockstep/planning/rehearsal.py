@@ -27,6 +27,7 @@ from flockstep.planning.surrogate import (
     SurrogateBatches,
     SurrogateEngine,
     Unrehearsed,
+    elements_in,
     longest_cycle,
     scaled,
     shrunk,
@@ -156,7 +157,7 @@ def rehearse(
         raise ConfigurationError(f"a rehearsal needs >= 2 steps, got {steps}; {STEPS} is usual")
     if task.optimizer is not None:
         require_steppable(strategy, task.optimizer)
-    whole, small = stage.elements, ELEMENTS if split is None else split.elements(ELEMENTS)
+    whole, small = elements_in(stage.shapes), ELEMENTS if split is None else split.elements(ELEMENTS)
     if whole <= small or (workers * whole <= SMALL and stage.first(small) <= LARGE / (workers * whole)):
         return _of_size(stage, whole, steps)
     try:
@@ -198,11 +199,6 @@ class _Stage:
     def shapes(self) -> tuple[Shape, ...]:
         """Shapes of the model's tensors; those of a split model are ordered part by part."""
         return self.split.tensors if self.split is not None else self.task.tensors or ((self.task.elements,),)
-
-    @cached_property
-    def elements(self) -> int:
-        """Number of the model's parameters."""
-        return sum(map(math.prod, self.shapes))
 
     @property
     def sends(self) -> bool:

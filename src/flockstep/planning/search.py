@@ -34,10 +34,9 @@ SEEDS = 3
 """Number of seeds with which the strategies near the best are tried."""
 BUDGET = 120.0
 """Default budget of all trials, in CPU seconds."""
-MOST = 64
-"""Largest number of workers with which a plan measures a job without being asked to."""
 HELD = 1e9
-"""Largest size in bytes of the models of all workers together with which a plan does so."""
+"""Largest size in bytes of the models of all workers together with which a plan measures a job without being asked to.
+"""
 FAR = 1e9
 """Cost of a trial that missed the goal, to which the distance from the goal is added."""
 
@@ -112,7 +111,7 @@ def can_be_tried(outlook: Outlook) -> bool:
     of all workers together are small.
     """
     workers, task = outlook.workers, outlook.task
-    return task.job is not None and 1 < workers <= MOST and workers * task.nbytes <= HELD
+    return task.job is not None and workers > 1 and workers * task.nbytes <= HELD
 
 
 def promising(outlook: Outlook, top: int | None = None, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
@@ -149,7 +148,7 @@ class Race:
     seed: int = 0
     split: str = "iid"
     context: TrialContext | None = None
-    kept: TrialStore | None = None
+    kept: TrialStore = field(default_factory=TrialStore)
     """Trials of an earlier race with the same settings, which take none of the budget."""
     out_of_budget: bool = False
     goal: float | None = None
@@ -161,14 +160,12 @@ class Race:
         if self.budget is not None and not self.budget > 0:
             raise ConfigurationError(f"a budget must be > 0 s of CPU time, got {self.budget:g}; 120 s are usual")
         self._context = self.context or TrialContext(self.outlook.site)
-        self._lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
+        self._lr = self._context.engine(self.seed).optimizer.lr
         if math.isnan(self._lr):
             raise ConfigurationError(
                 "trials change the learning rate, but only optax knows the learning rate of this job's optimizer; use "
                 "for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or plan with --budget 0"
             )
-        if self.kept is None:
-            self.kept = TrialStore({})
         self._began = time.process_time()
 
     @property
@@ -178,7 +175,7 @@ class Race:
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the goal, the CPU time and the folder of the trials."""
-        saved = self.kept.folder if self.kept is not None else None
+        saved = self.kept.folder
         goal = "" if self.goal is None else f" to a {'loss' if self.target is None else 'metric'} of {self.goal:.3g}"
         budget = "" if self.budget is None else f" of a budget of {self.budget:g} s, which --budget changes"
         said = [f"trials{goal} took {self.spent:.0f} s of CPU time{budget}"]
@@ -214,23 +211,21 @@ class Race:
 
     def _run(self) -> None:
         alone, *others = self.candidates
-        start = 1.0
-        if self.target is not None:
-            self.goal = self.target
-        else:
-            start = self._first_loss()
+        self.goal = self.target
+        start = 1.0 if self.target is not None else self._first_loss()
         self._tune(alone, [start, start * 4, start / 4])
+        single = self._found[alone.name].seconds or math.inf
         for one in others:
             # The number of samples can only be as small as that of one worker, so the rate alone decides.
-            optimistic = (self._found[alone.name].seconds or math.inf) * (
-                alone.samples_per_second / one.samples_per_second
-            )
-            if optimistic > self._fastest:
+            if single * (alone.samples_per_second / one.samples_per_second) > self._fastest:
                 self._beaten.add(one.name)
             else:
                 self._tune(one, list(RATES))
         for one in self._near(alone):
-            self._refine(one)
+            best = self._found[one.name].best
+            if best is not None and best.seconds_to_target is not None:
+                for lr in (best.lr * 2, best.lr / 2):
+                    self._attempt(one, lr, self.seed)
         front = self._near(alone)
         for seed in range(self.seed + 1, self.seed + SEEDS):
             for one in front:
@@ -284,40 +279,32 @@ class Race:
         return sorted(near, key=lambda one: times.get(one.name, math.inf))
 
     def _tune(self, one: StepPrediction, factors: list[float]) -> None:
-        _widened(factors, lambda factor: self._cost_of(one, factor))
+        """Try a strategy with these multiples of the job's learning rate, and with more while the best is at an end."""
 
-    def _refine(self, one: StepPrediction) -> None:
-        best = self._found[one.name].best
-        if best is not None and best.seconds_to_target is not None:
-            for lr in (best.lr * 2, best.lr / 2):
-                self._attempt(one, lr, self.seed)
+        def cost(factor: float) -> float:
+            done = self._attempt(one, factor * self._lr, self.seed)
+            return math.inf if done is None else _cost(done)
 
-    def _cost_of(self, one: StepPrediction, factor: float) -> float:
-        done = self._attempt(one, factor * self._lr, self.seed)
-        return math.inf if done is None else _cost(done)
+        _widened(factors, cost)
 
     def _attempt(self, one: StepPrediction, lr: float, seed: int) -> Trial | None:
         """Run one trial; None if the strategy refuses it."""
-        assert self.kept is not None
         before = self._found.get(one.name, Found(one.name, ()))
         if before.refused is not None:
             return None
-        own = before.seconds or math.inf
-        alone = one.strategy is None
+        own, fastest, alone = before.seconds or math.inf, self._fastest, one.strategy is None
         # A rate that is slower than the strategy's best cannot become the best; another seed may well be slower.
-        within = own if seed == self.seed else math.inf
-        within = min(within, SLACK * own if alone else RUSH * self._fastest)
-        limit = within if math.isfinite(within) else None
-        done = self.kept.find(one.name, lr, seed, limit)
-        best = f"; fastest so far: {formatting.seconds(self._fastest)}" if math.isfinite(self._fastest) else ""
+        within = min(own if seed == self.seed else math.inf, SLACK * own if alone else RUSH * fastest)
+        done = self.kept.find(one.name, lr, seed, within)
+        best = f"; fastest so far: {formatting.seconds(fastest)}" if math.isfinite(fastest) else ""
         self._say(f"trial of {one.name}, learning rate {lr:g}, seed {seed}{best}", self.spent, self.budget or 0)
         try:
             if done is None:
                 split = "iid" if alone else self.split
-                goal = TrialSettings(self.goal, self.target is None, lr, seed, within=limit, split=split, live=True)
+                goal = TrialSettings(self.goal, self.target is None, lr, seed, within=within, split=split, live=True)
                 site, workers = self.outlook.site, self.outlook.workers
                 done = trial(site, one.strategy, workers, goal, context=self._context, heed=self._heed)
-                self.kept.add(done, lr, limit)
+                self.kept.add(done, lr, within)
         except (ConfigurationError, RunError) as error:
             if alone:
                 raise

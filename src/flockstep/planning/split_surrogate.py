@@ -31,7 +31,7 @@ from flockstep.partitions.sharded import Sharded, ShardedParts
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 from flockstep.planning.job_profile import JobProfile
-from flockstep.planning.surrogate import SurrogateEngine
+from flockstep.planning.surrogate import SurrogateEngine, elements_in
 from flockstep.runtime.part_group import PartGroup, groups_of
 from flockstep.split.shards import ModelShard, ShardedModel, ShardedPartsModel
 from flockstep.split.splitting import make_split
@@ -82,18 +82,13 @@ class SplitShape(ABC):
     def model(self, engine: SurrogateEngine) -> SplitModel:
         """Return the surrogate `engine`, whose tensors have the shapes of this model, in parts."""
 
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters of the whole model."""
-        return sum(map(math.prod, self.tensors))
-
     def elements(self, least: int) -> int:
         """Return the number of parameters of the surrogate that stands for this model in rehearsals: at least `least`,
         and more if activations would otherwise have only a few elements.
         """
         sizes = [one for one in self.passed() if one]
         smallest = min((one for one in sizes if SLIGHT * one >= max(sizes)), default=0.0)
-        return max(least, min(LARGEST, math.ceil(FINEST * self.parameters / smallest))) if smallest else least
+        return max(least, min(LARGEST, math.ceil(FINEST * elements_in(self.tensors) / smallest))) if smallest else least
 
 
 def split_shape(task: JobProfile, partition: Partition) -> SplitShape:
@@ -170,12 +165,6 @@ class _SurrogateHeld(HeldPart):
     def kept(self) -> int:
         return len(self._kept)
 
-    def buffers(self, replica: int) -> FlatArray:
-        return np.empty(0)
-
-    def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Do nothing, because a surrogate has no buffers."""
-
     def values(self) -> npt.NDArray[np.uint8]:
         return self.initial().view(np.uint8)
 
@@ -190,11 +179,11 @@ class _SurrogateHeld(HeldPart):
         """Begin a pass over a chunk with the given parameters (K,)."""
         self._kept[batch.replica, batch.step, batch.number, chunk] = params
 
-    def add_gradient(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """End a pass over a chunk; the pass over chunk 0 adds the gradient of all parameters to `out` (K,)."""
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        """End a pass over a chunk; the pass over chunk 0 adds the gradient of all parameters to `out` (K + B,)."""
         params = self._kept.pop((batch.replica, batch.step, batch.number, chunk))
         if chunk == 0:
-            out += batch.share * self._engine.slopes[self._span] * params
+            out[: self.schema.size] += batch.share * self._engine.slopes[self._span] * params
 
     def activations(self, elements: float, batch: MicroBatch) -> FlatArray | None:
         """Return an array that stands for activations of `elements` elements per sample, or for their gradients; None
@@ -240,9 +229,6 @@ class SurrogatePart(_SurrogateHeld, ModelPart):
             self.weight_backward(chunk, batch, out)
         return self.activations(self._sends[chunk][1], batch)
 
-    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        self.add_gradient(chunk, batch, out)
-
 
 @dataclass(frozen=True)
 class ChunkShape:
@@ -255,15 +241,6 @@ class ChunkShape:
     """Number of elements per sample of the chunk's output, which is sent to the next chunk; 0 for the last chunk."""
     holds: float
     """Number of elements per sample of the outputs of all layers of the chunk, which the backward pass needs."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters of the chunk."""
-        return sum(map(math.prod, self.tensors))
-
-
-NO_CHUNK = ChunkShape((), PassShares(0, 0, 0), 0.0, 0.0)
-"""Stands before the first chunk, which receives nothing from another chunk."""
 
 
 @dataclass(frozen=True)
@@ -290,13 +267,14 @@ class PipelineShape(SplitShape):
         the activations of its largest chunk are assumed for every micro-batch in flight.
         """
         return max(
-            sum(chunk.parameters for chunk in chunks) * (2 + slots + self.partition.copies(part))
+            sum(elements_in(chunk.tensors) for chunk in chunks) * (2 + slots + self.partition.copies(part))
             + self.partition.batches_held(part) * self.batch * max(chunk.holds for chunk in chunks)
             for part, chunks in enumerate(self.parts)
         )
 
     def model(self, engine: SurrogateEngine) -> PipelineModel:
-        sends = [(chunk.sends, before.sends) for before, chunk in pairwise([NO_CHUNK, *self.chunks])]
+        sent = [chunk.sends for chunk in self.chunks]
+        sends = list(zip(sent, [0.0, *sent[:-1]], strict=True))
         groups = _groups(engine, [sum(len(chunk.tensors) for chunk in part) for part in self.parts])
         parts = tuple(
             SurrogatePart(
@@ -341,7 +319,7 @@ def _stages(task: JobProfile, pipeline: Pipeline) -> PipelineShape:
     )
     if task.job is not None:
         cut = _as_run(task, _usual(pipeline), lambda split: split.sizes)
-        planned = tuple(sum(chunk.parameters for chunk in part) for part in shape.parts)
+        planned = tuple(sum(elements_in(chunk.tensors) for chunk in part) for part in shape.parts)
         if cut != planned:
             raise ConfigurationError(
                 f"{pipeline} cuts {task.name} into parts of {', '.join(map(str, cut))} parameters, but the parts of "
@@ -355,10 +333,10 @@ def _tensors(task: JobProfile, found: Sequence[Chain]) -> list[tuple[Shape, ...]
     left, result = list(task.tensors), []
     for chunk in found:
         count, mine = sum(layer.gradients for layer in chunk), list[Shape]()
-        while left and sum(map(math.prod, mine)) < count:
+        while left and elements_in(mine) < count:
             mine.append(left.pop(0))
         result.append(tuple(mine))
-        if sum(map(math.prod, mine)) != count:
+        if elements_in(mine) != count:
             return [((sum(layer.gradients for layer in each),),) for each in found]
     return result
 
@@ -385,11 +363,6 @@ class WayShape:
     """Number of elements that belong to divided layers; they come first among those that other ways copy."""
     shares: tuple[tuple[BlockShares, ...], ...]
     """Work of each block of each chunk of the stage."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters that the way holds."""
-        return sum(map(math.prod, self.tensors))
 
 
 @dataclass(frozen=True)
@@ -421,18 +394,16 @@ class WaysShape(SplitShape):
 
     def elements_held(self, slots: int) -> float:
         held: list[float] = []
-        for stage in self.stages:
-            copied, divided = sum(way.copied for way in stage), sum(way.divided for way in stage)
-            for way in stage:
+        for stage, ways in enumerate(self.stages):
+            chunks = self.outputs[stage :: self.pipeline.stages]
+            summed = [sum(one.forward + one.divided for one in chunk) for chunk in chunks]
+            copied, divided = sum(way.copied for way in ways), sum(way.divided for way in ways)
+            for way in ways:
                 part = len(held)
-                own = way.parameters * (2 + slots + self.partition.copies(part)) + copied + divided - way.divided
+                arrays = 2 + slots + self.partition.copies(part)
+                own = elements_in(way.tensors) * arrays + copied + divided - way.divided
                 outputs = max(
-                    sum(one.holds for one in shares)
-                    + sum(
-                        one.forward + one.divided
-                        for one in self.outputs[number * self.pipeline.stages + part // len(stage)]
-                    )
-                    for number, shares in enumerate(way.shares)
+                    sum(one.holds for one in shares) + size for shares, size in zip(way.shares, summed, strict=True)
                 )
                 held.append(own + self.partition.batches_held(part) * self.batch * outputs)
         return max(held)
@@ -490,10 +461,10 @@ class SurrogateWay(_SurrogateHeld, ModelWay):
         way = shape.ways[group.part]
         self.shares = way.shares
         self.copies = any(one.copied for one in shape.stages[self._stage])
-        self._copied = round(self.schema.size * way.copied / way.parameters)
+        self._copied = round(self.schema.size * way.copied / elements_in(way.tensors))
         if any(one.divided for one in self._outputs(0)):
-            own = group.part % shape.tensor.ways
-            sizes = [round(engine.schema.size * one.divided / shape.parameters) for one in shape.stages[self._stage]]
+            own, whole = group.part % shape.tensor.ways, elements_in(shape.tensors)
+            sizes = [round(engine.schema.size * one.divided / whole) for one in shape.stages[self._stage]]
             lent = [0 if one == own else size for one, size in enumerate(sizes)]
             ends = list(accumulate(lent, initial=self.schema.size))
             spans = [slice(start, stop) for start, stop in pairwise(ends)]
@@ -519,9 +490,6 @@ class SurrogateWay(_SurrogateHeld, ModelWay):
         if out is not None and block == len(self._outputs(chunk)) - 1:  # its batch is never a way's share
             self.weight_backward(chunk, batch, out)
         return self.activations(self._outputs(chunk)[block].backward, batch)
-
-    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        self.add_gradient(chunk, batch, out[: self.schema.size])
 
     def _outputs(self, chunk: int) -> tuple[BlockOutputs, ...]:
         return self._shape.outputs[chunk * self._shape.pipeline.stages + self._stage]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -170,19 +170,24 @@ def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
     return Job(lambda: None, data, optimizer or SGD(lr=0.01), metric=lambda outputs, targets: 0.0, batch=batch)
 
 
+def elements_in(shapes: Iterable[Shape]) -> int:
+    """Return the number of elements of tensors with the given shapes."""
+    return sum(map(math.prod, shapes))
+
+
 def shrunk(shapes: Sequence[Shape], elements: int) -> tuple[Shape, ...]:
-    """Return shapes with the given numbers of axes and similar proportions, and about `elements` elements in total."""
-    share = min(1.0, elements / max(1, sum(map(math.prod, shapes))))
-    return tuple(_smaller(shape, share) for shape in shapes) if share < 1 else tuple(shapes)
-
-
-def _smaller(shape: Shape, share: float) -> Shape:
-    """A shape with that share of the elements; of a matrix or a stack of kernels, the two longest axes shrink."""
-    longest = sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
-    sides = list(shape)
-    for axis in longest:
-        sides[axis] = max(1, round(shape[axis] * share ** (1 / len(longest))))
-    return tuple(sides)
+    """Return shapes with the given numbers of axes and similar proportions, and about `elements` elements in total. Of
+    a matrix or a stack of kernels, the two longest axes shrink.
+    """
+    share, result = elements / max(1, elements_in(shapes)), list[Shape]()
+    if share >= 1:
+        return tuple(shapes)
+    for shape in shapes:
+        sides, longest = list(shape), sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
+        for axis in longest:
+            sides[axis] = max(1, round(shape[axis] * share ** (1 / len(longest))))
+        result.append(tuple(sides))
+    return tuple(result)
 
 
 def scaled(component: C, factor: float) -> C:

@@ -17,6 +17,7 @@ from flockstep.costs.cluster_file import to_toml
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Trial, TrialContext
+from flockstep.runtime.setup import digest as digest_of_file
 
 FILE = "trials.jsonl"
 """Name of the file with finished trials in a folder. The first line has the settings, and each further line has one
@@ -25,14 +26,12 @@ trial.
 
 
 def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
-    """Return the settings of a search on which the result of a trial depends, besides the settings of the trial
-    itself.
-    """
+    """Return what the result of a trial depends on, besides the trial's own settings."""
     site, task, job = context.site, context.site.task, context.job(seed)
     return {
         "flockstep": __version__,
         "job": task.name,
-        "job's file": None if task.file is None else _short(task.file.read_bytes()),
+        "job's file": None if task.file is None else digest_of_file(task.file),
         "job's data": digest(job.data()),
         "parameters": task.elements,
         "batch": task.batch,
@@ -43,7 +42,7 @@ def trial_settings(context: TrialContext, workers: int, target: float, seed: int
         "optimizer": str(task.optimizer),
         "facts": dict(job.facts),
         "cluster": site.cluster.name,
-        "cluster's description": _short(to_toml(site.cluster).encode()),
+        "cluster's description": hashlib.sha256(to_toml(site.cluster).encode()).hexdigest()[:16],
         "workers": workers,
         "target": target,
         "seed": seed,
@@ -68,10 +67,6 @@ def digest(data: Data) -> str:
     return whole.hexdigest()[:16]
 
 
-def _short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
     """A line of the file: one trial."""
 
@@ -84,7 +79,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 class TrialStore:
     """The finished trials of a search, in memory and, if there is a folder, on disk."""
 
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     _known: dict[tuple[str, float, int], tuple[Trial, float]] = field(default_factory=dict)
 
@@ -103,19 +98,19 @@ class TrialStore:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, strategy: str, lr: float, seed: int, within: float | None) -> Trial | None:
+    def find(self, strategy: str, lr: float, seed: int, within: float) -> Trial | None:
         """Return the stored result of a trial with equal settings; None if there is no such trial, or if it was limited
         to less than `within` virtual seconds.
         """
         trial, had = self._known.get((strategy, lr, seed), (None, 0.0))
-        short = trial is not None and trial.end == "time" and had < _seconds(within)
+        short = trial is not None and trial.end == "time" and had < within
         return None if short else trial
 
-    def add(self, trial: Trial, lr: float, within: float | None) -> None:
+    def add(self, trial: Trial, lr: float, within: float) -> None:
         """Add the result of a finished trial to the store."""
-        self._known[trial.strategy, lr, trial.seed] = trial, _seconds(within)
+        self._known[trial.strategy, lr, trial.seed] = trial, within
         if self.folder is not None:
-            line = {"trial": trial.document(), "within": within, "lr": lr}
+            line = {"trial": trial.document(), "within": within if math.isfinite(within) else None, "lr": lr}
             try:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
@@ -140,7 +135,8 @@ class TrialStore:
             before = dict(first["settings"])
             for line in rest:
                 one = msgspec.convert(line, _Line)
-                self._known[one.trial.strategy, one.lr, one.trial.seed] = one.trial, _seconds(one.within)
+                within = math.inf if one.within is None else one.within
+                self._known[one.trial.strategy, one.lr, one.trial.seed] = one.trial, within
         except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
             raise ConfigurationError(
                 f"{self._file} must hold saved trials, got something else; give another folder with --keep"
@@ -153,7 +149,3 @@ class TrialStore:
                 )
         if whole != data:
             self._file.write_bytes(whole)
-
-
-def _seconds(within: float | None) -> float:
-    return math.inf if within is None else within

@@ -94,9 +94,7 @@ class Trial:
 
 @dataclass
 class TrialContext:
-    """The data and the engine that the trials of a job share. Trials share the engine only if gradients do not change
-    its state.
-    """
+    """The data and the engines that the trials of a job share."""
 
     site: Site
     _jobs: dict[int, Job] = field(default_factory=dict)
@@ -113,21 +111,20 @@ class TrialContext:
             if make is None:
                 raise ConfigurationError(
                     f"{self.site.task.name} describes only sizes and has no data, so no model can be trained; give a "
-                    f"job, "
-                    "such as digits, or a Python file with job()"
+                    "job, such as digits, or a Python file with job()"
                 )
             job = make(seed)
             data = job.data()
             self._jobs[seed] = dataclasses.replace(job, data=lambda: data)
         return self._jobs[seed]
 
-    def engine(self, job: Job, seed: int) -> Engine:
+    def engine(self, seed: int) -> Engine:
         """Return the engine for a trial's gradients: a new engine if the model has buffers, which an earlier trial has
         changed.
         """
         if seed not in self._engines:
             limit_threads(1)
-            engine = make_engine(job, seed)
+            engine = make_engine(self.job(seed), seed)
             limit_threads(1)  # also the libraries that the job has imported
             if len(engine.buffers(0)):
                 return engine
@@ -149,7 +146,7 @@ class TrialSettings:
     """Seed of data order and random draws."""
     steps: int | None = None
     """Largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs."""
-    within: float | None = None
+    within: float = math.inf
     """Virtual seconds after which the trial ends."""
     split: str | Split = "iid"
     """How the data is split over the workers."""
@@ -187,7 +184,7 @@ def trial(
     context, target, seed = context or TrialContext(site), settings.target, settings.seed
     job = context.job(seed)
     goal = target if settings.by_loss and target is not None else goal_of(job, target)
-    engine = context.engine(job, seed)
+    engine = context.engine(seed)
     optimizer = engine.optimizer if settings.lr is None else engine.optimizer.with_lr(settings.lr)
     count = 1 if strategy is None else workers
     chosen = AllReduce() if strategy is None else strategy
@@ -212,8 +209,7 @@ def trial(
     network = Link(math.inf) if count == 1 else site.cluster.network(count)
     average = averaging(site, count) if plan.result == "mean" else (0.0, 0.0)
     higher = job.higher_is_better and not settings.by_loss
-    within = math.inf if settings.within is None else settings.within
-    watch = _Watch(goal, higher, settings.by_loss, within, *average)
+    watch = _Watch(goal, higher, settings.by_loss, settings.within, *average)
 
     def step(steps: int, now: float) -> None:
         heed(steps / count, now)
@@ -318,23 +314,17 @@ class _Watch:
     def step(self, now: float) -> None:
         """Advance the time, and end the trial if it is over."""
         self.now = max(self.now, now)
-        if self.hit is not None and self.now >= self.hit[0]:
-            raise _Over
-        if now > self.within:
+        if now > self.within or (self.hit is not None and self.now >= self.hit[0]):
             raise _Over
 
     def _value(self, event: EvaluationEvent) -> float:
         return event.loss if self.by_loss else event.metric
 
     def trial(self, name: str, plan: Plan, end: End) -> Trial:
-        """The result of the trial."""
+        """Return the result of the trial."""
         known = [one for one in map(self._value, self.seen) if math.isfinite(one)]
-        reached, last, sent = None, None, 0.0
-        if self.hit is not None:
-            reached, last, sent = self.hit
-        elif self.seen:
-            last = self.seen[-1]
-            sent = last.sent_bytes
+        last = self.seen[-1] if self.seen else None
+        reached, last, sent = self.hit or (None, last, 0.0 if last is None else last.sent_bytes)
         return Trial(
             name,
             plan.cluster.workers,
@@ -388,14 +378,12 @@ class LiveSimulation(Simulation):
 
     def _model(self) -> FlatArray:
         replicas = self._gradients.params
+        model: FlatArray = replicas[0]
         if self.plan.result == "mean":
-            mean: FlatArray = replicas.mean(0, dtype=np.float64).astype(replicas.dtype)
-            return mean
-        if self.plan.result == "rank0":
-            first: FlatArray = replicas[0]
-            return first
-        whole: FlatArray = np.empty_like(replicas[0])
-        for index, part in reversed(list(enumerate(self.plan.held(len(whole))))):
-            processes = [one for one in self.plan.cluster.chain(server(index)) if one not in self._dead]
-            whole[part] = self.runners[processes[0]].node.params
-        return whole
+            model = replicas.mean(0, dtype=np.float64).astype(replicas.dtype)
+        elif self.plan.result == "server":
+            model = np.empty_like(replicas[0])
+            for index, part in reversed(list(enumerate(self.plan.held(len(model))))):
+                processes = [one for one in self.plan.cluster.chain(server(index)) if one not in self._dead]
+                model[part] = self.runners[processes[0]].node.params
+        return model

@@ -22,7 +22,9 @@ from flockstep.split.stages import HeldPart, PipelineModel, SplitModel
 
 
 class ModelShard(HeldPart):
-    """The part of a sharded model that one worker of a replica stores: a shard of every unit."""
+    """The part of a sharded model that one worker of a replica stores: a shard of every unit. A model with changing
+    buffers is never stored in shards.
+    """
 
     def __init__(self, schema: Schema, train_size: int, units: Sequence[HeldPart], spans: Sequence[slice]):
         """`schema`: tensors, and parts of tensors, in the shards. `units`: units of the model, or the part of a split
@@ -64,12 +66,6 @@ class ModelShard(HeldPart):
             start += others
         params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
         return params
-
-    def buffers(self, replica: int) -> FlatArray:
-        return np.empty(0)
-
-    def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Do nothing, because a model with changing buffers is never stored in shards."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,15 +85,15 @@ class HeldPart(TrainedModel):
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
         """Store this part's tensors, as bytes of another process's `values`; return a copy of the parameters (K,)."""
 
-    @abstractmethod
     def buffers(self, replica: int) -> FlatArray:
         """Return a replica's changing buffers that belong to this part, concatenated in float64; empty if there are
         none. The engine's `buffers` are the buffers of all parts, concatenated.
         """
+        return np.empty(0)
 
-    @abstractmethod
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         """Set a replica's buffers of this part to an array that `buffers` returned, possibly in another process."""
+        assert not len(values), f"{type(self).__name__} has no buffers"
 
     @property
     @abstractmethod
