@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -13,7 +14,6 @@ from flockstep.cli.layers import shape_named
 from flockstep.costs import formulas
 from flockstep.costs.layers import CONCURRENCY, NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import At, Net, reference
-from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
 
@@ -317,29 +317,28 @@ def chain(*work, tied=()):
     )
 
 
+def pipeline(model, stages):
+    return report.document(model, 8, stages)["pipeline"]
+
+
 def test_a_network_as_a_pipeline():
-    found = cut(chain(4, 1, 1, 4), 2, 8)
-    assert found.first == ("l0", "l2")
-    assert found.shares == (0.5, 0.5)
-    assert found.link_bytes == (2 * 8 * 10 * 4,)
-    assert found.speedup == 2
-    assert cut(chain(6, 1, 1, 2), 3, 8).speedup == pytest.approx(10 / 6)
-    with pytest.raises(
-        ConfigurationError, match=r"chain can be cut into 1 to 4 stages, .* got 5; use at most 4 workers"
-    ):
-        cut(chain(1, 1, 1, 1), 5, 8)
+    found = pipeline(chain(4, 1, 1, 4), 2)
+    assert found["first"] == ["l0", "l2"]
+    assert found["shares"] == [0.5, 0.5]
+    assert found["link_bytes"] == [2 * 8 * 10 * 4]
+    assert found["speedup"] == 2
+    assert pipeline(chain(6, 1, 1, 2), 3)["speedup"] == pytest.approx(10 / 6)
+    refused = pipeline(chain(1, 1, 1, 1), 5)["impossible"]
+    assert re.search("chain can be cut into 1 to 4 stages, .* got 5; use at most 4 workers", refused)
 
 
 def test_layers_that_share_weights_are_in_one_stage():
     tied = chain(1, 5, 5, 1, tied=[(2, "l0")])
-    assert cut(tied, 2, 8).first == ("l0", "l3")
-    with pytest.raises(ConfigurationError, match="into 1 to 2 stages"):
-        cut(tied, 3, 8)
+    assert pipeline(tied, 2)["first"] == ["l0", "l3"]
+    assert "into 1 to 2 stages" in pipeline(tied, 3)["impossible"]
 
 
 def test_branches_are_no_pipeline():
-    with pytest.raises(ConfigurationError, match="has branches, so its layers do not form a chain"):
-        cut(reference("googlenet"), 2, 8)
-    assert "branches" in report.document(reference("googlenet"), 8, 2)["pipeline"]["impossible"]
-    assert report.document(reference("vgg-a"), 8, 4)["pipeline"]["speedup"] > 2
+    assert "has branches, so its layers do not form a chain" in pipeline(reference("googlenet"), 2)["impossible"]
+    assert pipeline(reference("vgg-a"), 4)["speedup"] > 2
     assert "As a pipeline of 4 stages, the slowest stage" in " ".join(report.sentences(reference("vgg-a"), 8, 4))

@@ -42,8 +42,3 @@ def test_noise_that_cannot_be_measured_is_assumed() -> None:
     assert JobProfile("sizes", 1000).noise == NOISE
     assert task_of("", imported=job(1e300)).noise == NOISE
     assert task_of("", 10**6, imported=job(1e-6)).noise == NOISE  # would take too long
-
-
-def test_a_scaled_profile_has_the_noise_of_its_job() -> None:
-    task = task_of("", imported=job(1e-6))
-    assert task.scaled(0.1).noise == task.noise != NOISE

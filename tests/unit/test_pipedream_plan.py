@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 
-from flockstep.costs.stages import PipeDreamPlan, PlannedStage, even_plan, pipedream_plan
-from flockstep.errors import ConfigurationError
+from flockstep.costs.stages import pipedream_plan
 
 BANDWIDTH = 10.0
 
@@ -36,41 +34,18 @@ def slowest(stages, seconds, outputs, weights) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("workers", [2, 4, 5])
-def test_the_plan_is_the_best_of_all_pipelines(seed: int, workers: int) -> None:
+@pytest.mark.parametrize("workers", [2, 4, 5, 6])
+def test_the_plan_is_the_best_of_all_pipelines_with_equal_stages(seed: int, workers: int) -> None:
     random = np.random.default_rng(seed)
-    facts = random.uniform(0.1, 2, 5), random.uniform(0, 8, 5), random.uniform(0, 8, 5)
-    plan = pipedream_plan(*facts, workers, BANDWIDTH)
-    best = min(slowest(stages, *facts) for stages in pipelines(5, workers))
-    assert plan.seconds == pytest.approx(best)
-    mine = [(one.first, one.last, one.replicas) for one in plan.stages]
-    assert mine in list(pipelines(5, workers))
-    assert slowest(mine, *facts) == pytest.approx(best)
-
-
-@pytest.mark.parametrize("workers", [4, 6])
-def test_the_even_plan_is_the_best_of_those_with_equal_stages(workers: int) -> None:
-    random = np.random.default_rng(7)
     facts = random.uniform(0.1, 2, 6), random.uniform(0, 8, 6), random.uniform(0, 8, 6)
     even = [stages for stages in pipelines(6, workers) if len({m for _, _, m in stages}) == 1]
-    plan = even_plan(*facts, workers, BANDWIDTH)
-    assert plan.seconds == pytest.approx(min(slowest(stages, *facts) for stages in even))
-    assert plan.seconds >= pipedream_plan(*facts, workers, BANDWIDTH).seconds
+    firsts = pipedream_plan(*facts, workers, BANDWIDTH)
+    (mine,) = [stages for stages in even if tuple(first for first, _, _ in stages) == firsts]
+    assert slowest(mine, *facts) == pytest.approx(min(slowest(stages, *facts) for stages in even))
 
 
 def test_small_weights_are_replicated_and_small_outputs_cut() -> None:
     """Two layers of 1 s on two workers: two replicas if weights are free, two stages if outputs are."""
-    replicas = PipeDreamPlan((PlannedStage(0, 1, 2),), 1.0)
-    stages = PipeDreamPlan((PlannedStage(0, 0, 1), PlannedStage(1, 1, 1)), 1.0)
-    assert pipedream_plan([1, 1], [100, 0], [0, 0], 2, BANDWIDTH) == replicas
-    assert pipedream_plan([1, 1], [0, 0], [100, 100], 2, BANDWIDTH) == stages
-
-
-def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a plan needs layers and workers, got 0 and 2"):
-        pipedream_plan([], [], [], 2, BANDWIDTH)
-    with pytest.raises(
-        ConfigurationError, match="2 layers on 4 workers do not form a pipeline of stages with 1 workers"
-    ):
-        pipedream_plan([1, 1], [1, 1], [1, 1], 4, BANDWIDTH, replicas=1)
-    assert math.isfinite(even_plan([1, 1], [1, 1], [1, 1], 4, BANDWIDTH).seconds)
+    assert pipedream_plan([1, 1], [100, 0], [0, 0], 2, BANDWIDTH) == (0,)
+    assert pipedream_plan([1, 1], [0, 0], [100, 100], 2, BANDWIDTH) == (0, 1)
+    assert pipedream_plan([1, 1], [1, 1], [1, 1], 4, BANDWIDTH), "more workers than layers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -204,7 +205,7 @@ def test_reference_models_and_jobs_have_sizes() -> None:
     assert task_of("vgg-a").elements == pytest.approx(133e6, rel=0.01)
     softmax = task_of("softmax", batch=7)
     assert softmax.batch == 7
-    assert sum(softmax.sizes) == softmax.elements
+    assert sum(map(math.prod, softmax.tensors)) == softmax.elements
     with pytest.raises(ConfigurationError, match="sotfmax"):
         task_of("sotfmax")
     with pytest.raises(ConfigurationError, match="batch"):

@@ -90,7 +90,7 @@ def test_few_steps_and_flat_tensors_are_not(recorded: Recorded) -> None:
     assert rehearsed("local_sgd(period=32)", steps=16).sent_bytes_per_step == 0 < sent
     for text in ("powersgd", "decoupled_momentum"):
         _, sent = recorded(text)
-        flat = dataclasses.replace(task(), tensors=tuple((size,) for size in task().sizes))
+        flat = dataclasses.replace(task(), tensors=tuple((math.prod(shape),) for shape in task().tensors))
         assert rehearsed(text, flat).sent_bytes_per_step > 1.2 * sent
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from flockstep.costs.stages import even_plan, units
+from flockstep.costs.stages import pipedream_plan, units
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
@@ -360,11 +360,10 @@ def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
     seconds = [gradient * sum(layer.work(batch) for layer in unit) / total for unit in chain]
     outputs = [float(unit[-1].activation_bytes(batch, task.itemsize)) for unit in chain]
     weights = [float(sum(layer.gradient_bytes(task.itemsize) for layer in unit)) for unit in chain]
-    found = even_plan(seconds, outputs, weights, workers, site.link[1])
-    if len(found.stages) == 1:
+    firsts = pipedream_plan(seconds, outputs, weights, workers, site.link[1])
+    if len(firsts) == 1:
         return None
-    names = tuple(chain[stage.first][0].name for stage in found.stages[1:])
-    return Pipeline(len(found.stages), PipeDream(), 1, names)
+    return Pipeline(len(firsts), PipeDream(), 1, tuple(chain[first][0].name for first in firsts[1:]))
 
 
 def advise_hybrid(

@@ -78,9 +78,7 @@ class JobProfile:
     file: Path | None = field(default=None, compare=False)
     """Path of the Python file that defines the job; None for a built-in job, or for a job given as an object."""
     known_noise: float | None = None
-    """The noise scale of a profile that was scaled from another profile; None if the noise scale must still be
-    measured.
-    """
+    """Noise scale of the job's gradients; None if it is to be measured."""
     shape: ModelShape | None = field(default=None, compare=False, repr=False)
     """The layers of the model; None if they are unknown."""
     identity: str | None = None
@@ -131,11 +129,6 @@ class JobProfile:
         """Number of bytes of all parameters of the model."""
         return self.elements * self.itemsize
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each tensor."""
-        return tuple(math.prod(shape) for shape in self.tensors)
-
     def steps(self, workers: int) -> int | None:
         """Return the number of steps of each of `workers` workers in a run of the job, which requires reading the job's
         data; None without a job.
@@ -144,13 +137,6 @@ class JobProfile:
             return None
         job = self.job(0)
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
-
-    def scaled(self, factor: float) -> JobProfile:
-        """Return the profile of a job that has `factor` times as many parameters in one tensor, and the same work for a
-        gradient.
-        """
-        elements = max(1, round(self.elements * factor))
-        return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise, shape=None)
 
 
 @dataclass(frozen=True)

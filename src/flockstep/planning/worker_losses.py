@@ -5,7 +5,6 @@ failures.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,47 +73,34 @@ def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None
 
 def sentence(found: StepPrediction, outlook: Outlook) -> str:
     """Return a sentence about the number of workers that the run is predicted to lose, and about the consequence."""
-    survived = _survived(found)
+    survived, odds, lasts = _survived(found), deaths(found, outlook), ""
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
-    return (
-        f"In a run of {_lasting(length(found, outlook))}{_why(outlook)}, {_lost(deaths(found, outlook))}, and no new "
-        f"worker can join; {found.name} {ends}, so {_of_runs(risk(found, outlook))} early."
-    )
-
-
-def _lost(odds: Sequence[float]) -> str:
-    """Text of the predicted number of deaths from the probabilities of 0, 1, 2, … deaths.
-
-    A number below one is given as a share of runs.
-    """
+    if outlook.length is None:
+        known = "assumed" if outlook.steps is None else f"{outlook.steps:,} steps"
+        lasts = f" ({known}; change it with --hours)"
     mean, workers = math.fsum(count * one for count, one in enumerate(odds)), many(len(odds) - 1, "worker")
     if mean >= 1:
-        return f"{formatting.number(mean, 2)} of {workers} are expected to fail"
-    risk = _of_runs(math.fsum(odds[1:]), "loses", "lose")
-    return f"fewer than one of {workers} is expected to fail ({risk} a worker)"
+        lost = f"{formatting.number(mean, 2)} of {workers} are expected to fail"
+    else:
+        any_lost = _of_runs(math.fsum(odds[1:]), "loses", "lose")
+        lost = f"fewer than one of {workers} is expected to fail ({any_lost} a worker)"
+    return (
+        f"In a run of {_lasting(length(found, outlook))}{lasts}, {lost}, and no new worker can join; {found.name} "
+        f"{ends}, so {_of_runs(risk(found, outlook))} early."
+    )
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
     """Text of the share of runs in which something happens: "8 % of runs end", "one run in 1,000 ends"."""
     if probability >= SELDOM:
         return f"{formatting.share(probability)} of runs {end}"
-    return (
-        f"one run in {float(f'{1 / probability:.0e}'):,.0f} {ends}" if probability > NEVER else f"hardly any run {ends}"
-    )
+    if probability > NEVER:
+        return f"one run in {float(f'{1 / probability:.0e}'):,.0f} {ends}"
+    return f"hardly any run {ends}"
 
 
 def _survived(found: StepPrediction) -> int:
     return 0 if found.strategy is None else found.strategy.traits.deaths(found.workers)
-
-
-def _why(outlook: Outlook) -> str:
-    if outlook.length is not None:
-        return ""
-    return (
-        " (assumed; change it with --hours)"
-        if outlook.steps is None
-        else f" ({outlook.steps:,} steps; change it with --hours)"
-    )
 
 
 def _lasting(seconds: float) -> str:

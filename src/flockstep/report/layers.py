@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flockstep.costs.layers import CONCURRENCY, Layer, ModelShape, require_scale
-from flockstep.costs.stages import cut
+from flockstep.costs.stages import chunks
 from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
 from flockstep.report.terminal import TableColumn, TextTable
@@ -85,10 +85,18 @@ def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
 def _pipeline(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
     """The model as a pipeline of as many stages as there are workers, or why that is not possible."""
     try:
-        found = cut(model, workers, batch)
+        stages = chunks(model, workers, batch)
     except ConfigurationError as error:
         return {"stages": workers, "impossible": str(error)}
-    return {"stages": workers, **dataclasses.asdict(found), "speedup": found.speedup}
+    total = model.work(batch)
+    shares = [sum(layer.work(batch) for layer in stage) / total if total else 1 / workers for stage in stages]
+    return {
+        "stages": workers,
+        "first": [stage[0].name for stage in stages],
+        "shares": shares,  # of the work of a gradient
+        "link_bytes": [stage[-1].pipeline_bytes(batch, model.itemsize) for stage in stages[:-1]],
+        "speedup": 1 / max(shares),  # reached if the slowest stage never waits
+    }
 
 
 def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
