@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -161,9 +161,13 @@ def rehearse(
     if whole <= small or (workers * whole <= SMALL and stage.first(small) <= LARGE / (workers * whole)):
         return _of_size(stage, whole, steps)
     try:
-        if _by_shape(stage):
+        if stage.by_shape:
             raise Shrunk("the messages depend on the shapes of matrices")
-        few = _few(strategy, stage.replicas)
+        few = min(2, stage.replicas)  # enough to compare the strategy's bytes
+        try:
+            strategy.check(few)
+        except ConfigurationError:
+            few = stage.replicas
         if steps is None and few > 1 and (why := _unlike(replace(task, tensors=stage.shapes), strategy, few)):
             raise Shrunk(why)
         return _of_size(stage, small, steps)
@@ -192,13 +196,19 @@ class _Stage:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the model, each of which one worker, or the workers of a split model, hold."""
         return self.workers if self.split is None else self.split.partition.replicas(self.workers)
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """Shapes of the model's tensors; those of a split model are ordered part by part."""
         return self.split.tensors if self.split is not None else self.task.tensors or ((self.task.elements,),)
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether the strategy's bytes depend on shapes that a surrogate of a matrix with a short side would lose."""
+        codecs = [one for one in vars(self.strategy).values() if isinstance(one, Codec)]
+        fitted = self.strategy.traits.matrices or any(one.bind_shapes(self.shapes) is not one for one in codecs)
+        return fitted and any(len(shape) > 1 for shape in self.shapes)
 
     @property
     def sends(self) -> bool:
@@ -221,7 +231,7 @@ class _Stage:
         least = max(BLOCKS, math.ceil(GRADIENTS / self.workers))
         return min(2 * cycle * math.ceil(least / (2 * cycle)), max(cycle, _shortened(longest, cycle)))
 
-    def run(self, elements: int, steps: int) -> _RunEvents:
+    def run(self, elements: int, steps: int) -> _RehearsedRun:
         """Run `steps` steps with a surrogate of about `elements` parameters."""
         task, at, replicas, shapes = self.task, self.at, self.replicas, shrunk(self.shapes, elements)
         if self.split is not None:
@@ -236,58 +246,58 @@ class _Stage:
         parts = np.array_split(np.arange(engine.train_size), replicas)
         plan = Plan(known, cluster, engine.optimizer, parts, batches.batch, steps, at.seed, result, steps)
         drops = known.traits.server_optimizer and known.traits.delivery == "partial"
-        run = _RunEvents(self.workers, engine, cluster.servers if drops else 0, self.listen)
-        work = at.work
+        work, events = at.work, list[Event]()
         compute = Longer(at.compute, work.step) if work.step else at.compute
         network = Handled(at.network, work.message, work.receive, work.serve, engine.factor, work.copy)
         simulation: Simulation | SplitSimulation
         if self.split is None:
-            simulation = Simulation(engine, plan, compute, network, run.take)
+            simulation = Simulation(engine, plan, compute, network, events.append)
         else:
-            simulation = SplitSimulation(self.split.model(engine), plan, compute, network, run.take)
+            simulation = SplitSimulation(self.split.model(engine), plan, compute, network, events.append)
         with reporting_users_errors():
             simulation.run()
         if isinstance(simulation, SplitSimulation):
-            groups, run.between_parts = simulation.groups, simulation.bytes_between_parts
+            groups, between_parts = simulation.groups, simulation.bytes_between_parts
         else:
-            groups = [simulation]
+            groups, between_parts = [simulation], 0
         states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]
-        run.held = statistics.fmean(map(_bytes_in, states))
-        run.late = max(0.0, simulation.now - max(step.seconds for mine in run.steps for step in mine))
+        steps_by_worker: list[list[StepEvent]] = [[] for _ in range(self.workers)]
+        for event in events:
+            if self.listen is not None:
+                self.listen(event)
+            if isinstance(event, StepEvent):
+                steps_by_worker[event.rank].append(event)
+        end = max(step.seconds for mine in steps_by_worker for step in mine)
         simulation.close()
-        return run
+        return _RehearsedRun(
+            engine,
+            events,
+            steps_by_worker,
+            dropping=cluster.servers if drops else 0,
+            held=statistics.fmean(map(_bytes_in, states)),
+            between_parts=between_parts,
+            late=max(0.0, simulation.now - end),
+        )
 
 
-class _RunEvents:
-    """The events of one run that a rehearsal uses, and what the events add up to."""
+@dataclass(frozen=True)
+class _RehearsedRun:
+    """One run of a rehearsal, and what its events add up to."""
 
-    def __init__(
-        self, workers: int, engine: SurrogateEngine, dropping: int, listen: Callable[[Event], None] | None
-    ) -> None:
-        """`dropping`: number of servers that may drop gradients; 0 if none are dropped."""
-        self.engine, self.held, self.between_parts = engine, 0.0, 0
-        self.late = 0.0
-        """Seconds from the last step of any worker to the last message."""
-        self._dropping, self._listen = dropping, listen
-        self.steps: list[list[StepEvent]] = [[] for _ in range(workers)]
-        self._nodes: list[NodeEvent] = []
-        self._staleness: list[int] = []
-        self._updates = False
+    engine: SurrogateEngine
+    events: Sequence[Event]
+    steps: Sequence[Sequence[StepEvent]]
+    """The steps of each worker."""
+    dropping: int
+    """Number of servers that may drop gradients; 0 if none are dropped."""
+    held: float
+    """Mean number of bytes of a worker's state, in the surrogate."""
+    between_parts: int
+    """Bytes that all workers sent to other workers of their replicas, in the surrogate."""
+    late: float
+    """Seconds from the last step of any worker to the last message."""
 
-    def take(self, event: Event) -> None:
-        """Store what the figures of the rehearsal need of an event."""
-        if isinstance(event, StepEvent):
-            self.steps[event.rank].append(event)
-        elif isinstance(event, NodeEvent):
-            self._nodes.append(event)
-        elif isinstance(event, UpdateEvent):
-            self._updates = True
-            if event.staleness is not None:
-                self._staleness.append(event.staleness)
-        if self._listen is not None:
-            self._listen(event)
-
-    def counted(self, count: int, cycle: int) -> tuple[bool, list[list[StepEvent]]]:
+    def counted(self, count: int, cycle: int) -> tuple[bool, list[Sequence[StepEvent]]]:
         """Return whether the workers keep up with each other, and the steps of each worker that count: the last
         `count`, in whole cycles if possible, without the beginning.
 
@@ -309,17 +319,20 @@ class _RunEvents:
             found.append(mine[-(kept - kept % cycle if kept >= cycle else kept) :])
         return abreast, found
 
-    def figures(self, counted: list[list[StepEvent]], cycle: int, steps: int) -> Rehearsal:
+    def figures(self, counted: Sequence[Sequence[StepEvent]], cycle: int, steps: int) -> Rehearsal:
         """Return the means over the counted steps of each worker."""
+        updates = [event for event in self.events if isinstance(event, UpdateEvent)]
+        staleness = [update.staleness for update in updates if update.staleness is not None]
+        nodes = [event for event in self.events if isinstance(event, NodeEvent)]
         periods = [statistics.fmean(map(_took, mine)) for mine in counted]
         busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
         whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [
             s for mine in counted for s in mine
         ]
         sent, factor, workers = statistics.fmean(map(_sent, whole)), self.engine.factor, len(self.steps)
-        by_workers = sum(node.sent_bytes for node in self._nodes if node.node >= 0)
-        by_server = max((node.sent_bytes for node in self._nodes if node.node < 0), default=0)
-        late = self._staleness[int(LEFT_OUT * len(self._staleness)) :]
+        by_workers = sum(node.sent_bytes for node in nodes if node.node >= 0)
+        by_server = max((node.sent_bytes for node in nodes if node.node < 0), default=0)
+        late = staleness[int(LEFT_OUT * len(staleness)) :]
         gradients = sum(map(len, self.steps))
         return Rehearsal(
             statistics.fmean(periods),
@@ -333,10 +346,10 @@ class _RunEvents:
             steps,
             range=0.0,
             batches=self.engine.batches,
-            used=min(1.0, len(self._staleness) / (self._dropping * gradients)) if self._dropping else 1.0,
+            used=min(1.0, len(staleness) / (self.dropping * gradients)) if self.dropping else 1.0,
             held=factor * self.held,
             exposure=None,
-            updates=self._updates,
+            updates=bool(updates),
             bytes_between_parts=factor * self.between_parts / gradients,
         )
 
@@ -396,7 +409,7 @@ def _shortened(total: int, cycle: int) -> int:
 
 
 def _with_means_of_law(
-    found: Rehearsal, stage: _Stage, counted: list[list[StepEvent]], cycle: int, abreast: bool
+    found: Rehearsal, stage: _Stage, counted: Sequence[Sequence[StepEvent]], cycle: int, abreast: bool
 ) -> Rehearsal:
     """Return the rehearsal with the mean seconds of the compute model, instead of those of the rehearsal's few draws,
     and with the range of a step's seconds.
@@ -444,7 +457,7 @@ def _with_means_of_law(
     )
 
 
-def _draws(stage: _Stage, counted: list[list[StepEvent]]) -> list[Means] | None:
+def _draws(stage: _Stage, counted: Sequence[Sequence[StepEvent]]) -> list[Means] | None:
     """The durations that the compute model drew for the gradient before each worker's counted steps, and for theirs;
     None if gradients were canceled, or share cores, so that the model's mean is not the mean time of computing.
     """
@@ -483,7 +496,7 @@ def _longer_waits(stage: _Stage, waited: Means, draws: list[Means], cycle: int) 
     return exposure * off, 2 * error, exposure
 
 
-def _blocks(counted: list[list[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> Means:
+def _blocks(counted: Sequence[Sequence[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> Means:
     """Means of a measure for each worker (rows) in up to `BLOCKS` successive blocks of whole cycles (columns)."""
     cycles = min(map(len, counted)) // cycle
     rows = []
@@ -530,22 +543,6 @@ def _bytes_in(state: Any) -> int:
         return sum(map(_bytes_in, state))
     fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
     return sum(_bytes_in(getattr(state, one.name)) for one in fields)
-
-
-def _by_shape(stage: _Stage) -> bool:
-    """Whether the strategy's bytes depend on shapes that a surrogate of a matrix with a short side would lose."""
-    codecs = [one for one in vars(stage.strategy).values() if isinstance(one, Codec)]
-    fitted = stage.strategy.traits.matrices or any(one.bind_shapes(stage.shapes) is not one for one in codecs)
-    return fitted and any(len(shape) > 1 for shape in stage.shapes)
-
-
-def _few(strategy: Strategy, workers: int) -> int:
-    """Two workers if the strategy can run on two, which is enough to compare its bytes."""
-    try:
-        strategy.check(2)
-    except ConfigurationError:
-        return workers
-    return min(2, workers)
 
 
 @lru_cache(maxsize=512)
