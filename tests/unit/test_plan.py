@@ -182,7 +182,7 @@ def test_rates_of_heavy_tails_are_those_of_the_mean() -> None:
 
 
 def row_of(found: Outlook, name: str) -> dict[str, str]:
-    cells = prediction_cells(found, found.named(name), "1")
+    cells = prediction_cells(advise(found), found.named(name))
     return dict(zip((one.heading for one in PREDICTIONS), cells, strict=True))
 
 
@@ -375,7 +375,7 @@ def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     found = plan(TASK, cluster("10gbit"), strategies=("gossip", "all_reduce", "ensemble"))
     row = row_of(found, "gossip")
     assert any(f"{row['staleness']} versions late" in said for said in departures(found.named("gossip"), found.site))
-    graded = criteria(found, advise(found))
+    graded = criteria(advise(found))
     place = [one.heading for one in CRITERIA].index("staleness")
     assert next(cells for cells in graded.rows if cells[0] == "gossip")[place] == row["staleness"]
     assert row_of(found, "ensemble")["staleness"] == "–"
@@ -408,7 +408,7 @@ def test_the_speed_up_of_a_trial_that_missed_its_goal_is_a_limit_and_stands_last
 
     slow = "local_sgd(period=8)"
     advice = advise(outlook, (), [tried(ALONE, 3.0, 3.0), tried("all_reduce", 4.0, 4.0), tried(slow, None, 2.0)])
-    cells = {row[0]: row[1] for row in predictions(outlook, advice).rows}
+    cells = {row[0]: row[1] for row in predictions(advice).rows}
     assert cells[ALONE] == "1.00"
     assert cells["all_reduce"] == "0.750"
     assert cells[slow].startswith("< ")

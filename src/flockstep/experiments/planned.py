@@ -71,12 +71,12 @@ class PlanResult:
         """Return the tables of split models, predictions, trials and criteria; unless `everything` is set, without
         the criteria and with the most important rows and columns of the others.
         """
-        found = [tables.predictions(self.outlook, self.advice, everything)]
+        found = [tables.predictions(self.advice, everything)]
         if self.hybrid is not None and self.hybrid.splits:
             found.insert(0, tables.splits(self.hybrid, everything))
         if self.trials is not None and self.trials.found:
             found.append(tables.trials(self.trials, everything))
-        return [*found, tables.criteria(self.outlook, self.advice)] if everything else found
+        return [*found, tables.criteria(self.advice)] if everything else found
 
     def lists(self, everything: bool = True) -> list[tuple[str, Sequence[str]]]:
         """Return the lists of sentences, each with its heading; only the most important ones unless `everything` is
