@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from flockstep.costs import formulas
 from flockstep.costs.layers import NOTHING, Layer, ModelShape
@@ -199,23 +200,9 @@ def _inception(net: Net, x: At, name: str, widths: tuple[int, ...]) -> At:
     )
 
 
-def resnet_50(as_published: bool = False) -> ModelShape:
-    """Return the shape of ResNet-50, with blocks (3, 4, 6, 3): 25,557,032 parameters and 4.1 G multiply-adds, or 3.8 G
-    with `as_published`.
-    """
-    return resnet("resnet-50", (3, 4, 6, 3), as_published)
-
-
-def resnet_152(as_published: bool = False) -> ModelShape:
-    """Return the shape of ResNet-152, with blocks (3, 8, 36, 3): 60,192,808 parameters and 11.5 G multiply-adds, or
-    11.3 G with `as_published`.
-    """
-    return resnet("resnet-152", (3, 8, 36, 3), as_published)
-
-
 def resnet(name: str, blocks: Sequence[int], as_published: bool = False) -> ModelShape:
     """Return the shape of a residual network of bottleneck blocks (He, Zhang, Ren & Sun 2015, table 1) on inputs of
-    224 × 224.
+    224 × 224: ResNet-50 has (3, 4, 6, 3) blocks and ResNet-152 (3, 8, 36, 3).
 
     A block that halves the maps has the stride in its 3 × 3 convolution, as is common today. In the paper
     (`as_published`), the first 1 × 1 convolution has the stride, which needs fewer operations and the same parameters.
@@ -245,19 +232,11 @@ def _bottleneck(net: Net, x: At, name: str, width: int, stride: int, first: bool
     return net.relu(net.total([y, x], f"{name}.add"), f"{name}.relu3")
 
 
-def gpt_2_small() -> ModelShape:
-    """Return the shape of GPT-2 small (Radford et al. 2019, table 2): 12 layers of width 768, 12 heads, 1,024 tokens
-    per sample, with 124,439,808 parameters.
-    """
-    return gpt("gpt-2-small")
-
-
 def gpt(
     name: str, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, symbols: int = 50257
 ) -> ModelShape:
-    """Return the shape of a decoder-only transformer on samples of `context` tokens.
-
-    The output layer shares the embedding's weights, without biases.
+    """Return the shape of a decoder-only transformer on samples of `context` tokens, by default of GPT-2 small (Radford
+    et al. 2019, table 2). The output layer shares the embedding's weights, without biases.
 
     Attention is counted over all pairs of tokens, including masked pairs, as dense kernels compute attention.
     """
@@ -308,18 +287,20 @@ MODELS = {
     "vgg-a": Reference(vgg_a, 132.9e6, 7.6e9, "Simonyan & Zisserman 2014, table 2: 133 million parameters"),
     "googlenet": Reference(googlenet, 6.8e6, 1.5e9, "Szegedy et al. 2014, quoted as 6.8 million parameters"),
     "resnet-50": Reference(
-        resnet_50,
+        partial(resnet, "resnet-50", (3, 4, 6, 3)),
         25.6e6,
         4.1e9,
         "He et al. 2015, table 1: 3.8e9 multiply-adds, with the resolution halved as published",
     ),
     "resnet-152": Reference(
-        resnet_152,
+        partial(resnet, "resnet-152", (3, 8, 36, 3)),
         60.2e6,
         11.5e9,
         "He et al. 2015, table 1: 11.3e9 multiply-adds, with the resolution halved as published",
     ),
-    "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
+    "gpt-2-small": Reference(
+        partial(gpt, "gpt-2-small"), 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"
+    ),
 }
 """The reference models of the literature: name → network."""
 

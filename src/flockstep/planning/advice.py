@@ -94,7 +94,9 @@ def advise(
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -preference(one, speedups[one.name])))
     level = _level(left, tried)
     if level:
-        choice = min(level, key=lambda one: _complexity(one, outlook))
+        # One worker, then the fewest hyper-parameters, then the fewest differences from one worker.
+        simple = {one.name: (0 if one.strategy is None else 1 + count(one.strategy)) for one in level}
+        choice = min(level, key=lambda one: (simple[one.name], len(departures(one, outlook.site))))
         left.remove(choice)
         left.insert(0, choice)
     return Advice(
@@ -154,11 +156,6 @@ def _level(left: Sequence[StepPrediction], tried: dict[str, Found]) -> Sequence[
     most = min(fastest.range[1], SIMPLER * fastest.seconds)
     times = [tried[one.name].seconds if one.name in tried else None for one in left]
     return [one for one, seconds in zip(left, times, strict=True) if seconds and seconds <= most]
-
-
-def _complexity(found: StepPrediction, outlook: Outlook) -> tuple[int, int]:
-    """Sort key: one worker, then the fewest hyper-parameters, then the fewest differences from one worker."""
-    return 0 if found.strategy is None else 1 + count(found.strategy), len(departures(found, outlook.site))
 
 
 def _measured(tried: dict[str, Found], predicted: dict[str, float]) -> dict[str, float]:

@@ -156,10 +156,10 @@ def described(
     wires, message, copy = tuple[ClusterLink, ...](), 0.0, 0.0
     if workers > 1:
         pairs, handling, copies = messages_in(events)
-        message = _rounded(statistics.median(handling)) if handling else 0.0
+        message = rounded(statistics.median(handling)) if handling else 0.0
         if copies:  # without the handling of its message
             nbytes = max(copies)
-            copy = _rounded(max(0.0, statistics.median(copies[nbytes]) - message / nbytes))
+            copy = rounded(max(0.0, statistics.median(copies[nbytes]) - message / nbytes))
         wires = (wire_of(pairs, message, notes),)
         notes.append(
             "links were measured one pair of workers at a time: the slowdown of simultaneous messages is not included"
@@ -178,20 +178,21 @@ def described(
         wires,
         law,
         machine.operations,
-        float(f"{overhead:.3g}"),
+        rounded(overhead, 3),
         f"{job} on this machine",
         identity(job),
         machine.rates,
         message,
         copy,
-        _rounded(max(0.0, statistics.median(besides))) if besides else 0.0,
+        rounded(max(0.0, statistics.median(besides))) if besides else 0.0,
         servers_apart=group.count > 1,  # in namespaces each server has one of its own
     )
     return Calibration(shape, tuple(notes))
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def rounded(value: float, digits: int = 4) -> float:
+    """Return a value with as many significant digits as are known."""
+    return float(f"{value:.{digits}g}")
 
 
 def _sharing(alone: list[float], together: list[float], workers: int, notes: list[str]) -> tuple[int, list[float]]:
@@ -283,7 +284,7 @@ def wire_of(found: Pairs, message: float, notes: list[str]) -> ClusterLink:
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
     if not latency:
         notes.append("latency is set to 0: a small message takes no longer than its handling at both ends")
-    return ClusterLink("node", ("here",), _rounded(bandwidth), _rounded(latency))
+    return ClusterLink("node", ("here",), rounded(bandwidth), rounded(latency))
 
 
 def fit_law(seconds: Sequence[float] | FlatArray) -> tuple[ComputeModel, str]:
@@ -299,7 +300,7 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> tuple[ComputeModel, str]:
             f"a compute model needs at least two durations > 0, got {len(times)} durations, beginning with "
             f"{times[:1]}; measure more steps"
         )
-    mean = _short(float(times.mean()))
+    mean = rounded(float(times.mean()), 6)
     if times.std() < STEADY * times.mean():
         why = (
             f"gradient times are treated as constant: the standard deviation of {len(times)} durations is below "
@@ -307,7 +308,7 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> tuple[ComputeModel, str]:
         )
         return ConstantTime(mean), why
     logs = np.log(times)
-    law = Lognormal(mean, _short(float(logs.std())))
+    law = Lognormal(mean, rounded(float(logs.std()), 6))
     center = math.log(law.mean) - law.sigma**2 / 2
     share = np.array([0.5 * math.erfc((center - one) / (law.sigma * math.sqrt(2))) for one in logs])
     steps = np.arange(len(logs) + 1) / len(logs)
@@ -324,12 +325,8 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> tuple[ComputeModel, str]:
     else:
         at *= times.mean() / Empirical(tuple(at.tolist())).mean
     why = f"no named distribution fits: {apart}, above the limit of {limit:.2f}"
-    return Empirical(tuple(map(_short, at.tolist()))), f"gradient times are described by quantiles, because {why}"
-
-
-def _short(value: float) -> float:
-    """Round to six significant digits, since more are not known."""
-    return float(f"{value:.6g}")
+    quantiles = Empirical(tuple(rounded(one, 6) for one in at.tolist()))
+    return quantiles, f"gradient times are described by quantiles, because {why}"
 
 
 def measure_rates(
@@ -384,4 +381,4 @@ def _rate(elements: int, action: Callable[[], object], rounds: int) -> float:
         action()
         if number:
             spent.append(time.perf_counter() - start)
-    return _rounded(elements / statistics.median(spent))
+    return rounded(elements / statistics.median(spent))

@@ -7,11 +7,10 @@ not included.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -80,10 +79,6 @@ class Criteria:
     """Criterion RSOI of table 2 (robustness), failures: number of workers that may die while the others continue."""
     reproducible: Literal["easy", "medium", "hard"]
     """Criterion ERB: difficulty of reproducing a result exactly."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the criteria as plain data, for JSON."""
-        return dataclasses.asdict(self)
 
 
 def criteria(found: StepPrediction, site: Site) -> Criteria:

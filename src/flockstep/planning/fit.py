@@ -25,7 +25,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.costs.cluster import ClusterLink, ClusterShape, MachineGroup
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Hosts
-from flockstep.planning.calibrate import Calibration, fit_law
+from flockstep.planning.calibrate import Calibration, fit_law, rounded
 from flockstep.planning.job_profile import JobProfile, identity
 from flockstep.planning.record_imports import trusted
 from flockstep.planning.rehearsal import LEFT_OUT, Conditions, rehearse
@@ -291,7 +291,7 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeMo
     if max(medians) < ALIKE * min(medians) and len(set(sizes)) == 1:
         return (MachineGroup("machines", len(hosts), sizes[0]),), *fit_law([one for mine in times for one in mine])
     usual = statistics.median(medians)
-    speeds = [float(f"{usual / one:.4g}") for one in medians]
+    speeds = [rounded(usual / one) for one in medians]
     kind = "host" if max(sizes) > 1 else "worker"
     groups = tuple(
         MachineGroup(f"{kind}-{number}", workers=size, speed=speed)
@@ -378,7 +378,7 @@ def _both(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | 
         if np.abs(move).max() < CLOSE:
             break
     latency, per_byte = np.exp(point).tolist()
-    return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
+    return rounded(latency), rounded(1 / per_byte)
 
 
 def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: list[str], what: str) -> float:
@@ -407,4 +407,4 @@ def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: l
         else:
             high, above, below = middle, value, below / 2 if side > 0 else below
         side = -1 if value < 0 else 1
-    return float(f"{math.exp(middle):.4g}")
+    return rounded(math.exp(middle))

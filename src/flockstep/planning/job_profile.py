@@ -113,13 +113,6 @@ class JobProfile:
         return found if math.isfinite(found) else NOISE
 
     @property
-    def activations(self) -> float:
-        """Bytes of the outputs of all layers for one batch, which the backward pass needs; 0 if the layers are
-        unknown.
-        """
-        return 0.0 if self.shape is None else float(self.shape.activation_bytes(self.batch))
-
-    @property
     def itemsize(self) -> int:
         """Number of bytes of one parameter."""
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
@@ -276,7 +269,7 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
         return _of_shape(reference(what), batch)
     given = imported
     if imported is None:
-        if what.endswith(".py") and not _has_job(Path(what)):
+        if what.endswith(".py") and Path(what).is_file() and not may_define(Path(what), "job"):
             return _of_shape(file_shape(what), batch)
         if not _loadable(what):
             known = [*registry.names("workload"), *MODELS]
@@ -313,10 +306,6 @@ def identity(what: str) -> str:
     if what.endswith(".py"):
         return f"{Path(what).name} {digest(Path(what))}"
     return str(Workload.parse(what))
-
-
-def _has_job(path: Path) -> bool:
-    return not path.is_file() or may_define(path, "job")
 
 
 def _of_shape(model: ModelShape, batch: int | None) -> JobProfile:

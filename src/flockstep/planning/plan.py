@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flockstep import registry
@@ -109,7 +109,7 @@ class Outlook:
                     **found.document(),
                     "departures": list(departures(found, self.site)),
                     "relative_samples": self.relative_samples(found),
-                    "criteria": criteria(found, self.site).document(),
+                    "criteria": asdict(criteria(found, self.site)),
                 }
                 for found in self.predictions
             ],

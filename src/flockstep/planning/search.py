@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flockstep.errors import ConfigurationError, RunError
@@ -86,8 +86,8 @@ class Found:
             "strategy": self.strategy,
             "seconds_to_target": self.seconds,
             "range": [one if math.isfinite(one) else None for one in self.range],
-            "best": None if best is None else best.document(),
-            "trials": [one.document() for one in self.trials],
+            "best": None if best is None else asdict(best),
+            "trials": list(map(asdict, self.trials)),
             "refused": self.refused,
         }
 

@@ -120,26 +120,17 @@ def alone(site: Site) -> StepPrediction:
     seconds = min(mean_of(site.compute(count), rank) for rank in range(count))
     seconds += task.elements / site.rate("optimizer", site.optimizer)
     rate = task.batch / seconds if seconds else math.inf
-    memory = held_bytes(task)
-    return StepPrediction(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory)
-
-
-def at_most(rate: float, site: Site, workers: int) -> float:
-    """Return the samples per second of `workers` workers, which are at most as many times those of one worker.
-
-    A strategy that cancels slow gradients would exceed them where the compute model draws each duration anew, which a
-    slow machine does not do.
-    """
-    return min(rate, workers * alone(site).samples_per_second)
+    return StepPrediction(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, held_bytes(task))
 
 
 def held_bytes(task: JobProfile, split: SplitShape | None = None) -> float:
     """Return the bytes of memory on the worker that needs most, without the state of its strategy: parameters and
-    their copies, gradient, optimizer and activations.
+    their copies, gradient, optimizer, and the outputs of all layers for a batch if the layers are known.
     """
     if split is not None:
         return split.elements_held(task.slots) * task.itemsize
-    return task.nbytes * (2.0 + task.slots) + task.activations
+    activations = 0.0 if task.shape is None else float(task.shape.activation_bytes(task.batch))
+    return task.nbytes * (2.0 + task.slots) + activations
 
 
 class Unpredictable(ConfigurationError):
@@ -189,7 +180,12 @@ def predict_step(
     versions, server = has_versions(strategy), found.server_sent_bytes_per_step
     if server:  # the busiest server also receives what the workers send
         server += workers * found.sent_bytes_per_step / max(1, strategy.servers_for(workers))
-    rate = found.used * found.batches * task.batch * found.steps_per_second / partition.parts
+    # A strategy that cancels slow gradients would be more than `workers` times as fast as one worker where the compute
+    # model draws each duration anew, which a slow machine does not do.
+    rate = min(
+        found.used * found.batches * task.batch * found.steps_per_second / partition.parts,
+        workers * alone(site).samples_per_second,
+    )
     return StepPrediction(
         str(strategy) if whole else f"{partition} with {strategy if replicas > 1 else 'one replica'}",
         strategy,
@@ -200,7 +196,7 @@ def predict_step(
         server,
         found.staleness if versions else None,
         found.staleness_max if versions else None,
-        at_most(rate, site, workers),
+        rate,
         held_bytes(task, shape) + found.held,
         (f"{found.steps} steps in virtual time",),
         found.range,

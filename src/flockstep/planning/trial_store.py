@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,7 +110,7 @@ class TrialStore:
         """Add the result of a finished trial to the store."""
         self._known[trial.strategy, lr, trial.seed] = trial, within
         if self.folder is not None:
-            line = {"trial": trial.document(), "within": within if math.isfinite(within) else None, "lr": lr}
+            line = {"trial": asdict(trial), "within": within if math.isfinite(within) else None, "lr": lr}
             try:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")

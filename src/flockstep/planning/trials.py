@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -86,10 +86,6 @@ class Trial:
     """Best value of the metric over all evaluations of the trial."""
     loss: float | None = None
     """Loss of the evaluation to which `steps` refers."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the trial as plain data, for JSON."""
-        return dataclasses.asdict(self)
 
 
 @dataclass
