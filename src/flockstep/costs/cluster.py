@@ -303,23 +303,6 @@ class ClusterShape:
             machines += [(group, min(room, size - first)) for first in range(0, size, room)]
         return tuple(machines)
 
-    def groups_by_rank(self, workers: int | None = None) -> tuple[MachineGroup, ...]:
-        """The machine group of every worker, in order of rank."""
-        return tuple(group for group, size in self.placed(workers) for _ in range(size))
-
-    def seconds_for(self, work: float) -> float:
-        """Return the mean seconds of a gradient of `work` floating-point operations on a machine of speed 1.
-
-        Raises:
-            ConfigurationError: the description has no operations per second.
-        """
-        if self.operations is None:
-            raise ConfigurationError(
-                f"{self.name} does not say how many operations per second a worker performs; add operations = "
-                "'10G/s', or measure the job on that cluster with flockstep calibrate"
-            )
-        return self.overhead + work / self.operations
-
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
         """Return the compute model of `workers` workers of the cluster, for a run in virtual time.
 
@@ -397,10 +380,10 @@ class ClusterShape:
         """
         if one == other:
             raise ConfigurationError(f"a link needs two different workers, got worker {one} twice; name two workers")
-        ranks = [i for i, (_, size) in enumerate(self.placed(workers)) for _ in range(size)]
-        groups = self.groups_by_rank(workers)
-        here, there = groups[one].name, groups[other].name
-        if ranks[one] == ranks[other]:
+        placed = enumerate(self.placed(workers))
+        machines = [(number, group.name) for number, (group, size) in placed for _ in range(size)]
+        here, there = machines[one][1], machines[other][1]
+        if machines[one] == machines[other]:
             wire = self._of("node", here)
             assert wire is not None
             return wire

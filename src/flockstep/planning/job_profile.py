@@ -153,7 +153,7 @@ class Site:
         """
         if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
-        return self.cluster.seconds_for(self.task.work)
+        return self.cluster.overhead + self.task.work / self.cluster.operations
 
     def compute(self, workers: int) -> ComputeModel:
         """Return the compute model of the gradients of a run with `workers` workers.
