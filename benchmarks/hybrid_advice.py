@@ -198,7 +198,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
     advice = advise(outlook)
-    found = advise_hybrid(outlook, advice, strategies=strategies)
+    found = advise_hybrid(advice, strategies=strategies)
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
     for partition in grid(workers, pair.batch):

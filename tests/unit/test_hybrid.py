@@ -305,7 +305,7 @@ def advised(
 ) -> HybridAdvice:
     site = site_of(wide_job(), bandwidth, more=more, compute=compute)
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES)
-    return advise_hybrid(outlook, advise(outlook), tuple(map(Partition.parse, asked)))
+    return advise_hybrid(advise(outlook), tuple(map(Partition.parse, asked)))
 
 
 def test_where_messages_take_as_long_as_gradients_the_model_is_not_split() -> None:
@@ -363,7 +363,7 @@ def test_partitions_that_a_run_refuses_are_refused_in_the_search() -> None:
     """A model whose only pair of layers is around a residual connection has stages and shards, but no ways."""
     site = site_of(dataclasses.replace(wide_job(), model=Wrapped), "100gbit")
     outlook = plan(site.task, site.cluster, strategies=("all_reduce",))
-    found = advise_hybrid(outlook, advise(outlook))
+    found = advise_hybrid(advise(outlook))
     refused = [(name, why) for name, why in found.refused if "tensor" in name]
     assert [name for name, _ in refused] == [str(TensorParallel(2)), str(TensorParallel(4))], "once for each reason"
     assert "no layer of the model of job 'wide' can be split over 2 ways, got" in refused[0][1]
@@ -379,7 +379,7 @@ def test_a_number_of_micro_batches_that_is_refused_leaves_the_others(monkeypatch
     monkeypatch.setattr(hybrid, "predict_step", predict)
     site = site_of(wide_job(), "100gbit")
     outlook = plan(site.task, site.cluster, strategies=("all_reduce",))
-    found = advise_hybrid(outlook, advise(outlook))
+    found = advise_hybrid(advise(outlook))
     assert {getattr(one.partition, "microbatches", None) for one in found.splits} == {1}
     assert any(str(Partition.parse("pipeline(4, 1f1b, 4)")) == name for name, _ in found.refused)
 

@@ -20,7 +20,7 @@ from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, parse_partiti
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
-from flockstep.planning.search import Race, can_be_tried, measured, promising
+from flockstep.planning.search import Race, can_be_tried, promising
 from flockstep.planning.trial_store import TrialStore, trial_settings
 from flockstep.planning.trials import LEFT_OUT, TrialContext, goal_of
 from flockstep.planning.words import many, short
@@ -202,18 +202,17 @@ def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
     race, notes, interrupted = None, tuple[str, ...](), None
     if options.budget > 0 and (options.simulate or (can_be_tried(outlook) and not hybrid)):
         race, notes, interrupted = _tried(outlook, requirements, options, say)
-        outlook = outlook if race is None else measured(outlook, race.found)
     advice = advise(outlook, requirements, *(() if race is None else (race.found, race.asked)))
     split = None
     if hybrid and interrupted is None:
         try:
-            split = advise_hybrid(outlook, advice, partitions, strategies, files, say)
+            split = advise_hybrid(advice, partitions, strategies, files, say)
         except KeyboardInterrupt as stop:
             raise Interrupted(
                 f"{str(stop) or 'interrupted'}; the plan of split models was not finished; leave out --hybrid, "
                 "--partition and --memory for a plan of whole replicas"
             ) from None
-    return PlanResult(outlook, advice, split, race, notes, interrupted)
+    return PlanResult(advice.outlook, advice, split, race, notes, interrupted)
 
 
 def _tried(

@@ -75,8 +75,6 @@ def parse_partitions(texts: Sequence[str]) -> tuple[Partition, ...]:
 class HybridAdvice:
     """The choice between whole and split replicas, with the predictions on which it is based."""
 
-    outlook: Outlook
-    """The predictions for whole replicas."""
     advice: Advice
     """The advice on whole replicas."""
     splits: tuple[StepPrediction, ...]
@@ -90,7 +88,12 @@ class HybridAdvice:
 
     def speedup(self, found: StepPrediction) -> float:
         """Return the predicted speed of a combination of partition and strategy relative to one worker."""
-        return _speedup(found, self.outlook, self.advice)
+        return _speedup(found, self.advice)
+
+    @property
+    def outlook(self) -> Outlook:
+        """The predictions for whole replicas."""
+        return self.advice.outlook
 
     @property
     def limit(self) -> float | None:
@@ -230,8 +233,8 @@ class HybridAdvice:
         }
 
 
-def _speedup(found: StepPrediction, outlook: Outlook, advice: Advice) -> float:
-    rate = found.samples_per_second / longer(found, advice.requirements)
+def _speedup(found: StepPrediction, advice: Advice) -> float:
+    outlook, rate = advice.outlook, found.samples_per_second / longer(found, advice.requirements)
     return rate / outlook.relative_samples(found) / outlook.alone.samples_per_second
 
 
@@ -367,18 +370,17 @@ def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
 
 
 def advise_hybrid(
-    outlook: Outlook,
     advice: Advice,
     asked: Sequence[Partition] = (),
     strategies: Sequence[Strategy] = (),
     imports: Sequence[str] = (),
     say: ProgressCallback = silent,
 ) -> HybridAdvice:
-    """Choose partition and strategy together, based on the predictions and the advice for whole replicas.
+    """Choose partition and strategy together.
 
     Args:
-        outlook: the predictions for whole replicas; the memory of the cluster is the limit.
-        advice: the advice on whole replicas, whose requirements also apply to split replicas.
+        advice: the advice on whole replicas, whose requirements, and the memory of whose cluster, also limit split
+            replicas.
         asked: the partitions to consider; empty for the partitions that a search finds.
         strategies: the strategies to consider; empty for the best strategies that meet the requirements and can train
             a split model.
@@ -388,7 +390,7 @@ def advise_hybrid(
     Raises:
         ConfigurationError: a partition of `asked` does not divide the number of workers, or cannot split the model.
     """
-    site, workers = outlook.site, outlook.workers
+    site, workers = advice.outlook.site, advice.outlook.workers
     for partition in asked:
         partition.replicas(workers)
         split_shape(site.task, partition)
@@ -404,7 +406,7 @@ def advise_hybrid(
             return None
 
     try:
-        wanted = list(strategies) or _splittable(outlook, advice, refused)
+        wanted = list(strategies) or _splittable(advice, refused)
         tried = list(asked)
         if wanted and not tried:
             say("partitions")
@@ -423,13 +425,14 @@ def advise_hybrid(
             planner = predict(Strategy.parse(ALONE), pipeline, f"PipeDream's plan {pipeline}")
     except FlockstepError as error:
         refused.append(("splitting", str(error)))
-    found.sort(key=lambda one: -_speedup(one, outlook, advice))
-    return HybridAdvice(outlook, advice, tuple(found), tuple(refused), planner, tuple(imports))
+    found.sort(key=lambda one: -_speedup(one, advice))
+    return HybridAdvice(advice, tuple(found), tuple(refused), planner, tuple(imports))
 
 
-def _splittable(outlook: Outlook, advice: Advice, refused: list[tuple[str, str]]) -> list[Strategy]:
+def _splittable(advice: Advice, refused: list[tuple[str, str]]) -> list[Strategy]:
     """The strategies to combine with partitions, the best with whole replicas first."""
-    free = replace(outlook, site=replace(outlook.site, cluster=outlook.site.cluster.with_memory(None)))
+    site = advice.outlook.site
+    free = replace(advice.outlook, site=replace(site, cluster=site.cluster.with_memory(None)))
     wanted: list[Strategy] = []
     for one in advice.ranked:
         if one.strategy is None or len(wanted) == TOP_STRATEGIES or unfit(one, free, advice.requirements) is not None:
