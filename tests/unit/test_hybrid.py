@@ -89,8 +89,14 @@ def site_of(
     return Site(task_of("job", None, job), shape)
 
 
-def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) -> tuple[float, float]:
-    """Seconds and bytes of a worker's step in a run with real gradients, the first quarter left out."""
+def predicted(strategy: str, partition: str, site: Site) -> StepPrediction:
+    return predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(partition))
+
+
+def checked(job: Job, strategy: str, partition: str, site: Site, steps: int, rel: float = 0.01) -> StepPrediction:
+    """The prediction, whose seconds and bytes of a step are compared with a run with real gradients, the first quarter
+    left out.
+    """
     split, chosen = make_split(job, 0, Partition.parse(partition)), Strategy.parse(strategy)
     workers = site.cluster.workers
     replicas = split.partition.replicas(workers)
@@ -107,7 +113,10 @@ def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) ->
     simulation.run()
     kept = [one for one in events if one.step > steps // 4]
     took = statistics.fmean(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in kept)
-    return took, statistics.fmean(one.sent_bytes for one in kept)
+    found = predicted(strategy, partition, site)
+    assert found.seconds == pytest.approx(took, rel=rel)
+    assert found.sent_bytes == pytest.approx(statistics.fmean(one.sent_bytes for one in kept), rel=rel)
+    return found
 
 
 @pytest.mark.parametrize("partition", few(
@@ -124,11 +133,7 @@ def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) ->
 def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) -> None:
     """Of a small model the rehearsal is the run: the same seconds and bytes, on a slow link and with uneven times."""
     job = job_of(batch=12)
-    site = site_of(job, "10mbit")
-    found = predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(partition))
-    seconds, sent = measured(job, strategy, partition, site, 48)
-    assert found.seconds == pytest.approx(seconds, rel=0.01)
-    assert found.sent_bytes == pytest.approx(sent, rel=0.01)
+    checked(job, strategy, partition, site_of(job, "10mbit"), 48)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +150,7 @@ def test_divided_convolutions_are_rehearsed_as_they_run(strategy: str, partition
     """Control: if every way computes the convolutions, a step takes at least a tenth longer."""
     job, whole = images(), partition.replace(", convolutions=divided", "")
     site = site_of(job, "100mbit")
-    found, other = (
-        predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(one)) for one in (partition, whole)
-    )
-    seconds, sent = measured(job, strategy, partition, site, 16)
-    assert found.seconds == pytest.approx(seconds, rel=0.01)
-    assert found.sent_bytes == pytest.approx(sent, rel=0.01)
+    found, other = checked(job, strategy, partition, site, 16), predicted(strategy, whole, site)
     assert found.memory < other.memory
     assert found.seconds * 1.1 < other.seconds
 
@@ -176,11 +176,7 @@ def test_a_search_divides_the_convolutions_of_models_that_have_any(job: Job, div
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "all_reduce"))
 def test_a_surrogate_stands_for_a_larger_model(strategy: str, partition: str) -> None:
     job = wide_job()
-    site = site_of(job, "200mbit")
-    found = predict_step(Strategy.parse(strategy), site, 4, partition=Partition.parse(partition))
-    seconds, sent = measured(job, strategy, partition, site, 16)
-    assert found.seconds == pytest.approx(seconds, rel=0.05)
-    assert found.sent_bytes == pytest.approx(sent, rel=0.05)
+    checked(job, strategy, partition, site_of(job, "200mbit"), 16, rel=0.05)
 
 
 def split_rehearsal(strategy: str, site: Site, shape: SplitShape) -> Rehearsal:
@@ -415,10 +411,7 @@ def test_where_activations_are_smaller_than_weights_a_slow_network_splits() -> N
 
 def test_a_schedule_with_delays_needs_more_samples() -> None:
     site = site_of(wide_job())
-    late, now = (
-        predict_step(Strategy.parse("all_reduce"), site, 4, partition=Pipeline.parse(f"pipeline(4, {one}, 1)"))
-        for one in ("pipedream", "1f1b")
-    )
+    late, now = (predicted("all_reduce", f"pipeline(4, {one}, 1)", site) for one in ("pipedream", "1f1b"))
     assert late.samples_per_second > 2 * now.samples_per_second
     assert relative_samples(late, site) > relative_samples(now, site)
 

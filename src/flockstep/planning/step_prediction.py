@@ -247,18 +247,18 @@ def rehearsed(
     number of `steps` uses a small surrogate.
     """
     replicas = workers if split is None else split.partition.replicas(workers)
-    coding = 1.0 if split is None else _share_encoded(strategy, site, replicas)
-    while True:
-        at = Conditions(
-            site.compute(workers) if law is None else law,
-            site.cluster.network(workers),
-            site.work(strategy, replicas, coding),
-        )
-        found = _known(site.task, strategy, workers, at, steps=steps, split=split)
-        once = site.encoded(strategy)
-        if split is not None or coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
-            return found
-        coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
+    law = site.compute(workers) if law is None else law
+
+    def encoding(share: float) -> Rehearsal:
+        at = Conditions(law, site.cluster.network(workers), site.work(strategy, replicas, share))
+        return _known(site.task, strategy, workers, at, steps=steps, split=split)
+
+    if split is not None:
+        return encoding(_share_encoded(strategy, site, replicas))
+    found, once = encoding(1.0), site.encoded(strategy)
+    if once is None or found.sent_bytes_per_step > once / 2:
+        return found
+    return encoding(found.sent_bytes_per_step / once)  # the worker encodes in some of its steps only
 
 
 def has_versions(strategy: Strategy) -> bool:
