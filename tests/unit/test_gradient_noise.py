@@ -7,8 +7,7 @@ import pytest
 
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel
-from flockstep.planning.gradient_noise import gradient_noise
-from flockstep.planning.job_profile import NOISE, JobProfile, task_of
+from flockstep.planning.job_profile import NOISE, JobProfile, gradient_noise, task_of
 
 ELEMENTS, SPREAD = 900, 4.0
 

@@ -27,9 +27,9 @@ from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
 from flockstep.partitions.base import Partition
-from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
+from flockstep.runtime.plan import LocalOptimizer
 from flockstep.runtime.setup import digest, load_job
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.handling import Overheads
@@ -50,6 +50,10 @@ dense layers.
 """
 AFFORDED = 1e10
 """Largest number of floating-point operations that measuring the noise scale may take."""
+NOISE_STEPS = 64
+"""Number of steps of each of the three phases in which the noise scale is measured: a measurement at the initial
+parameters, training, and a measurement during further training. Each takes two gradients per step.
+"""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 """Operations per element that are assumed if the machines' rates were not measured."""
 
@@ -107,7 +111,7 @@ class JobProfile:
         if self.known_noise is not None:
             return self.known_noise
         work = DENSE * self.elements * self.batch if self.work is None else self.work
-        if self.job is None or GRADIENTS * work > AFFORDED:
+        if self.job is None or 6 * NOISE_STEPS * work > AFFORDED:
             return NOISE
         found = gradient_noise(make_engine(self.job(0), 0), self.batch)
         return found if math.isfinite(found) else NOISE
@@ -377,3 +381,35 @@ def _slots(optimizer: Optimizer, schema: Schema) -> int:
     with np.errstate(all="ignore"):
         optimizer.step(params, params.copy(), state, optimizer.lr)
     return sum(1 for slot in state.slots.values() if slot.size == len(params))
+
+
+def gradient_noise(engine: Engine, batch: int) -> float:
+    """Return the noise scale of the job's gradients in batches (B_noise / B of McCandlish et al. 2018): the variance of
+    a batch's gradient, relative to the squared norm of the gradient of all samples. The result is not finite if
+    training diverges.
+
+    For the gradients a and b of two batches at equal parameters, E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
+    scale r changes while a job trains. A step advances training by 1 / (1 + r) of a step without noise, so the number
+    of steps to a target depends on the harmonic mean of 1 + r over those steps. The result is that of two
+    measurements: before training, and between steps `NOISE_STEPS` and 2 `NOISE_STEPS`.
+    """
+    params, first, second = engine.initial(), engine.initial(), engine.initial()
+    optimizer = LocalOptimizer(engine.optimizer, params, engine.schema.slices)
+    random, size = np.random.default_rng(0), min(batch, engine.train_size)
+
+    def measured(train: bool) -> float:
+        noise, signal = 0.0, 0.0
+        for step in range(NOISE_STEPS):
+            for out in (first, second):
+                engine.gradient(params, random.choice(engine.train_size, size, replace=False), out, 0, step)
+            noise += float(((first - second) ** 2).sum()) / 2
+            signal += float((first * second).sum())
+            if train:
+                optimizer.step(params, first)
+        return noise / max(signal, noise / NOISE_STEPS) if noise else 0.0
+
+    with np.errstate(all="ignore"):
+        start = measured(train=False)
+        measured(train=True)
+        end = measured(train=True)
+        return 2 * (1 + start) * (1 + end) / (2 + start + end) - 1
