@@ -37,6 +37,7 @@ from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE, predict_step
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
+from support.clusters import equal_machines
 from support.matrix import few
 
 TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
@@ -55,8 +56,7 @@ SOME = (
 
 
 def cluster(bandwidth: str, compute: str = "constant(0.02)", count: int = 8, more: str = "") -> ClusterShape:
-    text = f'compute = "{compute}"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
-    return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
+    return equal_machines(bandwidth, compute, count, more)
 
 
 @lru_cache

@@ -6,24 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from flockstep.costs.cluster_file import read_cluster
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.search import Found
 from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trials import Trial
+from support.clusters import equal_machines
 
 TARGET = 0.9
-CLUSTER = """
-compute = "exponential(0.02)"
-[nodes.machines]
-count = 4
-[[links]]
-inside = "machines"
-bandwidth = "100mbit"
-latency = "1ms"
-"""
+CLUSTER = equal_machines("100mbit", "exponential(0.02)", latency="1ms")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +23,7 @@ def outlook() -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
     return plan(
         JobProfile("surrogate", 210, known_noise=10.0),
-        read_cluster(CLUSTER, name="test"),
+        CLUSTER,
         strategies=strategies,
     )
 

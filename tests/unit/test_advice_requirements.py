@@ -14,14 +14,14 @@ from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.worker_losses import RISK, deaths, length, risk, sentence
+from support.clusters import equal_machines
 
 TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
 
 
 def cluster(bandwidth: str, count: int = 8, more: str = "") -> ClusterShape:
     """A cluster of equal machines."""
-    text = f'compute = "constant(0.02)"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
-    return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
+    return equal_machines(bandwidth, "constant(0.02)", count, more)
 
 
 KEEPING = "local_sgd(period=32)", "streaming_diloco", "gossip", "sgp", "dpsgd", "easgd", "all_reduce", "ps"

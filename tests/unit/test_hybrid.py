@@ -22,7 +22,6 @@ from torch import nn
 import flockstep
 from flockstep.cli.app import run as command
 from flockstep.costs import formulas
-from flockstep.costs.cluster_file import read_cluster
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
@@ -56,6 +55,7 @@ from flockstep.split.splitting import make_split
 from flockstep.split.torch_stages import split_torch
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.split import Iid
+from support.clusters import equal_machines
 from support.images_job import images
 from support.matrix import few
 from support.split_jobs import job_of
@@ -84,9 +84,7 @@ def wide_job() -> Job:
 def site_of(
     job: Job, bandwidth: str = "1gbit", count: int = 4, compute: str = "constant(0.01)", more: str = ""
 ) -> Site:
-    text = f'compute = "{compute}"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
-    shape = read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
-    return Site(task_of("job", None, job), shape)
+    return Site(task_of("job", None, job), equal_machines(bandwidth, compute, count, more))
 
 
 def predicted(strategy: str, partition: str, site: Site) -> StepPrediction:

@@ -18,7 +18,7 @@ import flockstep
 from flockstep.cli.app import run
 from flockstep.cli.plan import print_plan
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_file import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.experiments.options import PlanOptions
 from flockstep.experiments.planned import PlanResult, planned
@@ -43,14 +43,10 @@ from flockstep.planning.words import as_much, exposed, many, short
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
+from support.clusters import equal_machines as cluster
 
 FEW = ("all_reduce", "ps", "ps(consistency=asynchronous)", "local_sgd(period=8)", "all_reduce(codec=half)")
 TASK = JobProfile("surrogate", 100_000, ((400, 200), (20_000,)))
-
-
-def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> ClusterShape:
-    text = f'compute = "{compute}"\n{more}\n[nodes.machines]\ncount = {count}\n[[links]]\ninside = "machines"\n'
-    return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +190,7 @@ def test_a_range_stands_beside_the_step() -> None:
 
 
 def test_work_sets_the_time_of_a_gradient_where_it_is_known() -> None:
-    shape = cluster(more='operations = "1G/s"')
+    shape = dataclasses.replace(cluster(), operations=1e9)
     site = Site(dataclasses.replace(TASK, work=2e9), shape)
     assert mean_of(site.compute(4)) == pytest.approx(2.0)
     assert Site(TASK, shape).seconds is None

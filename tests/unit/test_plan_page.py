@@ -6,18 +6,14 @@ import dataclasses
 
 import pytest
 
-from flockstep.costs.cluster_file import read_cluster
 from flockstep.experiments.planned import PlanResult
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.plan import Outlook, plan
+from support.clusters import equal_machines
 
 TASK = JobProfile("surrogate", 100_000, ((400, 200), (20_000,)))
-CLUSTER = read_cluster(
-    'compute = "constant(0.01)"\n[nodes.machines]\ncount = 4\n[[links]]\ninside = "machines"\n'
-    'bandwidth = "100mbit"\nlatency = "50us"\n',
-    name="test",
-)
+CLUSTER = equal_machines("100mbit")
 
 
 @pytest.fixture(scope="module")

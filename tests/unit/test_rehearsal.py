@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flockstep.costs.cluster_file import load_cluster, read_cluster
+from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.job_profile import JobProfile, Site, task_of
@@ -24,6 +24,7 @@ from flockstep.runtime.setup import load_job
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
+from support.clusters import equal_machines
 from support.matrix import few
 
 JOB = "softmax(features=300, train=512, test=64, batch=16)"
@@ -95,8 +96,7 @@ def test_few_steps_and_flat_tensors_are_not(recorded: Recorded) -> None:
 
 
 def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> Site:
-    text = f'compute = "{compute}"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
-    return Site(task(), read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test"))
+    return Site(task(), equal_machines(bandwidth, compute, count, more))
 
 
 @pytest.mark.parametrize(

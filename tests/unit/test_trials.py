@@ -30,6 +30,7 @@ from flockstep.planning.trials import trial as run_trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
+from support.clusters import equal_machines
 from support.matrix import few
 
 TARGET = 0.9
@@ -37,8 +38,7 @@ JOB = "softmax"
 
 
 def cluster(compute: str = "constant(0.02)", bandwidth: str = "100mbit", count: int = 4) -> ClusterShape:
-    text = f'compute = "{compute}"\n[nodes.machines]\ncount = {count}\n[[links]]\ninside = "machines"\n'
-    return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "1ms"\n', name="test")
+    return equal_machines(bandwidth, compute, count, latency="1ms")
 
 
 @pytest.fixture(scope="module")
