@@ -67,7 +67,7 @@ def print_plan(result: PlanResult, everything: bool) -> None:
     """Print a plan: the recommendation, the tables and the lists; only what matters most unless `everything` is set."""
     from flockstep.report.formatting import lines
 
-    page = show.page()
+    page, lists = show.page(), result.lists(everything)
     page.print(escape(f"{result.title}:"), highlight=False)
     for sentence in result.recommendation.sentences:
         page.print(escape(sentence), style="bold", highlight=False)
@@ -76,7 +76,7 @@ def print_plan(result: PlanResult, everything: bool) -> None:
         page.print(escape(f"  {result.hybrid.command}\n"), highlight=False, soft_wrap=True)
     for table in result.tables(everything):
         page.print(table)
-    for heading, sentences in result.lists(everything):
+    for heading, sentences in lists:
         page.print(f"\n{heading}:", highlight=False)
         for sentence in sentences:
             page.print(escape("  - " + "\n    ".join(lines(sentence, page.width - 4))), highlight=False)

@@ -379,8 +379,7 @@ def advise_hybrid(
     """Choose partition and strategy together.
 
     Args:
-        advice: the advice on whole replicas, whose requirements, and the memory of whose cluster, also limit split
-            replicas.
+        advice: the advice on whole replicas; its requirements and the memory of its cluster also limit split replicas.
         asked: the partitions to consider; empty for the partitions that a search finds.
         strategies: the strategies to consider; empty for the best strategies that meet the requirements and can train
             a split model.
