@@ -170,15 +170,13 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
 
     * synchronous: n c + r (1 + ω), with c as below, and ω the variance that an unbiased codec adds;
     * asynchronous: c(τ) + r, where c(τ) = 1 / sin(π / (2 (2 τ + 1))) is the factor by which the learning rate must be
-        smaller for updates with staleness τ to be stable (Levin & May 1976): about 1.3 τ; with a momentum μ near 1,
-            c(τ) is π / 2 times as large, because x'' + (1 - μ) x' + η x(t - τ) = 0 is stable for η τ < 1 - μ;
+      smaller for updates with staleness τ to be stable (Levin & May 1976): about 1.3 τ; with a momentum μ near 1, c(τ)
+      is π / 2 times as large, because x'' + (1 - μ) x' + η x(t - τ) = 0 is stable for η τ < 1 - μ;
     * replicas that differ: n + r + r (n - 1) w, where w is the share of the noise that is averaged too late. With
-      momentum
-        w grows later, because momentum averages each worker's own noise over 1 / (1 - μ) steps. Computing the mean at
-            the end takes two transits;
+      momentum w grows later, because momentum averages each worker's own noise over 1 / (1 - μ) steps. Computing the
+      mean at the end takes two transits;
     * error feedback delays its residual by a mean of 1 / δ - 1 steps, once: c = 1 + (1 / δ - 1) / S, if the codec keeps
-      the
-      share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
+      the share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
     Asynchrony, and approximations that leave out or add more than `DROPPING` of the energy, which half precision does
     not, each add a tenth, and so does a partition whose gradients are late, which costs samples as staleness does.

@@ -313,9 +313,9 @@ class _RehearsedRun:
             whole = [few if len(few) >= 4 else mine for few, mine in zip(together, whole, strict=True)]
         found = []
         for mine in whole:
-            kept = (
-                count if len(mine) >= _total(count, 1) else min(count, max(1, math.floor(len(mine) * (1 - LEFT_OUT))))
-            )
+            kept = count
+            if len(mine) < _total(count, 1):
+                kept = min(count, max(1, math.floor(len(mine) * (1 - LEFT_OUT))))
             found.append(mine[-(kept - kept % cycle if kept >= cycle else kept) :])
         return abreast, found
 
@@ -326,9 +326,8 @@ class _RehearsedRun:
         nodes = [event for event in self.events if isinstance(event, NodeEvent)]
         periods = [statistics.fmean(map(_took, mine)) for mine in counted]
         busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
-        whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [
-            s for mine in counted for s in mine
-        ]
+        long = [mine for mine in counted if len(mine) >= cycle] or counted
+        whole = [step for mine in long for step in mine]
         sent, factor, workers = statistics.fmean(map(_sent, whole)), self.engine.factor, len(self.steps)
         by_workers = sum(node.sent_bytes for node in nodes if node.node >= 0)
         by_server = max((node.sent_bytes for node in nodes if node.node < 0), default=0)

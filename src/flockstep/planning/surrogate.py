@@ -59,8 +59,11 @@ class SurrogateEngine(NumpyEngine):
         optimizer: Optimizer | None,
         seed: int,
     ):
-        samples = max(surrogate_batches.samples or BATCHES * surrogate_batches.batch * workers, workers)
-        job = _job(samples, surrogate_batches.batch, optimizer)
+        batch = surrogate_batches.batch
+        samples = max(surrogate_batches.samples or BATCHES * batch * workers, workers)
+        x, y = np.zeros((samples, 1)), np.zeros(samples)
+        data = Data(x, y, x[:1], y[:1])
+        job = Job(lambda: None, lambda: data, optimizer or SGD(lr=0.01), metric=lambda *_: 0.0, batch=batch)
         super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
         self.slopes: FlatArray = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
         """Gradient at parameters of 1."""
@@ -159,15 +162,6 @@ class _Bowl(Model):
 
     def loss(self, params: Mapping[str, FlatArray], outputs: FlatArray, y: FlatArray) -> float:
         return 0.0
-
-
-def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
-    x, y = np.zeros((samples, 1)), np.zeros(samples)
-
-    def data() -> Data:
-        return Data(x, y, x[:1], y[:1])
-
-    return Job(lambda: None, data, optimizer or SGD(lr=0.01), metric=lambda outputs, targets: 0.0, batch=batch)
 
 
 def elements_in(shapes: Iterable[Shape]) -> int:
