@@ -95,9 +95,6 @@ class TrialStore:
         except OSError as error:
             self._refuse(error)
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def find(self, strategy: str, lr: float, seed: int, within: float) -> Trial | None:
         """Return the stored result of a trial with equal settings; None if there is no such trial, or if it was limited
         to less than `within` virtual seconds.
