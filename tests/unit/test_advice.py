@@ -368,7 +368,7 @@ def not_compressed(advice: Advice) -> bool:
 
 def asynchronous(advice: Advice) -> bool:
     strategy = advice.choice.strategy
-    return strategy is not None and not is_synchronous(strategy.taxonomy_entry, strategy.traits)
+    return strategy is not None and not is_synchronous(strategy)
 
 
 def synchronous(advice: Advice) -> bool:
@@ -376,9 +376,7 @@ def synchronous(advice: Advice) -> bool:
 
 
 def central(advice: Advice) -> bool:
-    return (
-        synchronous(advice) and advice.choice.strategy is not None and is_central(advice.choice.strategy.taxonomy_entry)
-    )
+    return synchronous(advice) and advice.choice.strategy is not None and is_central(advice.choice.strategy)
 
 
 def sends_less(advice: Advice) -> bool:

@@ -208,18 +208,18 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
         return f"a worker's memory of {size(memory)} is not enough"
     if found.strategy is None:
         return "the data are on other machines" if "private" in requirements else None
-    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
+    traits = found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
         return "every worker trains a separate model"
     if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
-    if "unbalanced" in requirements and not is_central(cell):
+    if "unbalanced" in requirements and not is_central(found.strategy):
         return "the data of all workers must be similar"
     if "unbalanced" in requirements and traits.delivery == "partial":
         return "gradients of slow workers are dropped, so the data of these workers count less"
-    if "reproducible" in requirements and not is_synchronous(cell, traits):
+    if "reproducible" in requirements and not is_synchronous(found.strategy):
         return "the order of updates differs from run to run"
-    if "reproducible" in requirements and not is_repeatable(cell, traits):
+    if "reproducible" in requirements and not is_repeatable(found.strategy):
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
         return "steps follow the curvature, so the number of steps to a target is not known"

@@ -21,7 +21,7 @@ from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import StepPrediction, exposure
 from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
-from flockstep.strategies.base import TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
@@ -87,18 +87,16 @@ def criteria(found: StepPrediction, site: Site) -> Criteria:
     """
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
-    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
-    central, synchronous = is_central(cell), is_synchronous(cell, traits)
+    strategy, cell = found.strategy, found.strategy.taxonomy_entry
+    central, synchronous = is_central(strategy), is_synchronous(strategy)
     rate: Literal["higher", "likely", "lower"] = "lower" if not synchronous else "higher" if central else "likely"
-    hard: Literal["easy", "medium", "hard"] = (
-        "easy"
-        if is_repeatable(cell, traits)
-        else "medium"
-        if cell is not None and cell.scheduling == "bounded async"
-        else "hard"
-    )
+    hard: Literal["easy", "medium", "hard"] = "hard"
+    if is_repeatable(strategy):
+        hard = "easy"
+    elif cell is not None and cell.scheduling == "bounded async":
+        hard = "medium"
     try:
-        waits: float | None = exposure(found.strategy, site, found.workers)
+        waits: float | None = exposure(strategy, site, found.workers)
     except Unrehearsed:  # nothing small stands for the model, and with all of it a rehearsal takes too long
         waits = None
     return Criteria(
@@ -106,29 +104,31 @@ def criteria(found: StepPrediction, site: Site) -> Criteria:
         not (central and synchronous),
         rate,
         found.staleness,
-        count(found.strategy),
+        count(strategy),
         waits,
-        traits.deaths(found.workers),
+        strategy.traits.deaths(found.workers),
         hard,
     )
 
 
-def is_central(cell: TaxonomyEntry | None) -> bool:
+def is_central(strategy: Strategy) -> bool:
     """Return whether the gradients of all workers optimize one common model."""
+    cell = strategy.taxonomy_entry
     return cell is not None and cell.optimization == "central"
 
 
-def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
+def is_synchronous(strategy: Strategy) -> bool:
     """Return whether all workers wait for each other, so that no gradient is stale."""
-    return cell.scheduling == "sync" if cell is not None else traits.delivery == "synchronous"
+    cell = strategy.taxonomy_entry
+    return cell.scheduling == "sync" if cell is not None else strategy.traits.delivery == "synchronous"
 
 
-def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
+def is_repeatable(strategy: Strategy) -> bool:
     """Return whether a run of the strategy can be repeated exactly.
 
     If servers drop gradients, the order of arrival decides which gradients are dropped.
     """
-    return is_synchronous(cell, traits) and not (is_central(cell) and traits.delivery == "partial")
+    return is_synchronous(strategy) and not (is_central(strategy) and strategy.traits.delivery == "partial")
 
 
 def count(part: Component) -> int:
@@ -143,19 +143,18 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
     """
     if found.strategy is None:
         return ()
-    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     said = [
         f"the batch is {found.replicas} times as large"
-        if is_synchronous(cell, traits)
+        if is_synchronous(found.strategy)
         else f"{found.replicas} workers train at the same time"
     ]
     if approximates(found):
         said.append("messages are approximations")
         if drops(found):
             said.append("the part of a gradient that a message leaves out is lost, because there is no error feedback")
-    if not is_synchronous(cell, traits):
+    if not is_synchronous(found.strategy):
         said.append(f"updates are {number(lateness(found, site), 2)} versions late on average")
-    if not is_central(cell):
+    if not is_central(found.strategy):
         said.append(f"workers have separate models, which synchronize every {number(horizon(found, site), 2)} steps")
     return tuple(said)
 
@@ -183,19 +182,19 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
     """
     if found.strategy is None:
         return 1.0
-    n, cell, traits = found.replicas, found.strategy.taxonomy_entry, found.strategy.traits
+    n, central, waits = found.replicas, is_central(found.strategy), is_synchronous(found.strategy)
     noise, held = compression(found, site)
     late = 1 + held / DEPTH
-    if not is_synchronous(cell, traits) and (is_central(cell) or traits.delivery == "unbounded delay"):
+    if not waits and (central or found.strategy.traits.delivery == "unbounded delay"):
         stable = _slowed(min(lateness(found, site), NEVER))
         depth, apart, last = stable * late * (1 + (math.pi / 2 - 1) * momentum(site)), 0.0, 0.0
-    elif is_central(cell):
+    elif central:
         depth, apart, last = n * late, 0.0, 0.0
     else:
         met = min(horizon(found, site), NEVER) - 1
         apart = APART * met / (met + HALF / (1 - momentum(site)))
         depth, last = n * late, 2 * site.transit * n / usual_step(found, site) / DEPTH
-    doubts = (noise + held > DROPPING) + (not is_synchronous(cell, traits))
+    doubts = (noise + held > DROPPING) + (not waits)
     r = site.task.noise
     relative = (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
     if late_by := found.partition.mean_delay:
@@ -216,7 +215,7 @@ def repeated(found: StepPrediction, site: Site) -> float:
     corrects this, and multiplies the variance by the mean over i of 1 / (n p_i) (importance sampling). This is the mean
     time of a worker's step, multiplied by the gradients of all workers per second, and divided by n.
     """
-    if found.strategy is None or is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits):
+    if found.strategy is None or is_synchronous(found.strategy):
         return 1.0
     return max(1.0, found.seconds / usual_step(found, site))
 
@@ -264,13 +263,12 @@ def horizon(found: StepPrediction, site: Site) -> float:
     cell = found.strategy.taxonomy_entry
     if found.strategy.traits.delivery != "partial":
         return max(1.0, 2 * (1 - 1 / n) / sent)
-    waits = is_synchronous(cell, found.strategy.traits)
     rounds = math.log2(n)
     if cell is not None and cell.topology == "closed ring":
         rounds = n * n / 8
     elif cell is not None and cell.topology == "dedicated master":  # a center moves about 1/n of the way to a replica
         rounds = float(n)
-    return max(1.0, rounds / min(1.0, sent)) + (0.0 if waits else delay(found, site))
+    return max(1.0, rounds / min(1.0, sent)) + (0.0 if is_synchronous(found.strategy) else delay(found, site))
 
 
 def approximates(found: StepPrediction) -> bool:

@@ -90,7 +90,7 @@ class Outlook:
         """
         if found.staleness is not None or found.strategy is None or not combines(found):
             return found.staleness
-        waits = is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits)
+        waits = is_synchronous(found.strategy)
         return None if waits else lateness(found, self.site)
 
     def document(self) -> dict[str, Any]:
