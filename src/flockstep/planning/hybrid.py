@@ -47,7 +47,7 @@ SHORT = 6
 """Number of steps of the short rehearsals by which partitions are compared."""
 AHEAD = 16
 """Largest number of micro-batches per pipeline stage that a plan considers."""
-ALONE = "all_reduce"
+ONE_REPLICA = "all_reduce"
 """Strategy of a single replica: without other replicas it is the optimizer alone, and sends nothing."""
 MARGIN = 1.01
 """Factor by which a schedule must be faster than 1F1B to be preferred."""
@@ -194,7 +194,7 @@ class HybridAdvice:
             return None
         job = task.identity if task.file is None else str(task.file)
         words = ["flockstep", "train", "JOB" if task.job is None or job is None else job]
-        words += ["-s", short(str(choice.strategy or ALONE))]
+        words += ["-s", short(str(choice.strategy or ONE_REPLICA))]
         words += ["--partition", str(choice.partition)] if choice.split else []
         words += ["-n", str(choice.workers), *([] if task.usual else ["--batch", str(task.batch)])]
         return shlex.join([*words, *(word for file in self.imports for word in ("--import", file))])
@@ -413,7 +413,7 @@ def advise_hybrid(
             tried = [one.partition for one in best[:TOP_PARTITIONS]]
         for done, partition in enumerate(tried):
             # A single replica has nothing to exchange.
-            alone = [Strategy.parse(ALONE)] if wanted else []
+            alone = [Strategy.parse(ONE_REPLICA)] if wanted else []
             for strategy in wanted if partition.parts < workers else alone:
                 name = f"{partition} with {strategy}"
                 say(name, done, len(tried))
@@ -421,7 +421,7 @@ def advise_hybrid(
                     found.append(prediction)
         if wanted and (pipeline := planned_by_pipedream(site, workers)) is not None:
             # The replicas of a stage average their gradients.
-            planner = predict(Strategy.parse(ALONE), pipeline, f"PipeDream's plan {pipeline}")
+            planner = predict(Strategy.parse(ONE_REPLICA), pipeline, f"PipeDream's plan {pipeline}")
     except FlockstepError as error:
         refused.append(("splitting", str(error)))
     found.sort(key=lambda one: -_speedup(one, advice))
