@@ -250,7 +250,8 @@ def _no_argument(kind: type[Component], key: str) -> UnknownName:
 def _from_node(node: Any, hint: Any, where: str) -> Any:
     """The value of a syntax-tree node, with its type checked."""
     base = _component_base(hint)
-    if base is not None and not (isinstance(node, ast.Constant) and _is_plain(node.value, hint)):
+    unsigned = node.operand if isinstance(node, ast.UnaryOp) else node  # Python reads -1 as a sign and the number 1
+    if base is not None and not (isinstance(unsigned, ast.Constant) and _is_plain(unsigned.value, hint)):
         return _part(node, base, hint, where)
     if isinstance(node, ast.Name):
         return _checked(_WORDS.get(node.id, node.id), hint, where)

@@ -239,7 +239,8 @@ class VirtualTimeOptions:
     """Options about modeled seconds."""
 
     network: str | None = _virtual(
-        "Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
+        "Network between the nodes: a name (100mbit, 1gbit, 10gbit, 100gbit) or a bandwidth and a latency, as in "
+        "\"link('10mbit', '1ms')\"; see `flockstep list networks`.",
         nouns=("network",),
         usual="1gbit",
     ).default()

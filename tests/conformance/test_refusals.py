@@ -195,6 +195,7 @@ WRITTEN: list[tuple[Any, str, str]] = [
     (Strategy, "fused(0)", "fusion must be > 0 megabytes"),
     (Strategy, "gradient_coding(-1)", "s must be >= 0"),
     (Strategy, "local_sgd(0)", "period must be >= 1"),
+    (Strategy, "local_sgd(-1)", "period must be >= 1 local steps, got -1; use 1 to average after every step"),
     (Strategy, "local_sgd(2.5)", "must be a whole number or a synchronization schedule, got 2.5; write it like"),
     (Strategy, "local_sgd(fixed(0))", "period must be >= 1"),
     (Strategy, "local_sgd(post_local(-1))", "start_at must be >= 0"),

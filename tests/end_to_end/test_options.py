@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.launchers import slurm
 from flockstep.launchers.children import Child
+from flockstep.simulation.network import Network
 from support.jobs import run_of, supervised
 from support.processes import RealRun
 
@@ -65,6 +67,19 @@ def test_an_option_that_takes_a_number_names_it(
 ) -> None:
     assert run(["train", "softmax", "-s", "asgd", *options]) == 2
     assert capsys.readouterr().err == f"flockstep: {sentence}\n"
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_the_help_of_network_tells_names_from_a_link_of_ones_own(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["help", command])
+    words = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"a name \((.*?)\) or a bandwidth and a latency, as in \"(.*?)\"; see `(.*?)`", words)
+    assert found is not None
+    assert all("(" not in str(name) and Network.parse(name) for name in found[1].split(", "))
+    assert str(Network.parse(found[2])).startswith("link(bandwidth=")
+    assert run(found[3].split()[1:]) == 0
 
 
 def test_strategies_whose_names_begin_alike_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
