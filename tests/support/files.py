@@ -26,7 +26,6 @@ from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial
 from flockstep.records import checkpoints as disk
 from flockstep.records.folder import RunFolder
-from flockstep.records.follow import follow
 from flockstep.records.snapshots import Snapshot
 from flockstep.records.summary import summarize
 from flockstep.runtime.checkpoints import load
@@ -34,6 +33,7 @@ from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.state import STRUCTURE
 from flockstep.strategies.base import Strategy
 from flockstep.topologies.weighted import WeightedGraph
+from flockstep.trackers.track import follow
 from support.damage import Attempt, Change, attempt
 from support.jobs import paced
 from support.mutations import changed, damaged

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.cli import calibrate as command
+from flockstep.cli import planning as command
 from flockstep.cli.commands import command_of
 from flockstep.costs.cluster import ClusterShape, Rates
 from flockstep.costs.cluster_file import load_cluster, read_cluster

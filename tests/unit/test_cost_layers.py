@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from flockstep.cli.layers import layers as show_layers
-from flockstep.cli.layers import shape_named
+from flockstep.cli.planning import layers as show_layers
+from flockstep.cli.planning import shape_named
 from flockstep.costs import formulas
 from flockstep.costs.layers import CONCURRENCY, NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import At, Net, reference

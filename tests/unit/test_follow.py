@@ -8,9 +8,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.follow import follow
 from flockstep.records.owner import OWNER
 from flockstep.records.summary import summarize
+from flockstep.trackers.track import follow
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="easgd", workers=2)
 

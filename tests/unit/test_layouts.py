@@ -10,7 +10,7 @@ from flockstep.cli.app import run
 from flockstep.collectives.layouts import LAYOUTS
 from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError
-from flockstep.report.layouts import Delays, speed
+from flockstep.report.layers import Delays, speed
 
 VGG = reference("vgg-a")
 DELAYS = Delays((VGG,), 16, 1.25e9)

@@ -16,7 +16,7 @@ import pytest
 
 import flockstep
 from flockstep.cli.app import run
-from flockstep.cli.plan import print_plan
+from flockstep.cli.planning import print_plan
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_file import load_cluster
 from flockstep.errors import ConfigurationError, RunError

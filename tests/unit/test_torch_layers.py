@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from flockstep.cli.layers import shape_named
+from flockstep.cli.planning import shape_named
 from flockstep.costs.reference import gpt, reference
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job

@@ -183,7 +183,7 @@ class CommandEntry(NamedTuple):
     """A command that is imported when it is called."""
 
     place: str = ""
-    """Module and function or group, as `flockstep.cli.plan:plan`; empty if another distribution has the command."""
+    """Module and function or group, as `flockstep.cli.planning:plan`; empty if another distribution has the command."""
     panel: str = "Commands"
     about: str = ""
     """First sentence of the help of another distribution's command."""

@@ -1,17 +1,19 @@
-"""`flockstep coordinate`: a coordinator in a separate process, whose workers are all on other hosts."""
+"""The commands of a run whose hosts are started elsewhere: `flockstep coordinate` and `flockstep manifest`."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import click
 
 from flockstep.cli import options as o
+from flockstep.cli import show
 from flockstep.errors import ConfigurationError
-from flockstep.options import Arg, Opt
+from flockstep.options import Arg, Opt, PodOptions
 
 
 def coordinate(
@@ -32,7 +34,7 @@ def coordinate(
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
     require_trains(list(command))
-    inner = understood(
+    inner = _understood(
         context, list(command), "is an option about hosts, and flockstep coordinate needs a command for one host"
     )
     host = host_address or EVERY[not socket.has_dualstack_ipv6()]
@@ -43,13 +45,38 @@ def coordinate(
         inner.command.invoke(inner)
 
 
-def understood(context: click.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
-    """Parse the options of a command; return the command's context.
+def manifest(
+    context: click.Context,
+    command: Annotated[
+        tuple[str, ...],
+        Arg("Command of the run, written as for one host: flockstep manifest --image IMAGE launch -n 4 train.py."),
+    ],
+    pods: PodOptions,
+    as_json: o.Json = False,
+) -> None:
+    """Print a manifest for `kubectl apply -f -`: an indexed Job whose pods are the hosts of a run."""
+    from flockstep.launchers.kubernetes import Pods, require_trains
+    from flockstep.launchers.kubernetes import manifest as objects_of
 
-    Of the options about hosts, only those in `allowed` may be given.
+    words = list(command)
+    require_trains(words)
+    # the command is parsed here, rather than in every pod
+    inner = _understood(context, words, "gets its value in each pod from the manifest", allowed=("timeout",))
+    if (workers := inner.params["workers"]) < pods.nodes:
+        raise ConfigurationError(
+            f"a run in {pods.nodes} pods needs at least {pods.nodes} workers, got {workers}; raise -n, the "
+            "number of workers of all pods"
+        )
+    objects = objects_of(Pods(**asdict(pods)), words)
+    if as_json:
+        show.json(objects)
+    else:
+        print(json.dumps(objects, indent=2))
 
-    Raises:
-        ConfigurationError: the command has another option about hosts; the message is the option and `why`.
+
+def _understood(context: click.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
+    """Return the context of a command that is parsed here; of the options about hosts, only those in `allowed` may be
+    given, and the error for any other is the option and `why`.
     """
     root = context.find_root()
     group = root.command

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from flockstep import system
 from flockstep.errors import ConfigurationError
+from flockstep.messages import Address, node_name
 
 PRIVATE, SHARED = 0o700, 0o755
 HALF = ".half"
@@ -17,10 +18,8 @@ HALF = ".half"
 
 
 def set_readers(folder: Path, shared: bool) -> None:
-    """Let all users of the host read a record whose folder was just created, or its owner alone.
-
-    Raises:
-        ConfigurationError: the file system, or the folder's owner, lets other users into a record that is not shared.
+    """Let all users of the host read a record whose folder was just created, or its owner alone; refuse a folder that
+    cannot be closed to other users.
     """
     with contextlib.suppress(OSError):
         folder.chmod(SHARED if shared else PRIVATE)
@@ -63,11 +62,8 @@ def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False)
 def whole(path: Path, durable: bool = False) -> Iterator[Path]:
     """Context manager in whose body a file is written under the path that it yields; the file then takes the name
     `path`, or is removed if the body raised an error. A `durable` file is complete also after a power cut.
-
-    Raises:
-        OSError: the disk is full, or does not accept the file, whose path the error names.
     """
-    half = half_of(path)
+    half = _half_of(path)
     try:
         yield half
         if durable:
@@ -91,32 +87,19 @@ def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object], durable
 
 
 class ArrivingFile:
-    """A file whose parts arrive one by one; it has its name once it is whole."""
+    """A file whose parts arrive one by one; it has its name once it is whole; `durable` is as for `whole`."""
 
     def __init__(self, path: Path, durable: bool = False):
-        """Open the file; `durable`: as for `whole`.
-
-        Raises:
-            OSError: the folder was removed, or the disk does not take the file.
-        """
         self._path, self._durable = path, durable
-        self._file = open_file(half_of(path), "wb", buffering=0)
+        self._file = open_file(_half_of(path), "wb", buffering=0)
 
     def add(self, part: memoryview) -> None:
-        """Append bytes to the file.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Append the bytes of the next part to the file."""
         while part:
             part = part[self._file.write(part) :]
 
     def finish(self) -> None:
-        """Complete the file after its last part has arrived.
-
-        Raises:
-            OSError: the file cannot be written to the disk.
-        """
+        """Complete the file after its last part has arrived."""
         self._file.close()
         with whole(self._path, self._durable):
             pass  # it is under the other name already
@@ -124,12 +107,16 @@ class ArrivingFile:
     def drop(self) -> None:
         """Close and remove an incomplete file; a complete file stays."""
         self._file.close()
-        half_of(self._path).unlink(missing_ok=True)
+        _half_of(self._path).unlink(missing_ok=True)
 
 
-def half_of(path: Path) -> Path:
-    """Return the path under which a file is written until it is whole."""
+def _half_of(path: Path) -> Path:
     return path.with_name(path.name + HALF)
+
+
+def file_of(node: Address | None) -> str:
+    """Return the name, without a suffix, of a node's file in a record; None stands for the launcher."""
+    return "launcher" if node is None else node_name(node).replace(" ", "-")
 
 
 def synchronize(folder: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
-from flockstep.records.access import ArrivingFile, make_folder, synchronize, whole, write_whole
+from flockstep.records.access import ArrivingFile, file_of, make_folder, synchronize, whole, write_whole
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
 
@@ -100,11 +100,7 @@ class Checkpoint:
     manifest: Manifest
 
     def arrays(self, node: Address) -> dict[str, FlatArray]:
-        """Return the arrays of a node's saved state.
-
-        Raises:
-            ConfigurationError: the file is damaged.
-        """
+        """Return the arrays of a node's saved state; refuse a damaged file."""
         shard = next((shard for shard in self.manifest.shards if shard.node == node), None)
         if shard is None:
             raise ConfigurationError(
@@ -118,11 +114,7 @@ class Checkpoint:
             raise ConfigurationError(f"{file} is not a file of arrays: {error}; {_way_out(self.folder)}") from None
 
     def check(self) -> None:
-        """Check that all files of the checkpoint are undamaged.
-
-        Raises:
-            ConfigurationError: a file is damaged.
-        """
+        """Raise `ConfigurationError` if a file of the checkpoint is damaged."""
         for shard in self.manifest.shards:
             self.arrays(shard.node)
         for item in self.manifest.pending:
@@ -138,21 +130,13 @@ class Checkpoint:
 
 
 def digest_of(file: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, ...]:
-    """Synchronize the files of snapshots in the folder of a checkpoint with the disk, and return their hashes.
-
-    Raises:
-        OSError: a file cannot be written to the disk.
-    """
+    """Synchronize the files of snapshots in the folder of a checkpoint with the disk, and return their hashes."""
     found = []
     for item in snapshots:
         with (folder / item.path).open("rb") as file:
@@ -163,16 +147,11 @@ def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, 
 
 def shard_file(node: Address) -> str:
     """Return the name of the file with a node's state."""
-    return f"{node_name(node).replace(' ', '-')}.safetensors"
+    return f"{file_of(node)}.safetensors"
 
 
 def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, FlatArray]) -> Shard:
-    """Write a node's state to the folder of a checkpoint.
-
-    Raises:
-        ConfigurationError: the disk is full, or an array has a dtype that the format does not have.
-        OSError: the file cannot be written.
-    """
+    """Write a node's state to the folder of a checkpoint."""
     path = folder / shard_file(node)
     try:
         with whole(path, durable=True) as half:
@@ -186,10 +165,9 @@ def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, Fla
 
 
 class ArrivingShard(ArrivingFile):
-    """The file with a node's state, while its parts arrive from another host."""
+    """The file of a checkpoint with a node's state, `shard`, while its parts arrive from another host."""
 
     def __init__(self, folder: Path, shard: Shard):
-        """Open the file in the folder of a checkpoint; `shard` is what the node has written."""
         super().__init__(folder / shard.file, durable=True)
         self._shard, self._digest, self._nbytes = shard, hashlib.sha256(), 0
 
@@ -199,12 +177,6 @@ class ArrivingShard(ArrivingFile):
         self._nbytes += len(part)
 
     def finish(self) -> None:
-        """Complete the file after its last part has arrived.
-
-        Raises:
-            ProtocolError: the bytes differ from those that the node has written.
-            OSError: the file cannot be written to the disk.
-        """
         if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
             raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} wrote it")
         reach("shard.written")
@@ -213,11 +185,7 @@ class ArrivingShard(ArrivingFile):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the checkpoint complete.
-
-    Raises:
-        OSError: the disk is full, or the file cannot be written.
-    """
+    """Write the manifest, which makes the checkpoint complete."""
     signed = msgspec.structs.replace(manifest, sha256=manifest.digest())
     reach("manifest.begun")
     write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1), durable=True)
@@ -225,11 +193,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        ConfigurationError: the manifest is missing or damaged, or another version of flockstep wrote it.
-    """
+    """Read the manifest of a checkpoint; refuse one that is missing, damaged, or of another version's format."""
     file = folder / MANIFEST
     try:
         data = file.read_bytes()
@@ -253,11 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def keep_config(record: Path, digest: str, text: str) -> None:
-    """Store a configuration of a run whose number of workers changes beside the run's checkpoints.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Store a configuration of a run whose number of workers changes beside the run's checkpoints."""
     write_whole(record / CHECKPOINTS / f"{digest}.toml", text.encode(), durable=True)
 
 
@@ -280,9 +240,6 @@ def new_folder(record: Path, last: Path | None = None) -> Path:
     """Create the folder of the next checkpoint.
 
     Its name differs from `last`, the name of a removed checkpoint to which nodes may still write.
-
-    Raises:
-        OSError: the disk is full.
     """
     number = max((int(path.name) for path in [*folders(record), *([] if last is None else [last])]), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
@@ -293,12 +250,8 @@ def new_folder(record: Path, last: Path | None = None) -> Path:
 
 
 def newest(record: Path) -> Checkpoint:
-    """Return the newest complete checkpoint of a run, after reading and checking all its files.
-
-    Raises:
-        ConfigurationError: there is no complete checkpoint, or a file is damaged.
-    """
-    complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
+    """Return the newest complete checkpoint of a run; refuse it if a file is damaged."""
+    complete = _complete(record)
     if not complete:
         raise ConfigurationError(
             f"{record} holds no complete checkpoint; repeat the run, with --checkpoint-every for checkpoints"
@@ -310,9 +263,9 @@ def newest(record: Path) -> Checkpoint:
 
 def prune(record: Path, keep: int) -> None:
     """Remove all checkpoints except the newest `keep` complete checkpoints."""
-    complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
+    kept = _complete(record)[-keep:]
     for folder in folders(record):
-        if folder not in complete[-keep:]:
+        if folder not in kept:
             remove(folder)
 
 
@@ -325,6 +278,10 @@ def remove(folder: Path) -> None:
 class _Version(msgspec.Struct):
     format: int
     version: str
+
+
+def _complete(record: Path) -> list[Path]:
+    return [folder for folder in folders(record) if (folder / MANIFEST).exists()]
 
 
 def _plain(name: str) -> bool:

@@ -45,11 +45,7 @@ class CheckpointInterval:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointInterval:
-        """Return the interval that a text such as "500" (steps), "5min" or "30s" describes.
-
-        Raises:
-            ConfigurationError: the text is not an interval.
-        """
+        """Return the interval that a text such as "500" (steps), "5min" or "30s" describes."""
         found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|min|h)|([0-9]+)", text.strip())
         if found is not None and found[3] is not None and int(found[3]) > 0:
             return cls(steps=int(found[3]))
@@ -60,9 +56,7 @@ class CheckpointInterval:
         )
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Return whether a checkpoint is due, if the last checkpoint was taken `steps` steps or `seconds`
-        seconds ago.
-        """
+        """Return whether a checkpoint is due `steps` steps and `seconds` seconds after the last checkpoint."""
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
@@ -75,11 +69,7 @@ class MetricTarget:
 
     @classmethod
     def parse(cls, text: str | float) -> MetricTarget:
-        """Return the target that a text describes.
-
-        Raises:
-            ConfigurationError: the text has no finite number.
-        """
+        """Return the target that a text describes; refuse a text without a finite number."""
         name, _, value = str(text).rpartition("=")
         try:
             number = float(value)
@@ -181,9 +171,7 @@ class RunConfig(
 
     @property
     def title(self) -> str:
-        """Name of the strategy in tables and reports: the name by which it was given if there is one, otherwise the
-        expression.
-        """
+        """Name of the strategy in tables and reports: the name by which it was given, otherwise the expression."""
         return self.system or self.strategy
 
     @property
@@ -222,16 +210,7 @@ class RunConfig(
 
     @classmethod
     def from_toml(cls, text: str, where: str = "config.toml") -> RunConfig:
-        """Read a configuration that `to_toml` wrote.
-
-        Args:
-            text: the TOML document.
-            where: name of the document in error messages.
-
-        Raises:
-            ConfigurationError: `text` is not TOML, or a value is missing or has the wrong type.
-            UnknownName: a setting does not exist; the message names the nearest setting.
-        """
+        """Read a configuration that `to_toml` wrote; `where` names the document in error messages."""
         try:
             data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -254,15 +233,10 @@ _USUAL = {"on_bad_gradient": "stop", "strikes": 3}
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Return whether both configurations describe the same run: all settings except `versions` and `shared` are
-    equal.
-    """
+    """Return whether two configurations describe the same run: all settings but `versions` and `shared` are equal."""
     return dataclasses.replace(a, versions={}, shared=None) == dataclasses.replace(b, versions={}, shared=None)
 
 
 def _word(value: str | float) -> str:
-    """Format a value as one command-line word.
-
-    A whole float is written without its fraction, as integer options require.
-    """
+    """Format a value as a command-line word; a whole float loses its fraction, as integer options require."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -18,7 +18,7 @@ import msgspec
 
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
-from flockstep.records.access import make_folder, open_file
+from flockstep.records.access import file_of, make_folder, open_file
 from flockstep.records.events import LostEvent
 
 FLIGHT = "flight"
@@ -76,11 +76,7 @@ def encoded(events: list[FlightEvent]) -> Iterable[bytes]:
 
 
 def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
-    """Return the events that the payload of a message contains.
-
-    Raises:
-        ProtocolError: the payload contains no flight-recorder events.
-    """
+    """Return the events that the payload of a message contains."""
     try:
         return msgspec.msgpack.decode(payload, type=list[FlightEvent])
     except (ValueError, RecursionError) as error:
@@ -88,26 +84,16 @@ def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
 
 
 def append(record: Path, node: Address | None, events: list[FlightEvent]) -> None:
-    """Append events to the flight recorder of a node; None stands for the launcher.
-
-    Raises:
-        OSError: the events cannot be written to the disk.
-    """
+    """Append events to the flight recorder of a node; None stands for the launcher."""
     if events:
-        name = "launcher" if node is None else node_name(node).replace(" ", "-")
-        file = record / FLIGHT / f"{name}.jsonl"
+        file = record / FLIGHT / f"{file_of(node)}.jsonl"
         make_folder(file.parent)
         with open_file(file, "ab") as lines:
             lines.write(msgspec.json.Encoder().encode_lines(events))
 
 
 def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
-    """Return a mapping from the name of a node, or "launcher", to its events, oldest first, for every flight recorder
-    in the folder.
-
-    Raises:
-        ConfigurationError: a file holds something else.
-    """
+    """Return a mapping from the name of a node, or "launcher", to its events, oldest first."""
     found = {}
     for file in sorted((record / FLIGHT).glob("*.jsonl")):
         try:
@@ -125,13 +111,8 @@ def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> lis
     node when it was declared lost.
     """
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
-    heard = [
-        (one, name)
-        for name, events in before.items()
-        for one in events
-        if one.kind == "receive" and one.peer == lost.node
-    ]
-    said = []
+    received = [(one, name) for name, events in before.items() for one in events if one.kind == "receive"]
+    heard, said = [(one, name) for one, name in received if one.peer == lost.node], []
     if heard:
         last, name = max(heard, key=lambda pair: pair[0].seconds)
         said.append(

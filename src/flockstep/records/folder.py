@@ -24,7 +24,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, RunError, SchemaMismatch, require
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
-from flockstep.records.access import HALF, make_folder, open_file, set_readers, write_whole
+from flockstep.records.access import HALF, file_of, make_folder, open_file, set_readers, write_whole
 from flockstep.records.checkpoints import CHECKPOINTS
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import (
@@ -93,11 +93,7 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered events to the file.
-
-        Raises:
-            RunError: the disk is full, or does not accept the events.
-        """
+        """Write the buffered events to the file; raise `RunError` if the disk does not accept them."""
         self._held = 0
         try:
             while self._buffer:
@@ -155,11 +151,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def created(self, config: RunConfig, overwrite: bool = False) -> Iterator[None]:
-        """Context manager that owns the folder and prepares it for `config`; `overwrite` removes the run in the folder.
-
-        Raises:
-            ConfigurationError: another process owns the folder, the folder holds the results of a run and `overwrite`
-                is false, or the folder holds files that are not a run.
+        """Context manager that owns the folder and prepares it for `config`; a folder with files that are no run is
+        refused, and one with the results of a run unless `overwrite` is set.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
@@ -238,11 +231,7 @@ class RunFolder:
             return True
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
-        """Check that the files written so far by this process and by the given nodes of the run are still there.
-
-        Raises:
-            RunError: the folder, or a file in it, was removed.
-        """
+        """Raise `RunError` if the folder, or a file of this process or of the given nodes, was removed."""
         owner.check(self.path)
         for file in (self.config_file, *map(self.node_events_file, nodes)):
             if not file.exists():
@@ -264,11 +253,7 @@ class RunFolder:
         write_whole(self.config_file, config.to_toml().encode())
 
     def read_config(self) -> RunConfig:
-        """Read the configuration from config.toml.
-
-        Raises:
-            ConfigurationError: there is no such folder, config.toml is missing, or it does not describe a run.
-        """
+        """Read the configuration from config.toml; refuse a folder that holds no run."""
         if not self.config_file.is_file():
             raise no_run(self.path)
         return RunConfig.from_toml(
@@ -277,8 +262,7 @@ class RunFolder:
 
     def node_events_file(self, node: Address | None) -> Path:
         """Return the path of the events file of one node of a real run; None stands for the launcher."""
-        name = "launcher" if node is None else node_name(node).replace(" ", "-")
-        return self.path / "events" / f"{name}.jsonl"
+        return self.path / "events" / f"{file_of(node)}.jsonl"
 
     def note(self, seconds: float, texts: Iterable[str], lost: Iterable[LostEvent] = ()) -> None:
         """Add sentences about a real run, and the nodes without which it continues, to the launcher's events. They are
@@ -333,11 +317,7 @@ class RunFolder:
         return Record(self.read_config(), self.read_summary(), self.read_events(), read_flight(self.path))
 
     def write_result(self, params: FlatArray, schema: Schema) -> None:
-        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
-
-        Raises:
-            SchemaMismatch: `params` does not have the size and dtype of the schema.
-        """
+        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and their schema."""
         _require(params, schema, "the result")
         write_whole(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
         write_whole(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
@@ -422,11 +402,7 @@ def _array_of(path: Path) -> FlatArray:
 
 
 def read_event_file(path: Path) -> list[Event]:
-    """Return the events in one file, in the order in which they were written; an incomplete last line is skipped.
-
-    Raises:
-        ConfigurationError: a line other than the last is not a valid event.
-    """
+    """Return the events in one file, in the order in which they were written; an incomplete last line is skipped."""
     data = path.read_bytes()
     whole, _, rest = data.rpartition(b"\n")
     events = decode_events(whole, path)
@@ -437,11 +413,7 @@ def read_event_file(path: Path) -> list[Event]:
 
 
 def decode_events(lines: bytes, path: Path) -> list[Event]:
-    """Return the events in complete lines of the file `path`.
-
-    Raises:
-        ConfigurationError: a line is not a valid event.
-    """
+    """Return the events in complete lines of the file `path`; refuse a line that is no event."""
     try:
         return _decoder.decode_lines(lines)
     except (ValueError, RecursionError):

@@ -19,13 +19,7 @@ _held: dict[Path, IO[str]] = {}
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Context manager that owns a folder and creates it if it is missing.
-
-    The system releases the lock if the process dies.
-
-    Raises:
-        ConfigurationError: another run owns the folder.
-    """
+    """Context manager that owns a folder, which is created if it is missing; refuse a folder that another run owns."""
     pid, folder = os.getpid(), _place(folder)
     folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     _held[folder] = file = _lock(folder)
@@ -39,11 +33,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def check(folder: Path) -> None:
-    """Check that a folder owned by this process is still in place.
-
-    Raises:
-        RunError: the folder was removed, or another folder is in its place.
-    """
+    """Raise `RunError` if a folder that this process owns was removed or replaced."""
     if not is_ours(folder):
         raise RunError(
             f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "
@@ -52,17 +42,13 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return False if this process owned the folder, but the folder was removed or replaced. In all other cases, return
-    True.
-    """
+    """Return False if this process owned the folder, but it was removed or replaced; otherwise True."""
     file = _held.get(_place(folder))
     return file is None or _is_at(folder, file)
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether a process owns the folder; another user's folder counts as in use. When a process dies, the system
-    releases its folder.
-    """
+    """Return whether a living process owns the folder; another user's folder counts as in use."""
     try:
         with (folder / OWNER).open() as opened:
             system.lock(opened, shared=True)

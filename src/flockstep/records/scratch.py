@@ -29,23 +29,15 @@ SHORT = "/tmp"  # noqa: S108 - the folders in it are private, with random names
 
 
 def private_folder(place: Path, prefix: str = PREFIX) -> Path:
-    """Create a folder with a random name in `place` that only this user may enter, and return its path.
-
-    Raises:
-        OSError: the folder cannot be created.
-        ConfigurationError: other users may enter the folder, because the file system of `place` has no permissions.
-    """
+    """Create a folder with a random name in `place` that only this user may enter, and return its path."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # mode 0700; a name that exists is never taken
     require_private(folder)
     return folder
 
 
 def require_private(folder: Path) -> None:
-    """Check that a path is a folder of this user, not a link to one, and that no other user may enter the folder.
-
-    Raises:
-        ConfigurationError: the folder belongs to another user, or other users may enter it.
-        FileNotFoundError: there is no such folder.
+    """Refuse a path that is not a folder of this user, is a link to one, or that other users may enter, as on a file
+    system without permissions.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or not system.is_own(found) or system.is_open(found):

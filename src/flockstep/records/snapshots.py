@@ -17,7 +17,7 @@ from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
-from flockstep.records.access import ArrivingFile, make_folder
+from flockstep.records.access import ArrivingFile, file_of, make_folder
 
 LAST = -1.0
 """Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
@@ -88,18 +88,11 @@ class WholeSnapshot(Snapshot, frozen=True):
     @classmethod
     def of(cls, tick: float | None, replica: Address, pieces: Sequence[Snapshot]) -> WholeSnapshot:
         """Join the snapshots of the parts of a split model into a snapshot of the whole model."""
-        return cls(
-            tick,
-            replica,
-            pieces[0].path,
-            pieces[0].dtype,
-            sum(piece.size for piece in pieces),
-            sum(piece.buffers for piece in pieces),
-            max(piece.seconds for piece in pieces),
-            min(piece.step for piece in pieces),
-            sum(piece.sent_bytes for piece in pieces),
-            tuple(pieces),
-        )
+        sums = {name: sum(getattr(piece, name) for piece in pieces) for name in ("size", "buffers", "sent_bytes")}
+        seconds, step = max(piece.seconds for piece in pieces), min(piece.step for piece in pieces)
+        first = pieces[0]
+        place = tick, replica, first.path, first.dtype
+        return cls(*place, seconds=seconds, step=step, pieces=tuple(pieces), **sums)
 
     def read(self, part: slice = slice(None)) -> FlatArray:
         start, stop, _ = part.indices(self.size)
@@ -146,14 +139,7 @@ class SnapshotWriter:
     """Writes an arriving snapshot (parameters and buffers) to a file, part by part; no part is kept in memory."""
 
     def __init__(self, folder: Path, address: Address, note: Fields, largest: int):
-        """Open a file in the folder, which is created if it is missing.
-
-        `largest`: upper limit of the arrays' size in bytes.
-
-        Raises:
-            ProtocolError: the announced size exceeds `largest`.
-            RunError: the disk does not accept a file.
-        """
+        """Open a file in the folder; raise `ProtocolError` if `note` announces more than `largest` bytes."""
         self.tick = tick = float(note["tick"])
         try:
             self.item = Snapshot(
@@ -173,7 +159,7 @@ class SnapshotWriter:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
         when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
-        self._path = folder / f"{node_name(address).replace(' ', '-')}.{when}"
+        self._path = folder / f"{file_of(address)}.{when}"
         try:
             make_folder(folder)
             self._file = ArrivingFile(self._path)
@@ -181,12 +167,7 @@ class SnapshotWriter:
             raise self._refused(error) from None
 
     def add(self, part: FlatArray) -> Snapshot | None:
-        """Write the next part of the snapshot; return the snapshot if the file is complete, otherwise None.
-
-        Raises:
-            ProtocolError: the part is longer than the rest of the file.
-            RunError: the disk does not accept the part.
-        """
+        """Write the next part of the snapshot; return the snapshot if the file is complete, otherwise None."""
         self._missing -= part.nbytes
         if self._missing < 0:
             raise ProtocolError(f"{node_name(self.item.address)} sent more bytes of a snapshot than announced")

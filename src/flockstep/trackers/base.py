@@ -60,16 +60,13 @@ class ExperimentTracker(Component):
             started: time at which the run began, in seconds since 1970.
 
         Raises:
+            ConfigurationError: the place already holds the curves of another run.
             MissingDependency: the tracker's package is not installed.
         """
 
 
 def package(module: str) -> Any:
-    """Import a module of a tracker's package; the package has the name of the module's first part.
-
-    Raises:
-        MissingDependency: the package is not installed.
-    """
+    """Import a module of a tracker's package, which has the name of the module's first part."""
     name = module.partition(".")[0]
     try:
         return import_module(module)

@@ -36,14 +36,8 @@ class TensorBoard(ExperimentTracker):
         return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows the curves"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create the event file of a run.
-
-        Raises:
-            ConfigurationError: the folder holds an event file, whose curves would be mixed with the curves of this run.
-            MissingDependency: tensorboard is not installed.
-        """
         summary, folder = package("tensorboard.summary"), Path(self.folder) / name
-        if any(folder.glob("events.out.tfevents.*")):
+        if any(folder.glob("events.out.tfevents.*")):  # their curves would be mixed with those of this run
             raise ConfigurationError(
                 f"{folder} holds the curves of another run; remove the folder, or choose another folder"
             )
@@ -66,12 +60,7 @@ class MLflow(ExperimentTracker):
     experiment: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run in MLflow, with the settings as the run's parameters.
-
-        Raises:
-            MissingDependency: MLflow is not installed; the smaller package mlflow-skinny is sufficient.
-        """
-        mlflow = package("mlflow")
+        mlflow = package("mlflow")  # the smaller package mlflow-skinny is sufficient
         client = mlflow.MlflowClient(tracking_uri=self.uri)
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
@@ -100,11 +89,6 @@ class WeightsAndBiases(ExperimentTracker):
     folder: str = "wandb"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run in Weights & Biases, with the settings as the run's configuration.
-
-        Raises:
-            MissingDependency: wandb is not installed.
-        """
         wandb = package("wandb")
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         run = wandb.init(
@@ -137,11 +121,6 @@ class Trackio(ExperimentTracker):
     project: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run in Trackio, with the settings as the run's configuration.
-
-        Raises:
-            MissingDependency: trackio is not installed.
-        """
         run = package("trackio").init(
             project=self.project,
             name=name,

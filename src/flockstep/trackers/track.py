@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from flockstep.messages import node_name
+from flockstep.records.access import file_of
 from flockstep.records.curves import MetricMeans
 from flockstep.records.events import EvaluationEvent, Event, MetricEvent, ReplicaEvent, ScalarEvent, StepEvent
-from flockstep.records.folder import ENDED, RunFolder
-from flockstep.records.follow import follow
+from flockstep.records.folder import ENDED, RunFolder, decode_events
+from flockstep.records.owner import in_use
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.trackers.base import ExperimentTracker, Point
+
+SECONDS = 0.5
+"""Seconds between two reads of the events of a run that has not ended."""
 
 
 def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCallback = silent) -> int:
@@ -80,6 +84,50 @@ def _points(event: Event, metric: str, scalars: Counter[str]) -> Iterator[Point]
             values = {"loss": event.loss, metric: event.metric}
             yield Point(f"replica-{event.rank}", values, 0, event.seconds)
         case ScalarEvent():
-            group = f"{node_name(event.node).replace(' ', '-')}-scalars"
+            group = f"{file_of(event.node)}-scalars"
             scalars[f"{group}/{event.name}"] += 1
             yield Point(group, {event.name: event.value}, scalars[f"{group}/{event.name}"], event.seconds)
+
+
+def follow(record: RunFolder, pause: Callable[[], None] = lambda: time.sleep(SECONDS)) -> Iterator[list[Event]]:
+    """Yield the events in the folder, then the events that are added, until the run has ended; call `pause` in between.
+
+    The events of one node are in order; events of different nodes are not. If the run has ended or was killed, its
+    events are yielded at once.
+
+    Raises:
+        ConfigurationError: a file holds a line that is not an event.
+    """
+    read: Counter[Path] = Counter()
+    yielded: Counter[tuple[type[Event], int | None]] = Counter()
+    while True:
+        ended = record.summary_file.exists() or not in_use(record.path)
+        files = sorted((record.path / "events").glob("*.jsonl"))
+        events = [event for file in files for event in _added(file, read)]
+        yielded.update(map(_key, events))
+        if record.events_file.exists():  # the run has merged its files: the first events of each node are known
+            for event in _added(record.events_file, read):
+                yielded[_key(event)] -= 1
+                if yielded[_key(event)] < 0:
+                    events.append(event)
+        yield events
+        if ended:
+            return
+        pause()
+
+
+def _added(file: Path, read: Counter[Path]) -> list[Event]:
+    """The events in whole lines after the first `read[file]` bytes."""
+    try:
+        with file.open("rb") as lines:
+            lines.seek(read[file])
+            whole, newline, _ = lines.read().rpartition(b"\n")
+    except FileNotFoundError:  # the run has just merged its files
+        return []
+    read[file] += len(whole) + len(newline)
+    return decode_events(whole, file) if whole else []
+
+
+def _key(event: Event) -> tuple[type[Event], int | None]:
+    """Kind and node of an event: events of equal keys are in one file."""
+    return type(event), getattr(event, "rank", getattr(event, "node", None))

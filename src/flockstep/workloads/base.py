@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import zlib
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class Workload(Component):
         Raises:
             MissingDependency: a package that the workload needs is not installed.
         """
+
+
+def tuned_job(workload: Any, name: str, **more: Any) -> Job:
+    """Return a job with the batch, epochs, optimizer and target of a built-in workload; `more` are its other fields."""
+    tuned = {field: getattr(workload, field) for field in ("batch", "epochs", "optimizer", "target")}
+    return Job(name=name, **tuned, **more)
 
 
 def require_module(module: str, extra: str, purpose: str) -> None:

@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.adam import AdamW
 from flockstep.optimizers.base import Optimizer
-from flockstep.workloads.base import Workload, require_at_least, require_module
+from flockstep.workloads.base import Workload, require_at_least, require_module, tuned_job
 
 SYMBOLS = 96
 """Number of symbols of the language model: the printable ASCII characters and the line feed. Other characters are
@@ -62,16 +62,10 @@ class CharLM(Workload):
             )
 
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run. The text is read at once, because its hash is one of the job's facts.
-
-        Raises:
-            MissingDependency: torch is not installed.
-            ConfigurationError: the text cannot be read, is too short, or has a hash other than `sha256`.
-        """
         require_module("torch", "torch", "the workload charlm")
         from flockstep.workloads import models
 
-        codes = self._codes()
+        codes = self._codes()  # read at once, because their hash is one of the job's facts
         digest = hashlib.sha256(codes.astype(np.uint8).tobytes()).hexdigest()
         if self.sha256 not in (None, digest):
             raise ConfigurationError(
@@ -79,18 +73,15 @@ class CharLM(Workload):
                 "belongs"
             )
         sizes = (SYMBOLS, self.context, self.width, self.layers, self.heads, self.tied)
-        return Job(
+        return tuned_job(
+            self,
+            "charlm",
             model=lambda: models.seeded(seed, lambda: models.Transformer(*sizes)),
             data=lambda: windows(codes, self.context),
-            optimizer=self.optimizer,
             loss=models.cross_entropy,
             metric=models.nats_per_character,
             higher_is_better=False,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=800,
-            target=self.target,
-            name="charlm",
             facts={"text_sha256": digest},
         )
 

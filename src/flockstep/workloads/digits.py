@@ -13,7 +13,7 @@ from flockstep.errors import MissingDependency
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require_at_least, require_module
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module, tuned_job
 
 TRAIN = 1437
 """Number of training samples. The other samples, of 1,797 in total, are the test set."""
@@ -41,25 +41,17 @@ class Digits(Workload):
         require_at_least(0, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run.
-
-        Raises:
-            MissingDependency: torch or scikit-learn is not installed.
-        """
         require_module("torch", "torch", "the workload digits")
         table = table_file()
         from flockstep.workloads import models
 
-        return Job(
-            model=lambda: (models.image_local if self.local else models.image_cnn)(seed, self.hidden),
+        return tuned_job(
+            self,
+            "digits",
+            model=lambda: models.image_network(seed, self.hidden, self.local),
             data=lambda: self._data(table),
-            optimizer=self.optimizer,
             loss=models.cross_entropy,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=240,
-            target=self.target,
-            name="digits",
         )
 
     def _data(self, table: Path) -> Data:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require_at_least, require_module
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module, tuned_job
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,24 +59,16 @@ class Mnist1D(Workload):
         require_at_least(0, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run.
-
-        Raises:
-            MissingDependency: torch is not installed.
-        """
         require_module("torch", "torch", "the workload mnist1d")
         from flockstep.workloads import models
 
-        return Job(
+        return tuned_job(
+            self,
+            "mnist1d",
             model=lambda: models.signal_cnn(seed),
             data=self._data,
-            optimizer=self.optimizer,
             loss=models.cross_entropy,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=900,
-            target=self.target,
-            name="mnist1d",
         )
 
     def _data(self) -> Data:

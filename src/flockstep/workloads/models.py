@@ -49,33 +49,21 @@ def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
     return float(squared_error(outputs, targets))
 
 
-def image_cnn(seed: int, hidden: int) -> nn.Module:
-    """Return a CNN for images: pixels (batch, 1, 8, 8) in [0, 1] → logits (batch, 10). With 240 hidden units, the
-    network has 38,170 parameters.
-    """
-    return _image_network(seed, hidden, partial(nn.Conv2d, 1, 16), partial(nn.Conv2d, 16, 32), 128)
+def image_network(seed: int, hidden: int, local: bool) -> nn.Module:
+    """Return a network for images with two layers of 3 × 3 filters and two fully connected layers: pixels (batch, 1, 8,
+    8) in [0, 1] → logits (batch, 10).
 
-
-def image_local(seed: int, hidden: int) -> nn.Module:
-    """Return a network for images whose locally connected layers share no weights between places: pixels (batch, 1, 8,
-    8) in [0, 1] → logits (batch, 10). With 240 hidden units, the network has 17,626 parameters.
-    """
-    first, second = partial(LocallyConnected2d, (8, 8), 1, 4), partial(LocallyConnected2d, (4, 4), 4, 8)
-    return _image_network(seed, hidden, first, second, 32)
-
-
-def _image_network(
-    seed: int, hidden: int, first: Callable[..., nn.Module], second: Callable[..., nn.Module], features: int
-) -> nn.Module:
-    """Return a network with two layers of 3 × 3 filters, which yield `features` numbers, and two fully connected
-    layers.
+    With 240 hidden units, the network has 38,170 parameters. If `local`, the filters differ between places, and the
+    network has 17,626 parameters.
     """
 
     def build() -> nn.Module:
         layers: list[nn.Module] = [Shift(-MEAN_PIXEL)]
-        for filters in (first, second):
-            layers += [filters(3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
+        channels = (1, 4, 8) if local else (1, 16, 32)
+        for size, (before, after) in zip((8, 4), itertools.pairwise(channels), strict=True):
+            kind = partial(LocallyConnected2d, (size, size)) if local else nn.Conv2d
+            layers += [kind(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(4 * channels[-1], hidden), nn.ReLU(), nn.Linear(hidden, 10)]
         return he_initialized(nn.Sequential(*layers))
 
     return seeded(seed, build)

@@ -13,7 +13,7 @@ from flockstep.frameworks import numpy as numpy_framework
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require_at_least
+from flockstep.workloads.base import Workload, generator, require_at_least, tuned_job
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,14 @@ class Quadratic(Workload):
         """Return the job. The initial parameters are drawn from the standard normal distribution, and depend on the
         seed of the run.
         """
-        return Job(
+        return tuned_job(
+            self,
+            "quadratic",
             model=lambda: numpy_framework.QuadraticModel(np.geomspace(1 / self.condition, 1, self.dimension)),
             data=self._data,
-            optimizer=self.optimizer,
             metric=squared_distance,
             higher_is_better=False,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=190,
-            target=self.target,
-            name="quadratic",
         )
 
     def _data(self) -> Data:

@@ -146,7 +146,6 @@ class columns:  # noqa: N801 - called like a function
 class _HuggingFace(columns):
     @cached_property
     def targets(self) -> Any:
-        """Column y of all rows."""
         return np.asarray(self._rows[:][self._y])
 
 

@@ -31,25 +31,14 @@ class SamplerState:
 
 
 class Sampler:
-    """A worker's endless stream of batches: the worker's shard in a new random order each epoch, cut into consecutive
-    batches.
+    """A worker's endless stream of batches: the worker's shard `indices` in a new random order each epoch, cut into
+    consecutive batches.
 
     A batch that reaches the end of a permutation continues with the next permutation, so every batch is full and every
     sample is drawn equally often, even from a shard smaller than a batch. The order depends only on seed and rank.
     """
 
     def __init__(self, indices: Indices, batch: int, seed: int, rank: int) -> None:
-        """Start at the first batch of the first epoch.
-
-        Args:
-            indices: the worker's shard, of shape (samples,).
-            batch: number of samples in a batch.
-            seed: the run's seed.
-            rank: the worker's rank, which separates its stream from those of other workers.
-
-        Raises:
-            ConfigurationError: an empty shard, a batch below 1, or a negative seed or rank.
-        """
         if len(indices) == 0:
             raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 sample, got 0; use fewer workers")
         require(batch >= 1, "batch", ">= 1", batch, "use 1 for single samples")
@@ -64,12 +53,20 @@ class Sampler:
         to.
         """
         size = self._batch if batch is None else batch
-        start = self._position
-        end = start + size
-        if end > len(self._order):
-            return self._wrapped(size)
-        self._position = end
-        return self._order[start:end]
+        whole = self.peek(size)
+        if whole is not None:
+            self._position += size
+            return whole
+        parts, missing = [], size
+        while missing:
+            if self._position == len(self._order):
+                self._block, self._position = self._block + 1, 0
+                self._order = self._permutations(self._block)
+            part = self._order[self._position : self._position + missing]
+            parts.append(part)
+            self._position += len(part)
+            missing -= len(part)
+        return np.concatenate(parts)
 
     def peek(self, batch: int) -> Indices | None:
         """Return the indices of the next `batch` samples without drawing them; None if the batch would begin another
@@ -83,12 +80,7 @@ class Sampler:
         return SamplerState(self._block, self._position)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue the stream of batches from the position `state`, exactly as the sampler from which the state was
-        taken.
-
-        Raises:
-            ConfigurationError: `state` belongs to a larger shard.
-        """
+        """Continue as the sampler from which `state` was taken; the state of a larger shard is refused."""
         if not (state.block >= 0 and 0 <= state.position <= len(self._order)):
             raise ConfigurationError(
                 f"position must be in [0, {len(self._order)}] and block must be >= 0, got {state}; restore the state "
@@ -96,18 +88,6 @@ class Sampler:
             )
         self._block, self._position = state.block, state.position
         self._order = self._permutations(state.block)
-
-    def _wrapped(self, size: int) -> Indices:
-        parts, missing = [], size
-        while missing:
-            if self._position == len(self._order):
-                self._block, self._position = self._block + 1, 0
-                self._order = self._permutations(self._block)
-            part = self._order[self._position : self._position + missing]
-            parts.append(part)
-            self._position += len(part)
-            missing -= len(part)
-        return np.concatenate(parts)
 
     def _permutations(self, block: int) -> Indices:
         stream = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, self._rank, block))

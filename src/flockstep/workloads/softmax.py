@@ -10,7 +10,7 @@ from flockstep.frameworks import numpy as numpy_framework
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require_at_least
+from flockstep.workloads.base import Workload, generator, require_at_least, tuned_job
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,12 @@ class Softmax(Workload):
 
     def job(self, seed: int) -> Job:
         """Return the job, in which every replica starts at zero, whatever the seed of the run."""
-        return Job(
+        return tuned_job(
+            self,
+            "softmax",
             model=lambda: numpy_framework.SoftmaxRegression(self.features, self.classes, self.l2),
             data=self._data,
-            optimizer=self.optimizer,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=380,
-            target=self.target,
-            name="softmax",
         )
 
     def _data(self) -> Data:

@@ -46,7 +46,6 @@ class Iid(Split):
     """A random permutation of the samples, cut into equal parts, so that all workers have the same distribution."""
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return equal parts of a random permutation of the samples; the sizes of the parts differ by at most one."""
         _check(labels, size, workers)
         return np.array_split(generator("split", seed).permutation(size), workers)
 
@@ -69,16 +68,21 @@ class ByLabel(Split):
             )
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return the indices of each worker's samples, which are of few classes. Without `classes_per_worker`, the
-        sizes of the shards differ by at most one.
-        """
-        labels = _need_labels("by_label", labels)
-        _check(labels, size, workers)
+        labels = _checked_labels("by_label", labels, size, workers)
         rng = generator("split", seed)
         groups = _by_class(labels, rng)
         if self.classes_per_worker is None:
             return np.array_split(np.concatenate(groups), workers)
-        holders = self._holders(len(groups), workers, rng)
+        classes, each = len(groups), self.classes_per_worker
+        if not math.ceil(classes / workers) <= each <= classes:
+            raise ConfigurationError(
+                f"classes_per_worker must be in [{math.ceil(classes / workers)}, {classes}] for {classes} classes on "
+                f"{workers} workers, got {each}; leave it out to divide the classes equally"
+            )
+        # Class → the workers that share it: classes in random order are assigned in turn.
+        order, holders = rng.permutation(classes), [list[int]() for _ in groups]
+        for turn in range(workers * each):
+            holders[order[turn % classes]].append(turn // each)
         shards: list[list[Indices]] = [[] for _ in range(workers)]
         for label, (group, mine) in enumerate(zip(groups, holders, strict=True)):
             if len(group) < len(mine):
@@ -89,20 +93,6 @@ class ByLabel(Split):
             for worker, part in zip(mine, np.array_split(group, len(mine)), strict=True):
                 shards[worker].append(part)
         return [np.concatenate(parts) for parts in shards]
-
-    def _holders(self, classes: int, workers: int, rng: np.random.Generator) -> list[list[int]]:
-        """Return for each class the workers that share it: classes in random order, assigned in turn."""
-        each = self.classes_per_worker or 1
-        if not math.ceil(classes / workers) <= each <= classes:
-            raise ConfigurationError(
-                f"classes_per_worker must be in [{math.ceil(classes / workers)}, {classes}] for {classes} classes on "
-                f"{workers} workers, got {each}; leave it out to divide the classes equally"
-            )
-        order = rng.permutation(classes)
-        holders: list[list[int]] = [[] for _ in range(classes)]
-        for turn in range(workers * each):
-            holders[order[turn % classes]].append(turn // each)
-        return holders
 
 
 @dataclass(frozen=True)
@@ -120,8 +110,7 @@ class Dirichlet(Split):
         require(1e-3 <= self.alpha <= 1e6, "alpha", "in [0.001, 1000000]", self.alpha, "use iid for equal shards")
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        labels = _need_labels("dirichlet", labels)
-        _check(labels, size, workers)
+        labels = _checked_labels("dirichlet", labels, size, workers)
         rng = generator("split", seed)
         shards: list[list[Indices]] = [[] for _ in range(workers)]
         for group in _by_class(labels, rng):
@@ -129,7 +118,12 @@ class Dirichlet(Split):
             cuts = np.rint(shares[:-1] / shares[-1] * len(group)).astype(np.int64)
             for shard, part in zip(shards, np.split(group, cuts), strict=True):
                 shard.append(part)
-        return _without_empty([np.concatenate(parts) for parts in shards])
+        whole = [np.concatenate(parts) for parts in shards]
+        for worker, own in enumerate(whole):
+            if len(own) == 0:
+                donor = max(range(workers), key=lambda other: len(whole[other]))
+                whole[worker], whole[donor] = whole[donor][-1:], whole[donor][:-1]
+        return whole
 
 
 def _by_class(labels: Labels, rng: np.random.Generator) -> list[Indices]:
@@ -137,15 +131,6 @@ def _by_class(labels: Labels, rng: np.random.Generator) -> list[Indices]:
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-
-
-def _without_empty(shards: list[Indices]) -> list[Indices]:
-    """Return the shards, with each empty shard filled with the last sample of the largest shard at that point."""
-    for worker, shard in enumerate(shards):
-        if len(shard) == 0:
-            donor = max(range(len(shards)), key=lambda other: len(shards[other]))
-            shards[worker], shards[donor] = shards[donor][-1:], shards[donor][:-1]
-    return shards
 
 
 def _check(labels: Labels | None, size: int, workers: int) -> None:
@@ -156,9 +141,10 @@ def _check(labels: Labels | None, size: int, workers: int) -> None:
         raise ConfigurationError(f"labels must have the shape ({size},), got {labels.shape}; give one label per sample")
 
 
-def _need_labels(name: str, labels: Labels | None) -> Labels:
+def _checked_labels(name: str, labels: Labels | None, size: int, workers: int) -> Labels:
     if labels is None:
         raise CompositionError(
             f"the split {name} needs a class for every sample, which this job does not have; use split iid"
         )
+    _check(labels, size, workers)
     return labels

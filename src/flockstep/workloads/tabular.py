@@ -10,7 +10,7 @@ import numpy.typing as npt
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.workloads.base import Workload, generator, require_at_least, require_module
+from flockstep.workloads.base import Workload, generator, require_at_least, require_module, tuned_job
 
 GAIN = 1.5
 """Factor on the inputs of the teacher network's tanh units, with which the inputs exceed the units' linear range. The
@@ -46,26 +46,18 @@ class Tabular(Workload):
         require_at_least(0, noise=self.noise, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job for the seed of a run.
-
-        Raises:
-            MissingDependency: torch is not installed.
-        """
         require_module("torch", "torch", "the workload tabular")
         from flockstep.workloads import models
 
-        return Job(
+        return tuned_job(
+            self,
+            "tabular",
             model=lambda: models.perceptron(seed, self.inputs, self.width, self.depth),
             data=self._data,
-            optimizer=self.optimizer,
             loss=models.squared_error,
             metric=models.relative_squared_error,
             higher_is_better=False,
-            batch=self.batch,
-            epochs=self.epochs,
             least_steps=500,
-            target=self.target,
-            name="tabular",
         )
 
     def _data(self) -> Data:
