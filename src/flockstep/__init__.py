@@ -43,37 +43,29 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    "Comparison": "experiments.comparison",
-    "ConfigurationError": "errors",
-    "Data": "frameworks.base",
-    "Job": "frameworks.base",
-    "LaunchResult": "experiments.function",
-    "LocallyConnected2d": "frameworks.torch_local",
-    "Message": "messages",
-    "PlanResult": "experiments.planned",
-    "RunResult": "experiments.single",
-    "Server": "nodes",
-    "Strategy": "strategies.base",
-    "Traits": "strategies.traits",
-    "Worker": "nodes",
-    "check_strategy": "testing.strategies",
-    "clip_grad_norm_": "runtime.torch_clipping",
-    "compare": "experiments.comparison",
-    "join": "communicator.joining",
-    "launch": "experiments.function",
-    "on_ray": "experiments.clusters",
-    "on_spark": "experiments.clusters",
-    "plan": "experiments.planned",
-    "register": "registry",
-    "resume": "experiments.single",
-    "run": "experiments.single",
-    "shard": "runtime.shards",
-    "simulate": "experiments.single",
-    "track": "trackers.track",
+    "experiments.comparison": "Comparison compare",
+    "errors": "ConfigurationError",
+    "frameworks.base": "Data Job",
+    "experiments.function": "LaunchResult launch",
+    "frameworks.torch_local": "LocallyConnected2d",
+    "messages": "Message",
+    "experiments.planned": "PlanResult plan",
+    "experiments.single": "RunResult resume run simulate",
+    "nodes": "Server Worker",
+    "strategies.base": "Strategy",
+    "strategies.traits": "Traits",
+    "testing.strategies": "check_strategy",
+    "runtime.torch_clipping": "clip_grad_norm_",
+    "communicator.joining": "join",
+    "experiments.clusters": "on_ray on_spark",
+    "registry": "register",
+    "runtime.shards": "shard",
+    "trackers.track": "track",
 }
-"""Name → module from which the name is imported at its first use; `import flockstep` itself imports none of them."""
+"""Module → names that are imported from it at their first use; `import flockstep` itself imports none of them."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = [
-    *_HOMES,
+    *_HOME_OF,
     "__version__",
     "barrier",
     "checkpoint",
@@ -258,13 +250,13 @@ def _require_torch(name: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'flockstep' has no attribute {name!r}")
-    if "torch" in _HOMES[name]:
+    if "torch" in _HOME_OF[name]:
         _require_torch(name)
-    value = globals()[name] = getattr(import_module(f"flockstep.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"flockstep.{_HOME_OF[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOME_OF})

@@ -31,9 +31,9 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, obje
 def test_every_public_name_is_there_and_is_the_one_of_its_module() -> None:
     for name in flockstep.__all__:
         assert getattr(flockstep, name) is not None
-    for name, home in flockstep._HOMES.items():
+    for name, home in flockstep._HOME_OF.items():
         assert getattr(flockstep, name) is getattr(import_module(f"flockstep.{home}"), name)
-    assert set(flockstep._HOMES) <= set(flockstep.__all__) <= set(dir(flockstep))
+    assert set(flockstep._HOME_OF) <= set(flockstep.__all__) <= set(dir(flockstep))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = flockstep.nothing
 

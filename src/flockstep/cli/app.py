@@ -18,7 +18,7 @@ from click.exceptions import ClickException, Exit, MissingParameter, NoSuchOptio
 from click.shell_completion import get_completion_class, shell_complete
 
 from flockstep import __version__
-from flockstep.cli.commands import CommandEntry, CommandGroup, command_of, group_of
+from flockstep.cli.commands import CommandEntry, command_of, group_of
 from flockstep.cli.options import Json
 from flockstep.errors import SHOWS_TRACEBACK, ConfigurationError, FlockstepError, Interrupted, UnknownName, printable
 from flockstep.options import Arg, Opt
@@ -90,7 +90,13 @@ def run(arguments: list[str]) -> int:
     except Exit as error:
         return error.exit_code
     except ClickException as error:
-        return _say(_unknown_option(error) or _missing(error) or error, 2, said["debug"])
+        wrong: Exception = error
+        match error:
+            case NoSuchOption(option_name=name, ctx=click.Context() as where):
+                wrong = _unknown_option(name, where)
+            case MissingParameter(param=click.Parameter() as parameter, ctx=click.Context() as where):
+                wrong = _missing(parameter, where.command_path)
+        return _say(wrong, 2, said["debug"])
     except KeyboardInterrupt as error:
         return _say(Interrupted(str(error) or "interrupted"), INTERRUPTED, said["debug"])
     except BrokenPipeError:  # who read the output wants no more of it
@@ -100,11 +106,8 @@ def run(arguments: list[str]) -> int:
         return _say(error, 1, said["debug"])
 
 
-def _unknown_option(error: ClickException) -> UnknownName | None:
-    """The error for an option that the command does not have; None if `error` has another reason."""
-    if not isinstance(error, NoSuchOption) or error.ctx is None:
-        return None
-    name, context = error.option_name, error.ctx
+def _unknown_option(name: str, context: click.Context) -> UnknownName:
+    """The error for an option that the command does not have."""
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
     if context.command.name == "train" and name in ("--network", "--compute", "--cluster"):
         return UnknownName(f"{name} has an effect in virtual time only; leave it out, or use flockstep simulate")
@@ -117,11 +120,8 @@ def _unknown_option(error: ClickException) -> UnknownName | None:
     return UnknownName.among(f"option of {context.command_path}", name, known, command=command)
 
 
-def _missing(error: ClickException) -> ConfigurationError | None:
-    """The error for an argument or an option that is required; None if `error` has another reason."""
-    if not isinstance(error, MissingParameter) or error.param is None or error.ctx is None:
-        return None
-    parameter, path = error.param, error.ctx.command_path
+def _missing(parameter: click.Parameter, path: str) -> ConfigurationError:
+    """The error for an argument or an option that is required."""
     if "--strategy" in parameter.opts:
         from flockstep.strategies.base import missing_strategy
 
@@ -186,11 +186,7 @@ def root(
 
 
 def _complete(install: bool) -> None:
-    """Print the code that completes words in the user's shell, or write it to the file that the shell reads.
-
-    Raises:
-        ConfigurationError: the shell is not bash, zsh or fish.
-    """
+    """Print the code that completes words in the user's shell, or write it to the file that the shell reads."""
     shell = Path(os.environ.get("SHELL", "")).name
     files = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/completions/flockstep.fish"}
     kind = get_completion_class(shell)
@@ -239,4 +235,4 @@ def show_version() -> None:
     print(f"{NAME} {__version__}")
 
 
-app: CommandGroup = group_of(COMMANDS, command_of(root, NAME), invoke_without_command=True)
+app = group_of(COMMANDS, command_of(root, NAME), invoke_without_command=True)

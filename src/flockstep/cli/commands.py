@@ -24,14 +24,16 @@ REST = SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 """Settings of a command whose words after the first argument belong to a script or to another command."""
 
 
-class NumberType(click.ParamType[Any]):
-    """The type of an option that takes a number."""
+class _NumberType(click.ParamType[Any]):
+    """The type of an option that takes a number or, if it takes `many`, numbers with commas between them."""
 
-    def __init__(self, whole: bool) -> None:
-        self.whole, self.name = whole, "int" if whole else "float"
+    def __init__(self, whole: bool, many: bool = False) -> None:
+        self.whole, self.many, self.name = whole, many, "int" if whole else "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number that a word stands for."""
+        if self.many:
+            words = value.split(",") if isinstance(value, str) else value
+            return tuple(_NumberType(self.whole).convert(word, param, ctx) for word in words)
         try:
             return int(value) if self.whole else float(value)
         except ValueError:
@@ -42,38 +44,20 @@ class NumberType(click.ParamType[Any]):
             raise ConfigurationError(f"{name} must be {what}, got {value!r}; write it like {example}") from None
 
 
-class NumbersType(NumberType):
-    """The type of an option that takes numbers with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the numbers that a word holds, with commas between them."""
-        if not isinstance(value, str):
-            return value
-        return tuple(super(NumbersType, self).convert(word, param, ctx) for word in value.split(","))
-
-
-class PanelOption(click.Option):
+class _PanelOption(click.Option):
     """An option with its heading in `--help`, and with its default in words."""
 
     panel = "Options"
     usual = ""
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Return what `--help` shows in brackets behind the description."""
         extra = super().get_help_extra(ctx)
         return extra | {"default": self.usual} if self.usual else extra
 
 
-def parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Parameter:
-    """Return the parameter of a command line for a field or an argument of type `hint`.
-
-    Args:
-        name: the field's name.
-        option: the description of the field.
-        hint: the type of the field.
-        default: value if the parameter is not given; `inspect.Parameter.empty` if it must be given.
+def _parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Parameter:
+    """Return the parameter of a command line for a field or an argument of type `hint`; a parameter whose default is
+    `inspect.Parameter.empty` must be given.
     """
     kinds = [hint] if get_origin(hint) is Literal else [one for one in get_args(hint) or (hint,) if one is not NoneType]
     listed = next((one for one in (hint, *kinds) if get_origin(one) in (list, tuple, Sequence)), None)
@@ -88,9 +72,9 @@ def parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Param
     elif Path in kinds and kinds[0] is not str:
         kind = click.Path(path_type=Path)
     elif option.separated:
-        kind = NumbersType(whole=False)
+        kind = _NumberType(whole=False, many=True)
     elif str not in kinds and {int, float} & set(kinds):
-        kind = NumberType(whole=float not in kinds)
+        kind = _NumberType(whole=float not in kinds)
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from flockstep import registry
@@ -110,7 +94,7 @@ def parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Param
     shown = not (required or flag or default in (None, ()))
     many = listed is not None and not option.separated
     names = option.names or (option.written(name),)
-    made = PanelOption([name, *names], show_default=shown, is_flag=flag, multiple=many, **common)
+    made = _PanelOption([name, *names], show_default=shown, is_flag=flag, multiple=many, **common)
     made.panel = option.panel
     made.usual = option.shown or ("" if default is not None or option.usual is None else str(option.usual))
     return made
@@ -126,17 +110,16 @@ def _write_panels(rows: Iterable[tuple[str, tuple[str, str]]], formatter: click.
             formatter.write_dl(found)
 
 
-class PanelCommand(click.Command):
+class _PanelCommand(click.Command):
     """A command whose help has a heading for each group of options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under their headings; click itself writes the arguments."""
         options = [one for one in self.get_params(ctx) if not isinstance(one, click.Argument)]
         rows = [(getattr(one, "panel", "Options"), one.get_help_record(ctx)) for one in options]
         _write_panels([(heading, row) for heading, row in rows if row is not None], formatter)
 
 
-def command_of(function: Callable[..., None], name: str, settings: dict[str, Any] = SETTINGS) -> PanelCommand:
+def command_of(function: Callable[..., None], name: str, settings: dict[str, Any] = SETTINGS) -> _PanelCommand:
     """Return the command that calls a function with what the command line gives.
 
     The function's parameters are annotated with `Opt`, are structures of options, or are the command's context. Its
@@ -158,7 +141,7 @@ def command_of(function: Callable[..., None], name: str, settings: dict[str, Any
             found = {one: (described[0], hints[one].__origin__, given.default)} if described else {}
         for key, (opt, hint, default) in found.items():
             if not opt.python:
-                parameters.append(parameter_of(key, opt, hint, default))
+                parameters.append(_parameter_of(key, opt, hint, default))
                 defaults[key] = default
 
     @click.pass_context
@@ -176,7 +159,7 @@ def command_of(function: Callable[..., None], name: str, settings: dict[str, Any
         function(**arguments)
 
     text = inspect.getdoc(function) or ""
-    return PanelCommand(name, params=parameters, callback=call, help=text, context_settings=settings)
+    return _PanelCommand(name, params=parameters, callback=call, help=text, context_settings=settings)
 
 
 class CommandEntry(NamedTuple):
@@ -191,21 +174,15 @@ class CommandEntry(NamedTuple):
     """Whether the words after the first argument belong to a script or to another command."""
 
 
-class CommandGroup(click.Group):
+class _CommandGroup(click.Group):
     """A group of commands, each of which is imported when it is called or its help is shown."""
 
     table: Mapping[str, CommandEntry] = {}
 
     def list_commands(self, ctx: click.Context | None = None) -> list[str]:
-        """Return the names of all commands."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context | None, name: str) -> click.Command | None:
-        """Return a command; None if there is none of this name.
-
-        Raises:
-            ConfigurationError: the command is of a distribution that is not installed.
-        """
         if (entry := self.table.get(name)) is None or name in self.commands:
             return self.commands.get(name)
         module, _, what = entry.place.partition(":")
@@ -230,17 +207,11 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names, and the other words.
-
-        Raises:
-            UnknownName: there is no such command; the message names the nearest.
-        """
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise UnknownName.among("command", args[0], list(self.table), command="flockstep --help")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands under their headings."""
         rows = []
         for name, entry in self.table.items():
             command = None if entry.about else self.get_command(ctx, name)
@@ -249,12 +220,10 @@ class CommandGroup(click.Group):
         _write_panels(rows, formatter)
 
 
-def group_of(table: Mapping[str, CommandEntry], own: PanelCommand, **settings: Any) -> CommandGroup:
+def group_of(table: Mapping[str, CommandEntry], own: click.Command, **settings: Any) -> click.Group:
     """Return a group of commands; `own` is what the group does before its command."""
-    text, parameters = own.help, own.params
-    group = CommandGroup(
-        own.name, params=parameters, callback=own.callback, help=text, context_settings=SETTINGS, **settings
-    )
+    settings |= {"params": own.params, "callback": own.callback, "help": own.help, "context_settings": SETTINGS}
+    group = _CommandGroup(own.name, **settings)
     group.table = table
     return group
 

@@ -116,8 +116,16 @@ def list_components(
         import_components(imports)
     noun = next((one for one in nouns() if what in (one, plural(one))), what)
     if what is None and not everything:
+        from flockstep.report.terminal import TableColumn, TextTable
+
         kinds = summary()
-        show.result(as_json, kinds, _table_of_kinds(kinds), SEE_ALSO)
+        custom = {row["noun"]: f"; custom: {', '.join(row['custom'])}" for row in kinds if row["custom"]}
+        columns = (
+            TableColumn("kind", text=True, cell=lambda row: row["plural"]),
+            TableColumn("number", cell=lambda row: str(row["count"])),
+            TableColumn("what it decides", text=True, cell=lambda row: row["summary"] + custom.get(row["noun"], "")),
+        )
+        show.result(as_json, kinds, TextTable.of(columns, kinds), SEE_ALSO)
         return
     if noun is None or noun in nouns():
         rows = [row for one in (nouns() if noun is None else [noun]) for row in listing(one)]
@@ -139,30 +147,14 @@ def list_components(
 
 
 def summary() -> list[dict[str, Any]]:
-    """Return the rows of the summary: for each kind the number of components, the decision that such a component
-    makes, and the names.
-    """
-    return [
-        {
-            "noun": noun,
-            "plural": plural(noun),
-            "count": len(found),
-            "summary": ABOUT[noun],
-            "names": found,
-            "custom": [name for name in found if noun not in DESCRIBED and registry.is_custom(noun, name)],
-        }
-        for noun in nouns()
-        for found in [names(noun)]
-    ]
-
-
-def _table_of_kinds(rows: list[dict[str, Any]]) -> TextTable:
-    from flockstep.report.terminal import TableColumn, TextTable
-
-    columns = (TableColumn("kind", text=True), TableColumn("number"), TableColumn("what it decides", text=True))
-    custom = [f"; custom: {', '.join(row['custom'])}" if row["custom"] else "" for row in rows]
-    cells = [[row["plural"], str(row["count"]), row["summary"] + one] for row, one in zip(rows, custom, strict=True)]
-    return TextTable(columns, cells)
+    """Return a row for each kind: the number and the names of its components, and what such a component decides."""
+    rows = []
+    for noun in nouns():
+        found = names(noun)
+        custom = [name for name in found if noun not in DESCRIBED and registry.is_custom(noun, name)]
+        row = {"noun": noun, "plural": plural(noun), "count": len(found), "summary": ABOUT[noun], "names": found}
+        rows.append({**row, "custom": custom})
+    return rows
 
 
 def _table_of_rows(rows: list[dict[str, Any]], width: int) -> TextTable:
@@ -199,40 +191,28 @@ def described(noun: str, name: str) -> dict[str, Any]:
     and defaults.
     """
     row = next(row for row in listing(noun) if row["name"] == name)
-    if name not in (registry.names(noun) if noun not in DESCRIBED else ()):
+    if noun in DESCRIBED or name not in registry.names(noun):
         return {**row, "about": row["summary"], "arguments": []}
-    from flockstep.expression import fields_of
-
     kind = registry.load(noun, name)
-    types = {key: hint.__name__ if isinstance(hint, type) else str(hint) for key, hint in fields_of(kind).items()}
-    arguments = [
-        {"name": field.name, "type": types[field.name].replace("typing.", ""), "default": _default(field)}
-        for field in dataclasses.fields(kind)
-        if field.name in types
-    ]
-    return {**row, "about": inspect.getdoc(kind) or "", "arguments": arguments}
+    return {**row, "about": inspect.getdoc(kind) or "", "arguments": _arguments(kind)}
 
 
 def listing(noun: str) -> list[dict[str, str]]:
     """Return a row for each component of the kind `noun`: its expression, its defaults, and the first line of its
     docstring.
-
-    Raises:
-        UnknownName: there is no kind of component with this name.
     """
     if noun not in nouns():
         raise UnknownName.among("kind", noun, nouns())
     if noun in DESCRIBED:
         rows = [(name, name, _cluster(name) if noun == "cluster" else _model(name)) for name in names(noun)]
         return [{"noun": noun, "name": name, "write": text, "summary": about} for name, text, about in rows]
-    from flockstep.expression import fields_of
     from flockstep.topologies.base import Topology
     from flockstep.topologies.facts import stated
 
     rows = []
     for name in registry.names(noun):
         kind = registry.load(noun, name)
-        defaults = {field.name: _default(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind)}
+        defaults = {one["name"]: one["default"] for one in _arguments(kind)}
         arguments = ", ".join(key if value is None else f"{key}={value}" for key, value in defaults.items())
         about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
         if registry.is_custom(noun, name):
@@ -248,7 +228,6 @@ def listing(noun: str) -> list[dict[str, str]]:
 
 
 def _cluster(name: str) -> str:
-    """Describe a cluster that is built in."""
     from flockstep.costs.cluster_file import load_cluster
     from flockstep.report import formatting
 
@@ -260,7 +239,6 @@ def _cluster(name: str) -> str:
 
 
 def _model(name: str) -> str:
-    """Describe a reference model."""
     from flockstep.costs.reference import MODELS, reference
 
     shape = reference(name)
@@ -269,15 +247,21 @@ def _model(name: str) -> str:
     return f"{counted} {MODELS[name].source}."
 
 
-def _default(field: dataclasses.Field[object]) -> str | None:
-    """A field's default as text; None where it has to be given."""
-    from flockstep.expression import Component, to_text
+def _arguments(kind: Any) -> list[dict[str, Any]]:
+    """Name, type and default of each argument of a component; the default is None if the argument has to be given."""
+    from flockstep.expression import Component, fields_of, to_text
 
-    if field.default_factory is not dataclasses.MISSING:
-        return to_text(field.default_factory())  # type: ignore[arg-type]
-    if isinstance(field.default, Component):
-        return to_text(field.default)
-    return None if field.default is dataclasses.MISSING else repr(field.default)
+    types, found = fields_of(kind), list[dict[str, Any]]()
+    for field in dataclasses.fields(kind):
+        if field.name in types:
+            hint, default = types[field.name], field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            text = to_text(default) if isinstance(default, Component) else repr(default)
+            shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            given = None if default is dataclasses.MISSING else text
+            found.append({"name": field.name, "type": shown, "default": given})
+    return found
 
 
 def systems(
@@ -298,19 +282,13 @@ def systems(
         show.result(as_json, rows, TextTable(columns, [[row[one] for one in SYSTEM_COLUMNS] for row in rows]))
         return
     known = catalog.system(name)
+    modes = [(mode, Strategy.parse(mode.runs)) for mode in known.modes]
     found: dict[str, Any] = {
         **known.row(),
-        "citation": known.citation,
-        "algorithm": known.algorithm,
-        "differs": known.differs,
+        **{name: getattr(known, name) for name in ("citation", "algorithm", "differs")},
         "modes": [
-            {
-                "mode": mode.name,
-                "strategy": str(strategy),
-                "partition": mode.partition,
-                "delivery": strategy.traits.delivery,
-            }
-            for mode, strategy in ((mode, Strategy.parse(mode.runs)) for mode in known.modes)
+            {"mode": m.name, "strategy": str(s), "partition": m.partition, "delivery": s.traits.delivery}
+            for m, s in modes
         ],
     }
     if as_json:

@@ -242,12 +242,7 @@ def as_given(context: click.Context, config: RunConfig) -> RunConfig:
 
 
 def begun_before(context: click.Context, config: RunConfig, place: Path) -> Continuation:
-    """Return whether a command with --resume continues the run that its folder holds; `config` has all defaults filled
-    in.
-
-    Raises:
-        ConfigurationError: --out is missing, or the folder holds another run, or one that has ended.
-    """
+    """Return whether a command with --resume continues the run that its folder holds; `config` has all defaults."""
     from flockstep.launchers.continuing import continuation
 
     if not any(given_options(context, ("out",))):
@@ -256,18 +251,14 @@ def begun_before(context: click.Context, config: RunConfig, place: Path) -> Cont
 
 
 def refuse(context: click.Context, names: Iterable[str], why: str) -> None:
-    """Refuse the parameters in `names` that the command line gives.
-
-    Raises:
-        ConfigurationError: such an option is given; the message is the option, its value and `why`.
-    """
+    """Refuse the parameters in `names` that the command line gives: the error is the option, its value and `why`."""
     for option, value in given_options(context, names):
         raise ConfigurationError(f"{option} {value} {why}")
 
 
 def given_options(context: click.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value), such as ("--node-rank", 1), for every parameter in `names` that the command line gives. If
-    the value is a list, its first element is yielded.
+    """Yield (option, value), such as ("--node-rank", 1), for every parameter in `names` that the command line gives; of
+    a list, the first element.
     """
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:

@@ -121,12 +121,8 @@ def missed(summary: Summary, name: str | None = None) -> str | None:
 
     `name` is the run's name in the sentence; None for the name of its strategy.
     """
-    if (
-        summary.status == "failed"
-        or summary.target is None
-        or summary.seconds_to_target is not None
-        or summary.best_metric is None
-    ):
+    reached = summary.target is None or summary.seconds_to_target is not None
+    if reached or summary.status == "failed" or summary.best_metric is None:
         return None
     return (
         f"{name or summary.system or summary.strategy} did not reach the target {summary.target:g}: its best "
@@ -140,7 +136,9 @@ def as_data(summary: Summary, folder: Path) -> dict[str, Any]:
     computed.
     """
     record = RunFolder(folder)
-    data: dict[str, Any] = {"folder": str(folder), **msgspec.to_builtins(summary, str_keys=True)}
-    data["result_hash"] = fingerprint(record.read_result()[0]) if (folder / "result.npy").exists() else None
-    data["gradients"] = record.read_config().versions.get("gradients")
-    return data
+    return {
+        "folder": str(folder),
+        **msgspec.to_builtins(summary, str_keys=True),
+        "result_hash": fingerprint(record.read_result()[0]) if record.result_file.exists() else None,
+        "gradients": record.read_config().versions.get("gradients"),
+    }

@@ -101,11 +101,7 @@ class Grid:
         )
 
     def groups(self, out: Path) -> list[list[PlannedRun]]:
-        """Return the runs by strategy and learning rate. Runs that differ only in their seed form one group.
-
-        Raises:
-            ConfigurationError: a strategy or an option is invalid, or a strategy is given twice.
-        """
+        """Return the runs by strategy and learning rate. Runs that differ only in their seed form one group."""
         configs = [self._with(self.base, text) for text in self.strategies]
         for config in configs:
             check(config)
@@ -232,11 +228,7 @@ def compare(options: CompareOptions) -> Comparison:
 
 
 def grid_of(options: CompareOptions) -> Grid:
-    """Return the runs of a comparison. A Python file that defines no `job` at its top level is a script to launch.
-
-    Raises:
-        ConfigurationError: an option is invalid, or has no effect on this kind of runs, or a script is to be simulated.
-    """
+    """Return the runs of a comparison. A Python file that defines no `job` at its top level is a script to launch."""
     job = options.job
     script = Path(job).is_file() and Path(job).suffix == ".py" and not defines_job(job)
     if script and options.simulated:
@@ -259,10 +251,6 @@ def carry_out_all(
 
     `say` is called with a line for each run. `conclude` is called with the comparison, even if the comparison was
     interrupted.
-
-    Raises:
-        ConfigurationError: a strategy or an option is invalid; nothing was started.
-        Interrupted: the comparison was interrupted; the same call continues the comparison.
     """
     if grid.base.kind != "simulate":
         from flockstep.launchers.children import refuse_program
@@ -303,11 +291,7 @@ def carry_out_all(
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether `folder` holds this run, finished.
-
-    Raises:
-        ConfigurationError: the folder holds a finished run of another configuration.
-    """
+    """Whether `folder` holds this run, finished; a finished run of another configuration is refused."""
     record = RunFolder(folder)
     if not record.config_file.exists() or record.unfinished:
         return False
@@ -350,11 +334,7 @@ def _ranked(groups: Sequence[Sequence[PlannedRun]], grid: Grid, out: Path) -> Co
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of the runs in `folder`; if `folder` is itself the folder of a run, return only `folder`.
-
-    Raises:
-        ConfigurationError: there is no run folder.
-    """
+    """Return the folders of the runs in `folder`; if `folder` is itself the folder of a run, return only `folder`."""
     if RunFolder(folder).config_file.exists():
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/config.toml"))

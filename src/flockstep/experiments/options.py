@@ -263,9 +263,6 @@ def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P,
 def configured(kind: Kind, options: Any, job: str | None = None, strategy: str | None = None) -> RunConfig:
     """Return the configuration of a run that a structure of options describes; `job` and `strategy` replace those of
     the structure.
-
-    Raises:
-        ConfigurationError: a value is invalid.
     """
     from flockstep.records.config import MetricTarget, RunConfig
 
@@ -297,23 +294,13 @@ def configured(kind: Kind, options: Any, job: str | None = None, strategy: str |
 
 
 def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
-    """Return the values of an argument that is a list.
-
-    A string is refused, because Python would iterate over its letters.
-
-    Raises:
-        ConfigurationError: `values` is a string.
-    """
+    """Return the values of an argument that is a list. A string is refused: Python would iterate over its letters."""
     require(not isinstance(values, str), name, "a list", f"{values!r}", f"write [{values!r}]")
     return tuple(values)
 
 
 def refuse_idle(kind: Kind, options: CompareOptions) -> None:
-    """Refuse options of a comparison that have no effect on its kind of runs.
-
-    Raises:
-        ConfigurationError: such an option has another value than its default.
-    """
+    """Refuse options of a comparison that have no effect on its kind of runs."""
     own = {name for name, _ in options_of_kind(kind)}
     simulated = {name for name, _ in options_of_kind("simulate")} | {"cluster"}
     jobs = {name for name, _ in options_of_kind("train")} | {"lr_grid"}
@@ -333,11 +320,7 @@ def refuse_idle(kind: Kind, options: CompareOptions) -> None:
 
 
 def rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """Return the learning rates of a grid; the result is empty if no grid is given.
-
-    Raises:
-        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given in addition.
-    """
+    """Return the learning rates of a grid, which must be different numbers above 0; `lr` in addition is refused."""
     text = ",".join(f"{rate:g}" for rate in listed("lr_grid", grid))
     if grid and lr is not None:
         raise ConfigurationError(f"lr {lr:g} and lr_grid {text} contradict each other; give one of them")

@@ -68,9 +68,7 @@ class PlanResult:
         return f"{self.outlook.task.name} on {many(self.outlook.workers, 'worker')} of {self.outlook.site.cluster.name}"
 
     def tables(self, everything: bool = True) -> list[TextTable]:
-        """Return the tables of split models, predictions, trials and criteria; unless `everything` is set, without
-        the criteria and with the most important rows and columns of the others.
-        """
+        """Return the tables of split models, predictions and trials; `everything` adds rows and the criteria."""
         found = [tables.predictions(self.advice, everything)]
         if self.hybrid is not None and self.hybrid.splits:
             found.insert(0, tables.splits(self.hybrid, everything))
@@ -79,9 +77,7 @@ class PlanResult:
         return [*found, tables.criteria(self.advice)] if everything else found
 
     def lists(self, everything: bool = True) -> list[tuple[str, Sequence[str]]]:
-        """Return the lists of sentences, each with its heading; only the most important ones unless `everything` is
-        set.
-        """
+        """Return the lists of sentences with their headings; unless `everything` is set, the most important ones."""
         advice, outlook = self.recommendation, self.outlook
         found: list[tuple[str, Sequence[str]]] = [
             ("why", advice.reasons if everything else advice.reasons[:REASONS]),
@@ -170,10 +166,6 @@ def plan(options: PlanOptions) -> PlanResult:
 def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
     """Return the plan that `options` ask for, also if the user interrupts the trials. `say` is called with a line about
     the current task.
-
-    Raises:
-        ConfigurationError: a job, cluster, requirement or strategy does not exist, or an option has no effect.
-        Interrupted: the user interrupted the plan before the trials, or while split models were predicted.
     """
     requirements, chosen = listed("require", options.require), listed("strategies", options.strategies)
     require_known(requirements)

@@ -145,10 +145,8 @@ def simulated(options: SimulateOptions) -> RunConfig:
 
 
 def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None:
-    """Return the cluster whose links and times a simulation uses; None if the options name no cluster.
-
-    Raises:
-        ConfigurationError: there is no such cluster, or a network or a compute model is given in addition.
+    """Return the cluster whose links and times a simulation uses; None if the options name no cluster. A network or a
+    compute model beside a cluster is refused.
     """
     if options.cluster is None:
         return None
@@ -165,11 +163,7 @@ def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
-    """Return the configuration of a simulation, changed to the links and times of a cluster, if there is one.
-
-    Raises:
-        ConfigurationError: the cluster cannot have the configured number of workers.
-    """
+    """Return the configuration of a simulation, changed to the links and times of a cluster, if there is one."""
     if shape is None:
         return config
     from flockstep.planning.step_prediction import on_cluster as modeled
@@ -191,10 +185,6 @@ def carry_out(
     `watch` is called with the progress of a simulation, `standings` with that of a real run. `gathering` are the hosts
     of a real run, which this host coordinates; None if all processes are on this machine. The output of a launched
     script is hidden; if the script fails, `say` shows the end of its standard error.
-
-    Raises:
-        ConfigurationError: the configuration is invalid; nothing was started.
-        RunError: the run failed; the record is complete up to the failure.
     """
     if config.kind == "simulate":
         from flockstep.launchers import simulate as virtual

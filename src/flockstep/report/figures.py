@@ -22,7 +22,6 @@ from flockstep.report.style import (
     Series,
     axis,
     heading,
-    key,
     layout,
     ref,
     safe,
@@ -65,7 +64,7 @@ def progress(series: Sequence[Series]) -> Figure:
         log = all(curve.is_loss and min(curve.finite) > 0 for curve in curves)
         for column, (title, _) in enumerate(across):
             panel, left = _COLUMNS * row + column, column * 0.345
-            x, y = key("x", panel), key("y", panel)
+            x, y = ref("xaxis", panel), ref("yaxis", panel)
             # plotly leaves axes that it is not told to fit at [0, 6] as soon as one axis beside them has a range
             fit = {"autorange": True} if column or (last := _last_second(series)) is None else {"range": [0, last]}
             title = "virtual seconds" if column == 0 and first.clock == "virtual" else title
@@ -305,7 +304,7 @@ def timeline(series: Sequence[Series]) -> Figure | None:
     for index, ((one, spans), names) in enumerate(zip(shown, nodes, strict=True)):
         top = 1 - (used + _TITLE_PX) / plot_px
         used += _TITLE_PX + _ROW_PX * len(names)
-        made[key("y", index)] = axis(
+        made[ref("yaxis", index)] = axis(
             domain=[max(1 - used / plot_px, 0.0), top],
             anchor="x",
             range=[len(names) - 0.5, -0.5],

@@ -123,8 +123,8 @@ def apart(ranked: Sequence[Summary]) -> list[str]:
 
 
 def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Say whether several workers were faster than one, which is the first question about a cluster; nothing without a
-    run of one worker, or if no run reached the target.
+    """Say whether several workers were faster than one; nothing without a run of one worker, or if no run reached the
+    target.
     """
     alone = reference(ranked)
     hits = [(label, run) for label, run in zip(labels(ranked), ranked, strict=True) if run.useful and _hit(run)]
@@ -148,9 +148,7 @@ def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
 
 
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Return sentences about how certain the order of the ranked runs is; `seeds` is the number of runs of each
-    strategy.
-    """
+    """Return sentences about how certain the order of the ranked runs is, each of them the median of `seeds` runs."""
     if (why := unranked(ranked)) is not None:
         return [why]
     said = []

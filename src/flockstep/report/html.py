@@ -92,10 +92,6 @@ def render(
         spread: groups of runs that differ only in their seed, and the groups whose learning rate is ranked. `records`
             has one record for each ranked group, whose summary is the group's median.
         target: the target to which times refer; None for the runs' own.
-
-    Raises:
-        ConfigurationError: the runs cannot be compared, no run has the metric of `target`, or the list of runs is
-            empty.
     """
     if not records:
         raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")

@@ -27,9 +27,6 @@ Row = dict[str, Any]
 def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
     """Return one row for each layer of `model`, for `batch` samples per worker; sizes are in bytes, work in
     floating-point operations.
-
-    Raises:
-        ConfigurationError: batch or workers are below 1.
     """
     require_scale(batch, workers)
     return [_row(model, layer, batch, workers) for layer in model.layers]
@@ -173,15 +170,8 @@ def table(model: ModelShape, batch: int, workers: int, everything: bool = False)
     shown = [
         row for row in found if everything or len(found) <= MANY or row["parameters"] or row["counted"] != "formula"
     ]
-    none: Row = {
-        "layer": "total",
-        "kind": "",
-        "counted": "formula",
-        "tied": None,
-        "split_bytes": None,
-        "concurrency": {},
-    }
-    total = {**said, **none, "pipeline_bytes": None, "cheaper": formatting.size(said["cheapest_bytes"])}
+    none: Row = {"kind": "", "counted": "formula", "tied": None, "split_bytes": None, "pipeline_bytes": None}
+    total = {**said, **none, "layer": "total", "concurrency": {}, "cheaper": formatting.size(said["cheapest_bytes"])}
     left_out = len(found) - len(shown)
     note = f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."
     title = f"{model.name}: {batch} samples on each of {workers} workers"
@@ -201,6 +191,10 @@ def _figure(form: Callable[[Any], str], of: Callable[[Row], Any]) -> Callable[[R
 def _known(form: Callable[[Any], str], name: str, needs: str = "") -> Callable[[Row], str]:
     """A cell of the figure `name`; blank if the row does not have it, or the figure that it `needs`."""
     return lambda row: form(row[name]) if row[needs or name] else ""
+
+
+def _unless_none(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[name] is None else formatting.size(row[name])
 
 
 def _of_workers(kind: str) -> list[TableColumn]:
@@ -225,12 +219,8 @@ COLUMNS = (
     TableColumn("activations", rank=8, cell=lambda row: formatting.size(row["activation_bytes"])),
     TableColumn("gradient", rank=1, cell=_known(formatting.size, "gradient_bytes")),
     TableColumn("data parallel", cell=_known(formatting.size, "data_bytes", needs="gradient_bytes")),
-    TableColumn("split", cell=lambda row: "" if row["split_bytes"] is None else formatting.size(row["split_bytes"])),
-    TableColumn(
-        "pipeline",
-        rank=9,
-        cell=lambda row: "" if row["pipeline_bytes"] is None else formatting.size(row["pipeline_bytes"]),
-    ),
+    TableColumn("split", cell=_unless_none("split_bytes")),
+    TableColumn("pipeline", rank=9, cell=_unless_none("pipeline_bytes")),
     *(column for kind in CONCURRENCY for column in _of_workers(kind)),
     TableColumn("cheaper", text=True, rank=2, cell=lambda row: row["cheaper"] or ""),
 )

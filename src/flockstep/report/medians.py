@@ -44,18 +44,12 @@ class RepeatedRuns:
         return sum(run.seconds_to_target is not None for run in self.useful)
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
-        """Return minimum, median and maximum of a field of `Summary` over the useful runs that have a value.
-
-        None if no run has a value.
-        """
+        """Return minimum, median and maximum of a field of `Summary` over the useful runs; None if no run has it."""
         found = [value for run in self.useful if (value := getattr(run, name)) is not None]
         return (min(found), statistics.median(found), max(found)) if found else None
 
     def nearest(self) -> Summary:
-        """The run that is nearest to the medians by time to target, then by final metric.
-
-        If most runs are useful, it is a useful run.
-        """
+        """The run, useful if most are, that is nearest to the medians by time to target, then by final metric."""
         time, metric = self._medians()
         useful = 2 * len(self.useful) > len(self.runs)
 
@@ -65,30 +59,23 @@ class RepeatedRuns:
         return min(self.runs, key=off)
 
     def median(self) -> Summary:
-        """The medians over the runs as one `Summary`.
-
-        A run that failed, diverged or missed the target counts as the worst.
-        """
+        """The medians over the runs as one `Summary`; a run that is not useful or missed the target is the worst."""
         time, metric = self._medians()
         first = self.nearest()
         middle = {name: spread[1] for name in _MIDDLE if (spread := self.spread(name)) is not None}
         worst = next((run for run in self.runs if not run.useful), first)
         ended = next(iter(self.useful), worst) if 2 * len(self.useful) > len(self.runs) else worst
+        times = [math.inf if one.seconds_to_target is None else one.seconds_to_target for one in self.useful]
+        times += [math.inf] * (len(self.runs) - len(self.useful))  # the longest time is infinite if a run missed it
         return msgspec.structs.replace(
             first,
             **middle,
             status=ended.status,
             error=ended.error,
             seconds_to_target=time,
-            seconds_to_target_range=None if time is None else self._target_range(),
+            seconds_to_target_range=None if time is None else (min(times), max(times)),
             final_metric=metric,
         )
-
-    def _target_range(self) -> tuple[float, float]:
-        """The shortest and the longest time to the target; infinite if a run missed it."""
-        times = [run.seconds_to_target if run.useful else None for run in self.runs]
-        reached = [math.inf if time is None else time for time in times]
-        return min(reached), max(reached)
 
     def _medians(self) -> tuple[float | None, float | None]:
         worst = -math.inf if self.runs[0].higher_is_better else math.inf
@@ -100,9 +87,7 @@ class RepeatedRuns:
         return found if math.isfinite(found) else None
 
     def document(self, chosen: bool) -> dict[str, Any]:
-        """Return the runs' medians as a dictionary, for JSON; `chosen` says whether the strategy is ranked by this
-        learning rate.
-        """
+        """Return the runs' medians for JSON; `chosen` says whether the strategy is ranked by this learning rate."""
         keys = ("least", "median", "largest")
         spreads = {name: self.spread(name) for name in ("seconds_to_target", "final_metric", "seconds")}
         return {
@@ -174,10 +159,7 @@ def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
 
 
 def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
-    """Return the table of medians and ranges over seeds, for every learning rate of every strategy.
-
-    If there are several learning rates, a star marks the ranked rate.
-    """
+    """Return the table of medians and ranges over seeds, for every learning rate of every strategy."""
     several, seeds = len(groups) > len(chosen), max(len(group.runs) for group in groups)
 
     def rate(group: RepeatedRuns) -> str:

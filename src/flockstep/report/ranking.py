@@ -28,10 +28,7 @@ def rank(summaries: Sequence[Summary]) -> list[Summary]:
     metric, then by bytes per worker.
 
     Runs that failed or diverged come last, because their final models are not reliable. Runs without a common metric
-    keep their order, which is then no ranking.
-
-    Raises:
-        ConfigurationError: the runs cannot be compared: their clocks, jobs or targets differ.
+    keep their order, which is then no ranking. Runs that cannot be compared are refused.
     """
     require_comparable(summaries)
     return [summaries[index] for index in order(summaries)]
@@ -88,10 +85,8 @@ def measured_alike(records: Sequence[Record], target: MetricTarget | None = None
     """Return the records with summaries that measure all runs by one metric and one target.
 
     The metric is the one of `target`, otherwise the one by which all runs are measured already, otherwise the first
-    that all useful runs have recorded. Without such a metric no run has one.
-
-    Raises:
-        ConfigurationError: no run has recorded the metric of `target`.
+    that all useful runs have recorded. Without such a metric no run has one. A metric of `target` that no run has
+    recorded is refused.
     """
     summaries = [record.summary for record in records]
     if target is None and len({summary.metric for summary in summaries}) <= 1:
@@ -118,9 +113,7 @@ def _measured(record: Record, name: str | None, target: float | None) -> Record:
 
 
 def reference(summaries: Sequence[Summary]) -> Summary | None:
-    """Return the run of one worker among runs of several workers, the best of them if there are several; None if there
-    is none.
-    """
+    """Return the best run of one worker among runs of several workers; None if there is none."""
     alone = [summary for summary in summaries if summary.workers == 1]
     return alone[order(alone)[0]] if 0 < len(alone) < len(summaries) else None
 
@@ -134,16 +127,11 @@ def names(summaries: Sequence[Summary]) -> list[str]:
 
 
 def tied(best: Summary, other: Summary) -> bool:
-    """Return whether the intervals of time in which two runs reached the target overlap; the first run is the better
-    one.
-    """
-    if (
-        not (best.useful and other.useful)
-        or best.seconds_to_target_range is None
-        or other.seconds_to_target_range is None
-    ):
+    """Return whether the intervals of time in which the better run and the other reached the target overlap."""
+    first, second = best.seconds_to_target_range, other.seconds_to_target_range
+    if first is None or second is None or not (best.useful and other.useful):
         return False
-    return other.seconds_to_target_range[0] < best.seconds_to_target_range[1]
+    return second[0] < first[1]
 
 
 def require_comparable(summaries: Sequence[Summary]) -> None:
@@ -158,9 +146,7 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 
 
 def labels(summaries: Sequence[Summary]) -> list[str]:
-    """Return a short, unique label for each run: its strategy, and the settings in which runs of the same strategy
-    differ.
-    """
+    """Return a unique label for each run: its strategy, and the settings in which runs of the same strategy differ."""
     found = names(summaries)
     for setting in ("strategy", "workers", "cluster", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]

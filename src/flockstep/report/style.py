@@ -33,11 +33,7 @@ DASHES = {"solid": "none", "10px,4px": "10 4", "2px,3px": "2 3"}
 """plotly's name of a line style → the equivalent stroke-dasharray of SVG."""
 ALONE_DASH = "5px,3px"
 """plotly's name of the line style of one worker alone."""
-ACTIVITIES = {
-    "compute": ("computing", "#3d4f66"),
-    "comm": ("communicating", "#e8a33d"),
-    "wait": ("waiting", "#cfd5dd"),
-}
+ACTIVITIES = {"compute": ("computing", "#3d4f66"), "comm": ("communicating", "#e8a33d"), "wait": ("waiting", "#cfd5dd")}
 SQUARE = '<span style="color:{color}">■</span>'
 """Character that is drawn in a run's color before the run's name."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
@@ -82,17 +78,12 @@ class Series:
 
     def title(self, width: int) -> str:
         """Return the label of the run, escaped for plotly and broken into lines of at most `width` characters."""
-        return wrapped(self.label, width)
+        return "<br>".join(map(safe, lines(self.label, width)))
 
 
 def safe(text: str) -> str:
     """Escape everything in `text` that plotly would read as markup."""
     return html.escape(text, quote=False)
-
-
-def wrapped(text: str, width: int) -> str:
-    """Escape `text` for plotly and break it into lines of at most `width` characters, never inside a word."""
-    return "<br>".join(map(safe, lines(text, width)))
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
@@ -125,13 +116,8 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
     return made
 
 
-def key(letter: str, index: int) -> str:
-    """Return plotly's name of the axis number `index` in a layout: xaxis, xaxis2, and so on."""
-    return f"{letter}axis{index + 1 if index else ''}"
-
-
 def ref(letter: str, index: int) -> str:
-    """Return plotly's name of the axis number `index` in a trace: x, x2, and so on."""
+    """Return plotly's name of the axis number `index` in a trace: x, x2, and so on; `xaxis` for a name in a layout."""
     return f"{letter}{index + 1 if index else ''}"
 
 
@@ -161,8 +147,8 @@ def small_multiples(
         data += [{**trace, "xaxis": x_ref, "yaxis": y_ref} for trace in traces]
         across = titles[0] if index + columns >= len(series) else ""
         domain = [max(top - panel_px / plot_px, 0.0), top]
-        more[key("x", index)] = axis(across, domain=[left, min(left + width, 1.0)], anchor=y_ref, **x)
-        more[key("y", index)] = axis(
+        more[ref("xaxis", index)] = axis(across, domain=[left, min(left + width, 1.0)], anchor=y_ref, **x)
+        more[ref("yaxis", index)] = axis(
             "" if column else titles[1], domain=domain, anchor=x_ref, showticklabels=column == 0, **y
         )
         notes.append(heading(name, left, top, one.color))

@@ -33,11 +33,7 @@ def columns(summary: Summary, alone: Summary | None = None) -> list[TableColumn]
     found = [
         TableColumn("#", cell=lambda row: row.place if row.run.useful else formatting.NONE),
         TableColumn("strategy", text=True, cell=lambda row: row.label),
-        TableColumn(
-            f"seconds to {goal or 'the end'}",
-            note=reached if goal else "",
-            cell=lambda row: _time(row.run),
-        ),
+        TableColumn(f"seconds to {goal or 'the end'}", note=reached * bool(goal), cell=lambda row: _time(row.run)),
     ]
     if goal and alone is not None:
         single = alone
@@ -112,9 +108,7 @@ def _speedup(summary: Summary, alone: Summary) -> str:
 
 
 def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
-    """Sentences about simulations that could not batch the gradients of several workers, and about what partitions
-    change.
-    """
+    """Sentences about simulations that computed gradients one by one, and about what partitions change."""
     configs = list(configs)
     said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
     return [
@@ -124,11 +118,7 @@ def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
 
 
 def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
-    """Return the table of ranked runs; without runs, the table is empty.
-
-    Raises:
-        ConfigurationError: the runs cannot be compared.
-    """
+    """Return the table of ranked runs; without runs, the table is empty."""
     ranked = rank(summaries)
     if not ranked:
         return TextTable((), (), "no runs")

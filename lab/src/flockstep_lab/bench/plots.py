@@ -9,7 +9,7 @@ from typing import Any
 from flockstep.report import formatting
 from flockstep.report import page as report
 from flockstep.report.page import Page
-from flockstep.report.style import COLORS, INK, axis, key, layout, ref
+from flockstep.report.style import COLORS, INK, axis, layout, ref
 from flockstep.report.style import Figure as Drawing
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep_lab.bench.codecs import CodecFigure
@@ -57,8 +57,8 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
         sizes = sorted({one.bytes for one in figures if one.workers == count})
         rates = [one.bytes / one.seconds / 1e9 for one in figures if one.workers == count and one.seconds] or [1.0]
         ticks = {"tickvals": sizes, "ticktext": [formatting.size(size) for size in sizes]}
-        made[key("x", index)] = axis(title, type="log", **ticks)
-        made[key("y", index)] = axis("GB/s" if index == 0 else "", type="log", **_decades(rates))
+        made[ref("xaxis", index)] = axis(title, type="log", **ticks)
+        made[ref("yaxis", index)] = axis("GB/s" if index == 0 else "", type="log", **_decades(rates))
         for place, implementation in enumerate(implementations):
             mine = [
                 one for one in figures if one.implementation == implementation and one.workers == count and one.seconds
