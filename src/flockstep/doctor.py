@@ -24,9 +24,7 @@ from flockstep.report.progress import ProgressCallback, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
-"""Type of functions that turn the standard output of a successful test command into a detail for the user. The function
-raises `ValueError` if the output is wrong.
-"""
+"""Function that makes a detail for the user of a test's output, or raises `ValueError` if that is wrong."""
 
 LIMIT = 120.0
 """Default time limit of a test in seconds."""
@@ -48,13 +46,9 @@ class SelfTest:
     fix: str = ""
     """Text that tells the user what to do if this test fails."""
     module: str | None = None
-    """Name of the Python module that the part needs. Without the module, the part counts as not installed, rather than
-    broken.
-    """
+    """Python module that the part needs; without it, the part is not installed rather than broken."""
     program: str | None = None
-    """Name of the program that runs the test; None for the Python interpreter. Without the program, the part counts as
-    not installed.
-    """
+    """Program that runs the test, or None for Python; without it, the part is not installed."""
     needs: tuple[str, ...] = ()
     """Names of the tests that must succeed before this test is run."""
     judge: Judge = str.strip

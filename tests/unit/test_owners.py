@@ -58,7 +58,7 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(tmp_path: Path) -> 
     folder = RunFolder(tmp_path / "run")
     made(folder)
     folder.write_summary(summarize(CONFIG, [], "failed", "why"))
-    assert not folder.holds_finished(CONFIG)
+    assert folder.unfinished
     made(folder, replace(CONFIG, seed=7))
     assert folder.read_config().seed == 7
     assert not folder.summary_file.exists()

@@ -6,9 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; an error prints one sentence on standard error, without a traceback, and sets the exit
-    code.
-    """
+    """Run the command line; an error prints one sentence on standard error, and sets the exit code."""
     from flockstep.cli.app import run
 
     sys.exit(run(sys.argv[1:]))

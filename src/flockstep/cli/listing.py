@@ -1,6 +1,4 @@
-"""`flockstep list` and `flockstep systems`: the components of every kind, and the systems of the literature, as text,
-JSON or documentation.
-"""
+"""`flockstep list` and `flockstep systems`: components, and systems of the literature, as text or JSON."""
 
 from __future__ import annotations
 
@@ -187,9 +185,7 @@ def _parts_of_description(one: dict[str, Any], width: int) -> Iterator[Text | st
 
 
 def described(noun: str, name: str) -> dict[str, Any]:
-    """Describe one component in detail: how to write it in an expression, its docstring, and its arguments with types
-    and defaults.
-    """
+    """Describe one component in detail: its expression, its docstring, and its arguments."""
     row = next(row for row in listing(noun) if row["name"] == name)
     if noun in DESCRIBED or name not in registry.names(noun):
         return {**row, "about": row["summary"], "arguments": []}
@@ -198,9 +194,7 @@ def described(noun: str, name: str) -> dict[str, Any]:
 
 
 def listing(noun: str) -> list[dict[str, str]]:
-    """Return a row for each component of the kind `noun`: its expression, its defaults, and the first line of its
-    docstring.
-    """
+    """Return a row for each component of a kind: its expression with defaults, and its docstring's first line."""
     if noun not in nouns():
         raise UnknownName.among("kind", noun, nouns())
     if noun in DESCRIBED:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flockstep.records.config import RunConfig
 
 _host = partial(Opt, panel="Several hosts")
+_RESERVED = "that each worker reserves (only with --on slurm or ray)."
 Imports = Annotated[tuple[str, ...], options_of(CommonOptions)["imports"][0]]
 Json = Annotated[
     bool, Opt("Print one JSON document on standard output, and progress on standard error.", names=("--json",))
@@ -61,12 +62,8 @@ class HostOptions:
         "Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job or in the "
         "allocation of this shell; ray: on a Ray cluster."
     ).default("local")
-    cpus_per_worker: float = _host("Number of cores that each worker reserves (only with --on slurm or ray).").default(
-        1.0
-    )
-    gpus_per_worker: float = _host("Number of GPUs that each worker reserves (only with --on slurm or ray).").default(
-        0.0
-    )
+    cpus_per_worker: float = _host(f"Number of cores {_RESERVED}").default(1.0)
+    gpus_per_worker: float = _host(f"Number of GPUs {_RESERVED}").default(0.0)
     hosts: str | None = _host(
         "Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4."
     ).default()
@@ -114,11 +111,6 @@ def gathered(
     job's exit code. On a host other than the coordinator, options that have no effect there are reported. `script` are
     a launched script and its arguments, if these are the last words of the command.
     """
-    words: list[str] = []
-    if config.kind == "launch":
-        from flockstep.launchers.script import program_of
-
-        words = program_of(config)[1]
     with contextlib.ExitStack() as stack:
         gathering: Gathering | None = context.obj.get("gathering")  # of flockstep coordinate
         if gathering is None:
@@ -132,7 +124,7 @@ def gathered(
                     reserved = where.cpus_per_worker, where.gpus_per_worker, where.slurm_options
                     nodes = 1 if where.nodes is None else where.nodes
                     raise Exit(submitted([*own, *script], place, config.workers, nodes, *reserved, python))
-            gathering = _hosts(context, where, config, words, output, stack)
+            gathering = _hosts(context, where, config, output, stack)
         if gathering is not None:
             from flockstep.launchers.wait_monitor import on_stderr
 
@@ -149,13 +141,17 @@ def _hosts(
     context: click.Context,
     where: HostOptions,
     config: RunConfig,
-    words: Sequence[str],
     output: Output | None,
     stack: contextlib.ExitStack,
 ) -> Gathering | None:
     """The hosts that the options select, until `stack` ends; None if all processes are on this host."""
     from flockstep.launchers.output import SHOWN
 
+    words: list[str] = []
+    if config.kind == "launch":
+        from flockstep.launchers.script import program_of
+
+        words = program_of(config)[1]
     shown, reached = output or SHOWN, (where.timeout, where.host_address)
     python = where.remote_python or sys.executable
     if where.hosts is not None:

@@ -74,7 +74,7 @@ def train(
     from flockstep.launchers.train import train_for
     from flockstep.runtime.setup import check, prepare
 
-    config, overwrite = configured("train", options), options.overwrite
+    config = configured("train", options)
     place = folder(options.out, f"{options.job}-{options.strategy}")
     if where.on == "slurm":
         check(config)  # before it waits for its turn
@@ -82,13 +82,8 @@ def train(
         if gathering is not None and not gathering.coordinates:
             train_for(gathering, config)
             return
-        if resumes:
-            begun = o.begun_before(context, prepare(config)[2], place)
-            if begun.resumes:
-                runs.resume_one(place, as_json, None, gathering)
-                return
-            overwrite |= begun.overwrites
-        runs.run_one(config, place, overwrite, as_json, gathering)
+        begun = o.begun_before(context, prepare(config)[2], place) if resumes else None
+        runs.run_one(config, place, options.overwrite, as_json, gathering, begun)
 
 
 def resume(
@@ -209,13 +204,12 @@ def launch(
     as_json: o.Json = False,
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
-    from flockstep.cli import runs, show
+    from flockstep.cli import runs
     from flockstep.launchers import script as scripts
     from flockstep.launchers.executable import AS_THE_SCRIPT_SAYS
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
-    overwrite = options.overwrite
     config = configured("launch", options, str(options.script), AS_THE_SCRIPT_SAYS)
     config = replace(config, output=None, prefix=None, rank_output=None)
     if options.strategy is not None:
@@ -229,18 +223,10 @@ def launch(
     last = [config.job, *config.arguments]
     with o.gathered(context, where, config, place, script=last, output=shown) as (gathering, config):
         if gathering is not None and not gathering.coordinates:
-            scripts.launch_for(gathering, script, words, config, shown, overwrite)
+            scripts.launch_for(gathering, script, words, config, shown, options.overwrite)
             return
-        if resumes:
-            begun = o.begun_before(context, shown.kept_in(config), place)
-            if begun.resumes:
-                runs.resume_one(place, as_json, None, gathering)
-                return
-            overwrite |= begun.overwrites
-        with runs.names_record(place), show.beside_scripts() as (standings, sink):
-            output = replace(shown, show=sink)
-            summary = scripts.launch(script, words, config, place, output, overwrite, standings, gathering)
-        runs.conclude(summary, place, as_json)
+        begun = o.begun_before(context, shown.kept_in(config), place) if resumes else None
+        runs.run_one(config, place, options.overwrite, as_json, gathering, begun, shown)
 
 
 def secret() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from click.exceptions import Exit
 
 from flockstep.cli import show
 from flockstep.experiments.single import carry_on, carry_out
+from flockstep.launchers.output import Output
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary, trained_apart
@@ -23,6 +25,7 @@ from flockstep.runtime.node_metrics import fingerprint
 
 if TYPE_CHECKING:
     from flockstep.experiments.comparison import Comparison
+    from flockstep.launchers.continuing import Continuation
     from flockstep.launchers.gathering import Gathering
 
 
@@ -36,15 +39,35 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering:
         def say(stream: int, data: bytes) -> None:
             show.note(data.decode(errors="replace").removesuffix("\n"))
 
-        return carry_out(config, folder, overwrite, standings=standings, gathering=gathering, say=say).summary
+        output = Output("none", show=say)  # of a script
+        return carry_out(config, folder, overwrite, standings=standings, gathering=gathering, output=output).summary
 
 
 def run_one(
-    config: RunConfig, folder: Path, overwrite: bool, as_json: bool, gathering: Gathering | None = None
+    config: RunConfig,
+    folder: Path,
+    overwrite: bool,
+    as_json: bool,
+    gathering: Gathering | None = None,
+    begun: Continuation | None = None,
+    output: Output | None = None,
 ) -> None:
-    """Train or simulate with a configuration, and print the outcome."""
+    """Carry out a run, or continue the one that has `begun` in its folder, and print the outcome. A script's `output`
+    is shown beside the state of its run.
+    """
+    if begun is not None:
+        if begun.resumes:
+            resume_one(folder, as_json, None, gathering)
+            return
+        overwrite |= begun.overwrites
     with names_record(folder):
-        summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
+        if output is None:
+            summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
+        else:
+            with show.beside_scripts() as (standings, sink):
+                shown = replace(output, show=sink)
+                found = carry_out(config, folder, overwrite, standings=standings, gathering=gathering, output=shown)
+            summary = found.summary
     conclude(summary, folder, as_json, must_reach=config.target is not None)
 
 
@@ -117,10 +140,7 @@ def conclude_comparison(found: Comparison, as_json: bool) -> None:
 
 
 def missed(summary: Summary, name: str | None = None) -> str | None:
-    """Return a sentence about a missed target; None if the run has no target, has reached it, or failed.
-
-    `name` is the run's name in the sentence; None for the name of its strategy.
-    """
+    """Return a sentence about a target that a run did not reach; `name` is the run's, or its strategy's."""
     reached = summary.target is None or summary.seconds_to_target is not None
     if reached or summary.status == "failed" or summary.best_metric is None:
         return None
@@ -132,9 +152,7 @@ def missed(summary: Summary, name: str | None = None) -> str | None:
 
 
 def as_data(summary: Summary, folder: Path) -> dict[str, Any]:
-    """Return a summary for --json, with the run's folder, the hash of the final parameters, and how gradients were
-    computed.
-    """
+    """Return a summary for --json, with the folder, the hash of the result, and how gradients were computed."""
     record = RunFolder(folder)
     return {
         "folder": str(folder),

@@ -39,9 +39,7 @@ console: Console = _Page(stderr=True)
 
 
 def page() -> Console:
-    """Return a console that prints tables on standard output, with the width of the terminal or the value of the
-    variable COLUMNS, otherwise 120 characters.
-    """
+    """Return a console on standard output, as wide as the terminal or COLUMNS, otherwise 120 characters."""
     known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return _Page(width=None if known else 120)
 
@@ -82,9 +80,7 @@ MOST_HELD = 1 << 18
 
 @contextmanager
 def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], object]]:
-    """Context manager that shows a live table of the nodes of a real run, and the time left; if standard error is not
-    a terminal, a line is printed every `PERIOD` seconds.
-    """
+    """Context manager that shows a live table of a run's nodes, and the time left; without a terminal, lines."""
 
     def mean_step(nodes: dict[Address, RunPeer]) -> float:
         return statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
@@ -109,9 +105,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, RunPeer], int], ob
 
 @contextmanager
 def status(title: str = "starting", unit: str = "") -> Iterator[ProgressCallback]:
-    """Context manager that shows the current task, `title` at first, and, if the total number of units is known, the
-    time left; if standard error is not a terminal, a line is printed every `PERIOD` seconds.
-    """
+    """Context manager that shows the current task, and the time left if the number of units is known."""
     if console.is_terminal:
         with _progress(unit) as progress:
             shown = progress.add_task(title, total=None)
@@ -142,9 +136,7 @@ def status(title: str = "starting", unit: str = "") -> Iterator[ProgressCallback
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; if standard
-    error is not a terminal, a line is printed every `PERIOD` seconds.
-    """
+    """Context manager that shows a progress bar of a simulation's worker-steps, and the time left."""
     with status(title, "worker-steps") as say:
 
         def show(done: int, total: int, clock: float) -> None:
@@ -180,10 +172,7 @@ def _progress(unit: str = "") -> Progress:
 
 
 def node_table(nodes: dict[Address, RunPeer]) -> Table:
-    """Return a table of the state of every node of a run, with the nodes' losses if any loss is known.
-
-    The loss of a user's script is known if the script gives it to `record_loss`.
-    """
+    """Return a table of the state of every node of a run, with losses if any is known."""
     from rich.table import Table
 
     from flockstep.messages import node_name

@@ -1,6 +1,4 @@
-"""Comparisons of strategies: a grid of runs (strategies, learning rates, seeds), which are stored as they finish and
-ranked at the end.
-"""
+"""Comparisons: a grid of runs (strategies, learning rates, seeds), stored as they finish, ranked at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from flockstep.experiments.single import RunResult, carry_out, cluster_of, on_cl
 from flockstep.frameworks.job import defines_job
 from flockstep.planning.check import for_report
 from flockstep.records.access import set_readers
-from flockstep.records.config import Kind, RunConfig
+from flockstep.records.config import Kind, RunConfig, same_run
 from flockstep.records.folder import RunFolder, no_run
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
@@ -47,16 +45,12 @@ class PlannedRun(NamedTuple):
 
 
 Execute = Callable[[PlannedRun, str, int, bool], Summary]
-"""Type of functions that carry out a run, called with its title, the number of runs that follow, and whether to replace
-the run that the folder holds.
-"""
+"""Function that carries out a run, given its title, how many follow, and whether to replace the recorded run."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs of a comparison: each strategy at each learning rate with each of `seeds` seeds. If no learning rate is
-    given, the job's learning rate is used.
-    """
+    """The runs of a comparison: each strategy at each learning rate (or the job's), with `seeds` seeds."""
 
     base: RunConfig
     strategies: Sequence[str]
@@ -81,9 +75,7 @@ class Grid:
 
     @property
     def alone(self) -> RunConfig | None:
-        """The job on one worker (rank 0), on this host and undisturbed, with as many samples as a strategy uses; None
-        if no such run is made.
-        """
+        """The job on one undisturbed worker, with as many samples as a strategy uses; None if it is not run."""
         if not self.reference or self.base.workers == 1:
             return None
         replicas = partition_of(self.base).replicas(self.base.workers)
@@ -164,9 +156,7 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Summary]:
-        """One summary for each strategy, with the best strategy first: the summary of the strategy's run, or the
-        medians of its runs.
-        """
+        """One summary for each strategy, best first: that of its run, or the medians of its runs."""
         return rank(
             [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
         )
@@ -297,7 +287,7 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
         return False
     if config.kind == "launch":
         require_unchanged(record.read_config(), digest(Path(config.job)))
-    if not record.holds_finished(config if config.kind == "launch" else prepare(config)[2]):
+    if not same_run(record.read_config(), config if config.kind == "launch" else prepare(config)[2]):
         raise ConfigurationError(
             f"{folder} holds a finished run of another configuration; choose another folder with --out, or "
             "delete this folder"

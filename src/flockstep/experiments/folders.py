@@ -7,9 +7,7 @@ from pathlib import Path
 
 
 def folder(out: Path | str | None, what: str) -> Path:
-    """Return the folder for a record: `out` if it is given, otherwise a new folder in runs/ whose name consists of the
-    time and `what`.
-    """
+    """Return the folder for a record: `out`, or a new one in runs/, named by the time and by `what`."""
     if out is not None:
         return Path(out)
     return Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{slug(what)}"

@@ -41,9 +41,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 T = TypeVar("T")
 Watch = Callable[[int, int, float], None]
-"""Type of functions that are called with the progress of a simulation: the steps done by all workers, the total number
-of steps, and the virtual seconds.
-"""
+"""Function that is called with the steps of all workers that are done, their total, and virtual seconds."""
 FOR_JOBS = (
     "is for jobs, and a script without job() sets this itself; pass it to the script after --, as in -- --lr 0.1 (in "
     "Python, arguments=[…])"
@@ -261,9 +259,7 @@ def takes(structure: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P,
 
 
 def configured(kind: Kind, options: Any, job: str | None = None, strategy: str | None = None) -> RunConfig:
-    """Return the configuration of a run that a structure of options describes; `job` and `strategy` replace those of
-    the structure.
-    """
+    """Return the configuration that options describe; `job` and `strategy` replace those of the options."""
     from flockstep.records.config import MetricTarget, RunConfig
 
     given: dict[str, Any] = {}

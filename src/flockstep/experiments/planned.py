@@ -164,9 +164,7 @@ def plan(options: PlanOptions) -> PlanResult:
 
 
 def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
-    """Return the plan that `options` ask for, also if the user interrupts the trials. `say` is called with a line about
-    the current task.
-    """
+    """Return the plan that `options` ask for, also if the user interrupts the trials."""
     requirements, chosen = listed("require", options.require), listed("strategies", options.strategies)
     require_known(requirements)
     options_of(PlanOptions)["hours"][0].check("hours", options.hours)

@@ -26,15 +26,13 @@ if TYPE_CHECKING:
     from flockstep.arrays.schema import FlatArray, Schema
     from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
-    from flockstep.launchers.output import Sink
+    from flockstep.launchers.output import Output, Sink
     from flockstep.launchers.peers import RunPeer
     from flockstep.messages import Address
     from flockstep.records.events import Event
 
 Standings = Callable[["dict[Address, RunPeer]", int], Any]
-"""Type of functions that are called with the state of every node of a real run, and the number of steps of a worker; 0
-if it is not known.
-"""
+"""Function that is called with every node of a real run and the steps of a worker, 0 if not known."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,7 @@ def simulated(options: SimulateOptions) -> RunConfig:
 
 
 def cluster_of(options: SimulateOptions | CompareOptions) -> ClusterShape | None:
-    """Return the cluster whose links and times a simulation uses; None if the options name no cluster. A network or a
-    compute model beside a cluster is refused.
-    """
+    """Return the cluster of a simulation, if its options name one; a network or compute model beside it is refused."""
     if options.cluster is None:
         return None
     from flockstep.costs.cluster_file import load_cluster
@@ -178,13 +174,13 @@ def carry_out(
     watch: Watch = lambda done, total, seconds: None,
     standings: Standings = lambda nodes, steps: None,
     gathering: Gathering | None = None,
-    say: Sink | None = None,
+    output: Output | None = None,
 ) -> RunResult:
     """Train, simulate or launch with a configuration, and record the run.
 
     `watch` is called with the progress of a simulation, `standings` with that of a real run. `gathering` are the hosts
-    of a real run, which this host coordinates; None if all processes are on this machine. The output of a launched
-    script is hidden; if the script fails, `say` shows the end of its standard error.
+    of a real run, which this host coordinates; None if all processes are on this machine. `output` says which output of
+    a launched script is shown, and how; by default only the end of its standard error, if the script fails.
     """
     if config.kind == "simulate":
         from flockstep.launchers import simulate as virtual
@@ -192,11 +188,10 @@ def carry_out(
         virtual.simulate(config, folder, watch, overwrite)
     elif config.kind == "launch":
         from flockstep.launchers import script
-        from flockstep.launchers.output import Output, to_terminal
+        from flockstep.launchers.output import Output
 
-        output = Output("none", show=say or to_terminal)
-        program, words = script.program_of(config)
-        script.launch(program, words, config, folder, output, overwrite, standings, gathering)
+        shown = output or Output("none")
+        script.launch(*script.program_of(config), config, folder, shown, overwrite, standings, gathering)
     else:
         from flockstep.launchers import train as real
 

@@ -18,9 +18,7 @@ HALF = ".half"
 
 
 def set_readers(folder: Path, shared: bool) -> None:
-    """Let all users of the host read a record whose folder was just created, or its owner alone; refuse a folder that
-    cannot be closed to other users.
-    """
+    """Let all users of the host read a new record, or its owner alone; refuse a folder that stays open to others."""
     with contextlib.suppress(OSError):
         folder.chmod(SHARED if shared else PRIVATE)
     found = folder.stat()
@@ -43,9 +41,7 @@ def make_folder(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str, buffering: int = -1, private: bool = False) -> IO[Any]:
-    """Open a file, as `open` does. The file is as open to other users as the folder that holds it, or not at all if it
-    is `private`.
-    """
+    """Open a file, which is as open to other users as its folder, or not at all if it is `private`."""
 
     def opener(name: str, flags: int) -> int:
         readers = 0 if private else path.parent.stat().st_mode & 0o044

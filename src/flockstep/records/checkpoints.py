@@ -44,18 +44,14 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model snapshot that was not yet evaluated when the checkpoint was taken; its path is the name of a file in the
-    checkpoint's folder.
-    """
+    """A snapshot that was not yet evaluated; its path is the name of a file in the checkpoint's folder."""
 
     snapshot: Snapshot
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a checkpoint: its files with their hashes, the files of snapshots, and the run to which the
-    checkpoint belongs.
-    """
+    """A checkpoint's content: its files with their hashes, and the run to which the checkpoint belongs."""
 
     format: int
     version: str
@@ -79,9 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
 
     def unevaluated(self, evaluated: Collection[float]) -> list[Snapshot]:
-        """Return the snapshots that must still be evaluated; `evaluated` holds the times of the evaluations in the
-        record, in seconds.
-        """
+        """Return the snapshots that have no evaluation; `evaluated` holds the times of all evaluations, in seconds."""
         items, ticks = [one.snapshot for one in self.pending], dict[float | None, float]()
         for item in items:
             ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
@@ -237,10 +231,7 @@ def folders(record: Path) -> list[Path]:
 
 
 def new_folder(record: Path, last: Path | None = None) -> Path:
-    """Create the folder of the next checkpoint.
-
-    Its name differs from `last`, the name of a removed checkpoint to which nodes may still write.
-    """
+    """Create the folder of the next checkpoint; its number is above that of `last`, to which nodes may still write."""
     number = max((int(path.name) for path in [*folders(record), *([] if last is None else [last])]), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
     make_folder(folder)

@@ -198,9 +198,7 @@ class RunConfig(
         return tomli_w.dumps(data)
 
     def with_files_of(self, other: RunConfig) -> RunConfig:
-        """Return this configuration with the job and the imported files of `other`, under the names that the files
-        have on its host.
-        """
+        """Return this configuration with the files of `other`, under the names that they have on its host."""
         return dataclasses.replace(self, job=other.job, imports=other.imports)
 
     @property

@@ -114,9 +114,7 @@ class MetricMeans:
         self._open: dict[tuple[str, int, int], list[MetricEvent]] = {}
 
     def add(self, event: MetricEvent) -> Iterator[MetricEvent]:
-        """Yield the values that are complete with this event, in order of steps. The events of one rank must be in
-        order; the ranks may be in any order.
-        """
+        """Yield the values that are complete with this event. The events of one rank must be in order."""
         if event.count is None:
             yield event
             return

@@ -31,9 +31,7 @@ Kind = Literal["send", "receive", "wait", "step"]
 
 
 class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An event of one process: the process sent or received a message, began to wait for a message, or finished a
-    step.
-    """
+    """An event of one process, which has sent or received a message, begun to wait, or finished a step."""
 
     seconds: float
     """Seconds from the start of the run to the event."""
@@ -60,10 +58,7 @@ class FlightRecorder:
         self._events.append((self._clock(), kind, peer, tag, step, nbytes))
 
     def taken(self, convert: Callable[[float], float] = lambda seconds: seconds) -> list[FlightEvent]:
-        """Return the events since the last call, oldest first.
-
-        `convert` converts seconds of the process's clock to seconds of the run.
-        """
+        """Return the events since the last call; `convert` makes seconds of the run of the process's clock."""
         found = [FlightEvent(convert(event[0]), *event[1:]) for event in self._events]
         self._events.clear()
         return found
@@ -107,9 +102,7 @@ def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
 
 
 def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> list[str]:
-    """Return sentences that say which node received a lost node's last message, and which nodes waited for the lost
-    node when it was declared lost.
-    """
+    """Return sentences that say who received a lost node's last message, and who waited for it in the end."""
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
     received = [(one, name) for name, events in before.items() for one in events if one.kind == "receive"]
     heard, said = [(one, name) for one, name in received if one.peer == lost.node], []

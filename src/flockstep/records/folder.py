@@ -26,7 +26,7 @@ from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.access import HALF, file_of, make_folder, open_file, set_readers, write_whole
 from flockstep.records.checkpoints import CHECKPOINTS
-from flockstep.records.config import RunConfig, same_run
+from flockstep.records.config import RunConfig
 from flockstep.records.events import (
     HELD_BACK,
     EvaluationEvent,
@@ -239,10 +239,6 @@ class RunFolder:
                     f"{file} was removed during its run, so the record is incomplete; repeat the run with --overwrite"
                 )
 
-    def holds_finished(self, config: RunConfig) -> bool:
-        """Return whether the folder holds a finished run with this configuration, which need not be repeated."""
-        return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
-
     @property
     def begun(self) -> int | None:
         """Time at which the run in the folder was started, in nanoseconds; None if there is no run."""
@@ -265,9 +261,7 @@ class RunFolder:
         return self.path / "events" / f"{file_of(node)}.jsonl"
 
     def note(self, seconds: float, texts: Iterable[str], lost: Iterable[LostEvent] = ()) -> None:
-        """Add sentences about a real run, and the nodes without which it continues, to the launcher's events. They are
-        in every summary of the run from now on, also if this process is killed and the run is resumed.
-        """
+        """Add sentences about a real run, and the nodes without which it continues, to the launcher's events."""
         with EventWriter(self.node_events_file(None)) as events:
             for text in texts:
                 events.write(NoteEvent(seconds, text))
@@ -338,10 +332,7 @@ class RunFolder:
         return params, schema
 
     def _clear(self, but: Path | None = None) -> None:
-        """Remove the files that a run writes, except config.toml, by which the folder is recognized as a run's.
-
-        With `but`, the checkpoints and that file are kept too, because the run goes on.
-        """
+        """Remove what a run writes, except config.toml; with `but`, that file and the checkpoints stay, too."""
         for pattern in ("summary.json", "events.jsonl", "result.npy", "schema.json", f"*{HALF}", "events/*.jsonl"):
             for file in self.path.glob(pattern):
                 if file != but:

@@ -19,9 +19,7 @@ from flockstep.records.owner import OWNER, owned
 
 PREFIX = "flockstep-"
 MARK = ".sockets"
-"""Name of an empty file that marks a folder as made by `scratch`. An owner file does not show this, because records
-have one, too.
-"""
+"""Name of an empty file that marks a folder as made by `scratch`; records have owner files, too."""
 LONGEST = 50
 """Maximum length of a temporary folder's path in bytes; the path of a socket below it may have at most 104 bytes."""
 SHORT = "/tmp"  # noqa: S108 - the folders in it are private, with random names
@@ -36,9 +34,7 @@ def private_folder(place: Path, prefix: str = PREFIX) -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Refuse a path that is not a folder of this user, is a link to one, or that other users may enter, as on a file
-    system without permissions.
-    """
+    """Refuse a path that is not a folder of this user, or that other users may enter."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or not system.is_own(found) or system.is_open(found):
         raise ConfigurationError(
@@ -73,9 +69,7 @@ def scratch(place: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders in `place` that `scratch` has made for this user, in which no run has its record, and whose
-    owners have died.
-    """
+    """Remove the folders in `place` that `scratch` has made for this user and whose owners have died."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
             mark, found = folder / MARK, folder.lstat()

@@ -1,8 +1,4 @@
-"""Stores the model snapshots that nodes send in files beside the record, so that no process holds several models in
-memory.
-
-The supervisor writes the files as the parameters arrive; the evaluating process reads them.
-"""
+"""Stores the model snapshots that nodes send in files beside the record, from which they are evaluated."""
 
 from __future__ import annotations
 
@@ -20,17 +16,12 @@ from flockstep.messages import Address, Fields, node_name
 from flockstep.records.access import ArrivingFile, file_of, make_folder
 
 LAST = -1.0
-"""Value of `tick` for a node's most recent parameters, which are sent from time to time and when a run fails. Each
-such snapshot replaces the previous one.
-"""
+"""Value of `tick` for a node's most recent parameters; each such snapshot replaces the previous one."""
 SNAPSHOTS = "snapshots"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot of a node's parameters, in a file; `tick` is the progress of the run at the snapshot.
-
-    A `tick` of None is the end of the node's program.
-    """
+    """A node's parameters in a file; `tick` is the progress of the run, None at the end of the node's program."""
 
     tick: float | None
     address: int
@@ -142,17 +133,8 @@ class SnapshotWriter:
         """Open a file in the folder; raise `ProtocolError` if `note` announces more than `largest` bytes."""
         self.tick = tick = float(note["tick"])
         try:
-            self.item = Snapshot(
-                None if math.isinf(tick) else tick,
-                address,
-                "",
-                str(note["dtype"]),
-                int(note["size"]),
-                int(note["buffers"]),
-                float(note["seconds"]),
-                int(note["step"]),
-                int(note["sent_bytes"]),
-            )
+            announced = {**note, "tick": None if math.isinf(tick) else tick, "address": address, "path": ""}
+            self.item = msgspec.convert(announced, Snapshot, strict=False)
         except ValueError as error:
             raise ProtocolError(f"{node_name(address)} announced something that is not a snapshot: {error}") from None
         if not self.item.nbytes <= largest or not self.item.buffers <= largest:

@@ -310,15 +310,18 @@ def summarize(
     updates = [event for event in ordered if isinstance(event, UpdateEvent)]
     workers = _totals(config.workers, nodes, ordered)
     workers, accounts = _accounted(workers, updates, nodes, parts, _resized(ordered))
+    scalars: dict[str, float] = {}
+    for (name, _), value in {(e.name, e.node): e.value for e in ordered if isinstance(e, ScalarEvent)}.items():
+        if math.isfinite(value):
+            scalars[name] = scalars.get(name, 0) + value
     staleness: Counter[int] = Counter()
     for update in updates:
         if update.staleness is not None and (count := _count(update, config.workers // parts)) > 0:
             staleness[update.staleness] += count
     result, divergence = _last(ordered, ResultEvent), None if last is None else last.divergence
-    alone = _apart(workers, agree, config.strategy)
     said = [event.text for event in ordered if isinstance(event, NoteEvent)]
     first = {event.node: event for event in reversed(ordered) if isinstance(event, LostEvent)}
-    return Summary(
+    summary = Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         **measured,
         **accounts,
@@ -326,7 +329,6 @@ def summarize(
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
-        notes=[*said, *notes, *([] if alone is None else [alone]), *partition_notes(config)],
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         metrics=ends,
         final_loss=None if last is None else _finite(last.loss),
@@ -343,20 +345,18 @@ def summarize(
         replicas_agree=agree,
         hashes=hashes,
         per_worker=workers,
-        scalars=_scalars(ordered),
+        scalars=scalars,
         lost=sorted(first.values(), key=ordered.index),
     )
+    apart = filter(None, [trained_apart(summary)])
+    return msgspec.structs.replace(summary, notes=[*said, *notes, *apart, *partition_notes(config)])
 
 
 def trained_apart(summary: Summary) -> str | None:
-    """Return a sentence if some workers exchanged nothing according to the record, or if their replicas differ although
-    they must be equal; None if neither is so.
-    """
-    return _apart(summary.per_worker, summary.replicas_agree, summary.strategy)
-
-
-def _apart(workers: Sequence[WorkerTotals], agree: bool | None, strategy: str) -> str | None:
-    if len(workers) < 2 or agree is not False:  # equal parameters: one worker is left, or all write to one array
+    """Return a sentence if workers exchanged nothing, or ended apart although they must be equal; otherwise None."""
+    workers, strategy = summary.per_worker, summary.strategy
+    # With equal parameters, one worker is left, or all write to one array.
+    if len(workers) < 2 or summary.replicas_agree is not False:
         return None
     found: Strategy | None = None
     with contextlib.suppress(ConfigurationError):  # a custom strategy that this process has not imported
@@ -456,9 +456,7 @@ def _totals(workers: int, nodes: Mapping[Address, NodeEvent], events: Sequence[E
 
 
 def _resized(events: Sequence[Event]) -> bool:
-    """Whether the number of workers changed, after which the workers count their steps as if they had always been as
-    many as then.
-    """
+    """Whether the number of workers changed; from then on they count steps as if there had never been others."""
     taken: dict[int, list[int]] = {}
     for event in events:
         if isinstance(event, StepEvent):
@@ -521,16 +519,5 @@ def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
 
 
 def _count(update: UpdateEvent, workers: int) -> int:
-    """Number of updates that an event stands for: without a source, `count` updates of every worker other than its
-    node.
-    """
+    """Number of updates of an event; one without a source stands for all workers but its node."""
     return update.count if update.source is not None else update.count * (workers - (update.node >= 0))
-
-
-def _scalars(events: Sequence[Event]) -> dict[str, float]:
-    last = {(event.name, event.node): event.value for event in events if isinstance(event, ScalarEvent)}
-    sums: dict[str, float] = {}
-    for (name, _), value in last.items():
-        if math.isfinite(value):
-            sums[name] = sums.get(name, 0) + value
-    return sums

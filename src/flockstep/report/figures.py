@@ -1,6 +1,4 @@
-"""Figures of runs: metrics and losses against seconds, bytes and samples or steps; how workers spend their time per
-step, in total and on a timeline of the first steps; staleness of updates.
-"""
+"""Figures of runs: metrics and losses, how workers spend their time, a timeline, staleness of updates."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ def progress(series: Sequence[Series]) -> Figure:
 
 
 def names(series: Sequence[Series]) -> list[str]:
-    """Return the names of the curves, one for each row of plots: the metric that ranks the runs, then the other
-    metrics, then the losses.
-    """
+    """Return the names of the curves, one a row of plots: the metric that ranks the runs, other metrics, losses."""
     main = series[0].record.summary.metric
     found = {curve.name: curve for one in series for curve in one.curves.values()}
     return sorted(found, key=lambda name: (found[name].is_loss, name != main))
@@ -124,9 +120,7 @@ def axes_across(series: Sequence[Series]) -> tuple[Axis, Axis, Axis]:
 
 
 def _curve(one: Series, name: str, across: Axis, panel: int) -> list[dict[str, Any]]:
-    """The curve of a run in one plot, and the ring where it reached the target; nothing if the run has no such
-    curve.
-    """
+    """The curve of a run in one plot, if it has one, and the ring where it reached the target."""
     curve, summary, (x_name, x_of) = one.curves.get(name), one.record.summary, across
     if curve is None:
         return []
@@ -198,9 +192,7 @@ def staleness(series: Sequence[Series]) -> Figure | None:
 
 
 def per_step(series: Sequence[Series]) -> Figure:
-    """Return a figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and
-    waited.
-    """
+    """Return a figure with a bar per run: mean milliseconds of a worker's step, by activity."""
     shown = [one for one in series if one.record.summary.steps]
     labels = [f"{SQUARE.format(color=one.color)} {one.title(46)}" for one in shown]
     data = []
@@ -252,9 +244,7 @@ def _ms_per_step(one: Series, kind: str) -> float:
 
 
 def per_worker(series: Sequence[Series]) -> Figure:
-    """Return a figure with one panel per run and one stacked bar per worker: the shares of computing, communicating
-    and waiting.
-    """
+    """Return a figure with a panel per run: how each worker's time is divided among activities."""
 
     def draw(one: Series) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
         workers = [worker for worker in one.record.summary.per_worker if worker.seconds > 0]
@@ -282,9 +272,7 @@ def per_worker(series: Sequence[Series]) -> Figure:
 
 
 def timeline(series: Sequence[Series]) -> Figure | None:
-    """Return a figure of the activity of every node during the first steps, with all runs on one time axis; None if no
-    run recorded spans.
-    """
+    """Return a figure of the activities of nodes in their first steps; None if no run recorded spans."""
     many, shown = len(series) >= _MANY_RUNS, []
     for one in series:  # its first few nodes
         spans = [

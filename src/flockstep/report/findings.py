@@ -1,6 +1,4 @@
-"""Writes the findings of a comparison as sentences: the fastest run, the reasons, and what the records leave
-uncertain.
-"""
+"""Writes the findings of a comparison as sentences: which run was fastest, why, and what is uncertain."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def apart(ranked: Sequence[Summary]) -> list[str]:
 
 
 def over_one_worker(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Say whether several workers were faster than one; nothing without a run of one worker, or if no run reached the
-    target.
-    """
+    """Say whether several workers were faster than one, if a run of one worker is there and a run hit the target."""
     alone = reference(ranked)
     hits = [(label, run) for label, run in zip(labels(ranked), ranked, strict=True) if run.useful and _hit(run)]
     if alone is None or not hits:

@@ -1,6 +1,4 @@
-"""Formats numbers in the same way everywhere ("12.3 s", "4.1 MB", "83 %", a dash for an unknown value), and breaks text
-into lines.
-"""
+"""Formats numbers in the same way everywhere (12.3 s, 4.1 MB, 83 %), and breaks text into lines."""
 
 from __future__ import annotations
 

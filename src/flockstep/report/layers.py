@@ -25,9 +25,7 @@ Row = dict[str, Any]
 
 
 def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
-    """Return one row for each layer of `model`, for `batch` samples per worker; sizes are in bytes, work in
-    floating-point operations.
-    """
+    """Return a row for each layer, at `batch` samples per worker; sizes in bytes, work in floating-point operations."""
     require_scale(batch, workers)
     return [_row(model, layer, batch, workers) for layer in model.layers]
 

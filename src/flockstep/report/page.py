@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from flockstep.report.style import Figure
 from flockstep.report.terminal import TextTable
 
 PLOTLY = Path(__file__).parent / "assets" / "plotly-cartesian.min.js.gz"
-"""The cartesian bundle of plotly.js 4.1.1, as published on npm."""
+"""The cartesian bundle of plotly.js 4.1.1, as published on npm, compressed with gzip; every page contains it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ def filled(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(json=_script_safe, plotly=_plotly(), **values)
+    plotly = base64.b64encode(PLOTLY.read_bytes()).decode()
+    return environment.get_template(template).render(json=_script_safe, plotly=plotly, **values)
 
 
 def write(page: str, path: Path | str) -> Path:
@@ -70,12 +70,6 @@ def write(page: str, path: Path | str) -> Path:
     path = Path(path)
     write_whole(path, page.encode())
     return path
-
-
-@functools.cache
-def _plotly() -> str:
-    """The plotly script that every page contains, compressed with gzip, in base64."""
-    return base64.b64encode(PLOTLY.read_bytes()).decode()
 
 
 def _script_safe(value: Any) -> str:

@@ -36,13 +36,9 @@ class TableColumn:
 
     heading: str
     text: bool = False
-    """Whether the column holds text, which is aligned left and may be broken between words; other columns hold
-    numbers.
-    """
+    """Whether the column holds text, which may be broken between words; other columns hold numbers."""
     rank: int = 0
-    """Rank of the column: in a narrow terminal, columns of the highest rank are left out first; columns of rank 0
-    always stay.
-    """
+    """Rank of the column: a narrow terminal leaves out the highest ranks first, and never columns of rank 0."""
     note: str = ""
     """Sentence that explains the column, printed below the table if the column is shown."""
     cell: Callable[[Any], str] = str
@@ -93,9 +89,7 @@ class TextTable:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_html(self, sentences: Sequence[str] = ()) -> str:
-        """Return the table with all its columns and notes as HTML for a notebook, with sentences below it; every text
-        is escaped.
-        """
+        """Return the whole table and its notes as escaped HTML for a notebook, with sentences below it."""
         sides = ["left" if one.text else "right" for one in self.columns]
         style = [f'<{{}} style="text-align:{side};vertical-align:top">{{}}</{{}}>' for side in sides]
 

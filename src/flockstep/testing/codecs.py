@@ -19,9 +19,9 @@ from flockstep.testing.samples import (
     ROUNDING,
     SHAPES,
     SMALLEST,
+    equal_bits,
     exact,
     require_close,
-    same_bits,
     samples,
     tensors,
     wide,
@@ -36,9 +36,7 @@ FEW = 24
 """Number of random encodings for checks that only test an upper bound."""
 SIGMAS = 4.0
 NEAR = 256
-"""Largest allowed error of a decoded tensor, in rounding units of its dtype, for codecs whose order of summation is
-not fixed.
-"""
+"""Largest error of a decoded tensor, in rounding units, for codecs without a fixed order of summation."""
 _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 
 
@@ -74,10 +72,7 @@ class CodecCase(NamedTuple):
         return promised
 
     def decodes(self, data: Bytes) -> bool:
-        """Return whether the codec decodes `data`; False if it raises `ProtocolError`.
-
-        Any result other than a `ProtocolError` or an array of the right shape fails the check.
-        """
+        """Return whether the codec decodes `data` to the right shape; False if it raises `ProtocolError`."""
         size, dtype = self.array.size, self.dtype
         what = f"{self.codec}, given {data.size} damaged bytes for {size} elements of {dtype},"
         try:
@@ -145,13 +140,11 @@ def check_wire_bytes(case: CodecCase) -> None:
 
 
 def check_untouched(case: CodecCase) -> None:
-    """Check that encoding leaves its input unchanged, and that the encoding does not depend on later changes of the
-    input.
-    """
+    """Check that encoding leaves its input unchanged, and keeps no view of it."""
     mine = case.array.copy()
     data = case.codec.encode(mine, np.random.default_rng(0))
     kept = data.copy()
-    assert same_bits(mine, case.array), f"{case}: encode changes the input array"
+    assert equal_bits(mine, case.array), f"{case}: encode changes the input array"
     mine += numpy_dtype(case.dtype).type(1)
     assert np.array_equal(data, kept), f"{case}: encode returns the memory of the input array"
 
@@ -165,10 +158,7 @@ def check_repeatable(case: CodecCase) -> None:
 
 
 def check_refuses_damage(case: CodecCase) -> None:
-    """Check that a wrong number of bytes raises `ProtocolError`.
-
-    Arbitrary bytes must raise `ProtocolError` or decode to an array of the right shape.
-    """
+    """Check that a wrong number of bytes is refused, and any other damage refused or decoded to the right shape."""
     random, data = np.random.default_rng(0), case.encode()
     lengths = {data.size - 1, data.size + 1, 0, 2 * data.size} - {data.size, -1}
     if not case.codec.exact_size:
@@ -183,9 +173,7 @@ def check_refuses_damage(case: CodecCase) -> None:
 
 
 def check_add_decoded(case: CodecCase) -> None:
-    """Check that `add_decoded` equals decoding and adding, up to the last digit, and refuses the same bytes as
-    `decode`.
-    """
+    """Check that `add_decoded` equals decoding and adding up to the last digit, and refuses what `decode` refuses."""
     data, array = case.encode(5), case.array
     decoded = exact(case.decode(data))
     before = (np.random.default_rng(6).normal(size=array.size) * np.abs(exact(array))).astype(array.dtype)
@@ -209,7 +197,7 @@ def check_encode_residual(case: CodecCase) -> None:
     before, flat, mine = error.copy(), array.reshape(-1), array.copy()
     total = before + flat
     data = case.codec.encode_residual(mine, error, np.random.default_rng(5))
-    assert same_bits(mine, array), f"{case}: encode_residual changes the input array"
+    assert equal_bits(mine, array), f"{case}: encode_residual changes the input array"
     case.require_size(data, "encode_residual")
     decoded = case.decode(data)
     copied = decoded == total
@@ -226,9 +214,7 @@ def check_encode_residual(case: CodecCase) -> None:
 
 
 def check_stream(case: CodecCase) -> None:
-    """Check that `stream` returns ascending indices, and the values that decoding puts at these indices; all other
-    elements must be zero.
-    """
+    """Check that `stream` returns ascending indices and their decoded values; all other elements are zero."""
     data, size = case.encode(2), case.array.size
     indices, values = case.codec.stream(data, size, case.dtype)
     assert indices.dtype == np.uint32, f"{case}: stream returns indices of dtype {indices.dtype} instead of uint32"
@@ -247,7 +233,7 @@ def check_exact_parts(case: CodecCase) -> None:
     decoded, flat = case.decode(case.encode()), case.array.reshape(-1)
     why = "the codec is declared lossless" if case.codec.lossless else "the codec sends them exactly"
     for part in [slice(0, flat.size)] if case.codec.lossless else case.codec.exact_parts(flat.size):
-        assert same_bits(decoded[part], flat[part]), (
+        assert equal_bits(decoded[part], flat[part]), (
             f"{case}: elements {part.start} to {part.stop - 1} change, although {why}"
         )
 
@@ -366,9 +352,7 @@ def check_unbiased(codec: Codec) -> None:
 
 
 def check_linear(case: CodecCase) -> None:
-    """Check that encodings with equal random draws can be added: the sum of their `terms` decodes to the sum of the
-    decoded arrays.
-    """
+    """Check that encodings with equal random draws can be added: the sum of their `terms` decodes to the sum."""
     codec, array, dtype, size = case.codec, case.array, case.dtype, case.array.size
     second = (exact(array) * np.random.default_rng(2).normal(size=size)).astype(array.dtype)
     arrays = array.reshape(-1), second
@@ -424,9 +408,7 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
 
 
 def tensors_of(array: FlatArray) -> Iterator[Any]:
-    """Return tensors with the values of `array`: a contiguous tensor and, for a non-empty vector, a strided part of a
-    larger tensor.
-    """
+    """Return `array` as a contiguous tensor and, if it is a non-empty vector, as part of a larger one."""
     import torch
 
     whole = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))

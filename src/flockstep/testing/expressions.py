@@ -1,6 +1,4 @@
-"""Checks of every component: it is an immutable value, and equals itself after conversion to text, JSON and TOML and
-back.
-"""
+"""Checks of every component: it is an immutable value, and survives text, JSON and TOML."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import bound_codec, check_composition
-from flockstep.testing.samples import ROUNDING, SHAPES, exact, same_bits, samples, tensors
+from flockstep.testing.samples import ROUNDING, SHAPES, equal_bits, exact, samples, tensors
 
 STEPS = 5
 WORKERS = 3
@@ -41,7 +41,7 @@ def _check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ..
         one = bound_codec(codec, feedback, shapes, step)
         saved = copy.deepcopy(memory)
         data, memory = feedback.encode(one, flat, memory, np.random.default_rng(step))
-        assert same_bits(flat, before), f"{what}: changes the array"
+        assert equal_bits(flat, before), f"{what}: changes the array"
         again, copied = feedback.encode(one, flat, saved, np.random.default_rng(step))
         assert np.array_equal(data, again), (
             f"{what}: a copy of the feedback memory leads to different bytes at step {step}"
@@ -59,7 +59,7 @@ def _check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ..
 def _alike(a: Any, b: Any) -> bool:
     """Whether two states are equal, with arrays compared bit for bit."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return same_bits(a, b)
+        return equal_bits(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -68,9 +68,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> None:
-    """Check for error feedback that all decoded arrays plus the stored error at the end equal the sum of the input
-    arrays.
-    """
+    """Check that all decoded arrays plus the stored error at the end are the sum of the inputs."""
     random = np.random.default_rng(3)
     memory: Any = None
     sent, wanted = np.zeros(256), np.zeros(256)

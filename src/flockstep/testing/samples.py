@@ -20,18 +20,13 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "floa
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 """Dtype → smallest positive number."""
 _DECADES = {"float16": (-6, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-70, 70)}
-"""Dtype → powers of ten between which `wide` draws magnitudes; their squares exceed float32's range, but
-not float64's.
-"""
+"""Dtype → powers of ten between which `wide` draws; squares exceed float32's range, but not float64's."""
 
 assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
 
 
 def samples(dtype: str) -> Iterator[FlatArray]:
-    """Yield finite arrays of every size in `SIZES`: 0-d, contiguous, strided, transposed and read-only arrays.
-
-    They include one-hot, constant, zero and heavy-tailed arrays.
-    """
+    """Yield finite arrays of every size, memory layout and kind: one-hot, constant, zero, heavy-tailed."""
     random, kind = np.random.default_rng(0), numpy_dtype(dtype)
     for size in SIZES:
         yield random.normal(size=size).astype(kind)
@@ -59,9 +54,7 @@ def wide(dtype: str, size: int = 200) -> FlatArray:
 
 
 def tensors(dtype: str) -> Iterator[FlatArray]:
-    """Yield flat arrays that concatenate tensors of `SHAPES`: normally distributed values, matrices of rank one, and
-    zeros.
-    """
+    """Yield flat arrays made of tensors of `SHAPES`: normal values, matrices of rank one, zeros."""
     random, kind = np.random.default_rng(1), numpy_dtype(dtype)
     size = sum(map(math.prod, SHAPES))
     yield random.normal(size=size).astype(kind)
@@ -86,7 +79,7 @@ def require_close(
         AssertionError: a number is further off; the message begins with `what`.
     """
     found, wanted = exact(found), exact(wanted)
-    if same_bits(found, wanted):
+    if equal_bits(found, wanted):
         return
     off, allowed = np.abs(found - wanted), places * ROUNDING[dtype] * operands + min(places, 8) / 2 * SMALLEST[dtype]
     assert (off <= allowed).all(), (
@@ -94,6 +87,6 @@ def require_close(
     )
 
 
-def same_bits(a: FlatArray, b: FlatArray) -> bool:
-    """Return whether two arrays have the same dtype and the same bytes."""
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def equal_bits(*arrays: FlatArray) -> bool:
+    """Return whether all arrays have equal dtype, shape and bits."""
+    return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1

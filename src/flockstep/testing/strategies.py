@@ -32,13 +32,12 @@ from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import ResultPolicy, Strategy, choose_result
 from flockstep.testing.expressions import check_component
+from flockstep.testing.samples import equal_bits as equal_bits
 from flockstep.workloads.sampler import Sampler
 
 STEPS = 20
 OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
-"""Optimizer used by the checks. Its state must survive a restart, and must be kept by the node that applies the
-updates.
-"""
+"""Optimizer of the checks, whose state must survive a restart, and stay with who applies updates."""
 RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
 """Times at which a run is stopped and restarted, as fractions of its duration."""
 LONG = 25
@@ -91,9 +90,7 @@ def _passed(strategy: Strategy, accepted: Sequence[int], refused: Sequence[int])
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
-    """Return whether the strategy accepts the given number of workers; only a `ConfigurationError` counts as a
-    refusal.
-    """
+    """Return whether the strategy accepts the number of workers; only `ConfigurationError` is a refusal."""
     try:
         strategy.check(workers)
     except ConfigurationError:
@@ -140,9 +137,7 @@ def check_exchanges(strategy: Strategy, workers: int, steps: int = STEPS) -> Non
 
 
 def check_ends(run: SimulatedRun) -> None:
-    """Check that every program ends, that each worker takes exactly the requested steps, and that the parameters are
-    finite.
-    """
+    """Check that every program ends, after the requested steps and with finite parameters."""
     strategy, workers, steps = run.setting
     taken = Counter(event.rank for event in run.of(StepEvent))
     fixed = strategy.traits.fixed_steps
@@ -155,9 +150,7 @@ def check_ends(run: SimulatedRun) -> None:
 
 
 def check_repeatable(first: SimulatedRun) -> None:
-    """Check that two runs with the same seed give the same parameters, and the same events at the same times, bit for
-    bit.
-    """
+    """Check that two runs with one seed have the same parameters and events, bit for bit."""
     strategy, workers, steps = first.setting
     second = run_or_fail(strategy, workers, steps)
     differ = _differences(first, second)
@@ -244,9 +237,7 @@ def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
 
 
 def small_job(optimizer: Optimizer | str = "sgd(lr=0.1)", dtype: str = "float32") -> Job:
-    """Return a job with softmax regression on 5 features and 3 classes: 18 parameters, batches of 8 out of 240 noisy
-    samples.
-    """
+    """Return a job with softmax regression: 18 parameters, batches of 8 out of 240 noisy samples."""
 
     def data() -> Data:
         random = np.random.default_rng(7)
@@ -371,9 +362,7 @@ class SimulatedRun:
         return evaluation
 
     def seconds_to(self, target: float) -> float:
-        """Return the virtual seconds until an evaluation's metric first reached `target` from below; infinite if none
-        did.
-        """
+        """Return the virtual seconds until an evaluation reached `target` from below; infinite if none did."""
         return next((event.seconds for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
 
     @property
@@ -417,9 +406,7 @@ class SimulatedRun:
         return [s for s in sent if s.message.tag == tag and source in (None, s.message.source)]
 
     def deliveries(self) -> Counter[tuple[Address, int]]:
-        """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if no update is
-        recorded.
-        """
+        """(node, rank) → number of the rank's updates that took effect on the node; empty if none is recorded."""
         updates, cluster = self.of(UpdateEvent), self.simulation.plan.cluster
         workers = range(cluster.workers)
         at_servers = any(update.node < 0 for update in updates)
@@ -500,9 +487,7 @@ def run_or_fail(
     restarts: Sequence[float] = (),
     parts: Sequence[Indices] | None = None,
 ) -> SimulatedRun:
-    """Run a strategy on the small job; an error of flockstep, such as a deadlock, and Python's warning about a call
-    without await become an `AssertionError`.
-    """
+    """Run a strategy on the small job; its errors, and a call without await, become an `AssertionError`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "coroutine .* was never awaited", RuntimeWarning)
         try:
@@ -513,11 +498,6 @@ def run_or_fail(
         assert "was never awaited" not in str(each.message), f"{strategy}: {each.message}; write await before the call"
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return run
-
-
-def equal_bits(*arrays: FlatArray) -> bool:
-    """Return whether all arrays have equal dtype, shape and bits."""
-    return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1
 
 
 def _differences(first: SimulatedRun, second: SimulatedRun) -> str:

@@ -39,11 +39,7 @@ def tuned_job(workload: Any, name: str, **more: Any) -> Job:
 
 
 def require_module(module: str, extra: str, purpose: str) -> None:
-    """Check that `module` can be imported.
-
-    Raises:
-        MissingDependency: `module` cannot be imported; the message names the `extra` that installs the package.
-    """
+    """Raise `MissingDependency`, which names the `extra` to install, if `module` cannot be imported."""
     try:
         importlib.import_module(module)
     except ImportError:
@@ -51,17 +47,11 @@ def require_module(module: str, extra: str, purpose: str) -> None:
 
 
 def require_at_least(least: float, /, **values: float) -> None:
-    """Check that all values in `values` are at least `least`.
-
-    Raises:
-        ConfigurationError: a value is below `least`; the message names the first such value.
-    """
+    """Raise `ConfigurationError` if one of `values` is below `least`."""
     for name, value in values.items():
         require(value >= least, name, f">= {least}", value, f"use {least} or more")
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:
-    """Return a random generator for one purpose, independent of the generators for other purposes with the same
-    seed.
-    """
+    """Return a random generator for one purpose, independent of those for other purposes at this seed."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()),)))

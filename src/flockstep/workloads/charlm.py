@@ -17,15 +17,10 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.workloads.base import Workload, require_at_least, require_module, tuned_job
 
 SYMBOLS = 96
-"""Number of symbols of the language model: the printable ASCII characters and the line feed. Other characters are
-removed from the text.
-"""
+"""Number of symbols: the printable ASCII characters and the line feed; others are removed from the text."""
 
 HELD_OUT, RUN = 16, 16
-"""HELD_OUT: number of stretches of text that form the test set, evenly spaced over the text.
-
-RUN: number of consecutive windows in each of these stretches.
-"""
+"""Number of stretches of text, evenly spaced, in the test set, and of consecutive windows in each."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,7 @@ def library() -> list[Path]:
 
 
 def encoded(text: bytes) -> npt.NDArray[np.int64]:
-    """Return the text as an array of symbol numbers in range(96), with the line feed as the last symbol. Other
-    characters are removed.
-    """
+    """Return the text as symbol numbers in range(96), the line feed last; other characters are removed."""
     raw = np.frombuffer(text, np.uint8)
     known = raw[((raw >= 32) & (raw < 127)) | (raw == 10)].astype(np.int64)
     return np.where(known == 10, SYMBOLS - 1, known - 32)

@@ -64,12 +64,7 @@ class Digits(Workload):
 
 
 def table_file() -> Path:
-    """Return the path of the file in scikit-learn that holds the digits, found without importing scikit-learn, which
-    would take a second in every process.
-
-    Raises:
-        MissingDependency: scikit-learn is not installed, or has no such file.
-    """
+    """Return the file of the digits in scikit-learn; importing scikit-learn would take each process a second."""
     try:
         package = importlib.util.find_spec("sklearn")
     except ValueError:

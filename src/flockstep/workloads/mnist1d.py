@@ -1,6 +1,4 @@
-"""A workload with MNIST-1D: ten classes of procedural signals of 40 points, hard enough that strategies differ
-(Greydanus 2020).
-"""
+"""A workload with MNIST-1D, procedural signals of ten classes (Greydanus 2020)."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def _templates() -> Floats:
 
 
 def _stretched(short: Floats, padding: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Append zeros to each row and stretch all rows to the longest; also return a mask of the points before
-    the zeros.
-    """
+    """Append zeros to each row, stretch all rows to one length, and return a mask of the points before the zeros."""
     length = short.shape[1]
     padded = np.pad(short, ((0, 0), (0, PADDING[1])))
     where = np.linspace(0, 1, length + PADDING[1]) * (length + padding[:, None] - 1)

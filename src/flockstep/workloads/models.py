@@ -15,15 +15,11 @@ from flockstep.frameworks.torch_kinds import register_kind
 from flockstep.frameworks.torch_local import LocallyConnected2d
 
 MEAN_PIXEL = 0.3
-"""Approximate mean of the pixels of the digits data set. If the mean is not subtracted, the first layer learns it in
-about fifty steps.
-"""
+"""Approximate mean of the digits' pixels, which the first layer would otherwise learn in fifty steps."""
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the result of `build()`, called with torch's random numbers seeded. The caller's random state does not
-    change.
-    """
+    """Return `build()`, called with torch's random numbers seeded; the caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
@@ -83,9 +79,7 @@ def signal_cnn(seed: int) -> nn.Module:
 
 
 def perceptron(seed: int, inputs: int, width: int, depth: int) -> nn.Module:
-    """Return a multilayer perceptron: inputs (batch, inputs) → `depth` layers of `width` tanh units → one number
-    (batch, 1).
-    """
+    """Return a perceptron: inputs (batch, inputs) → `depth` layers of `width` tanh units → (batch, 1)."""
 
     def build() -> nn.Module:
         sizes = [inputs] + [width] * depth
@@ -154,9 +148,7 @@ class Transformer(nn.Module):
         self.head = None if tied else nn.Parameter(0.1 * torch.randn(symbols, width))
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return the logits (batch, context, symbols) of the next character after each of the characters (batch,
-        context).
-        """
+        """Return the logits (batch, context, symbols) of the next character after each (batch, context)."""
         x = F.embedding(characters, self.embedding) + self.position
         for block in self.blocks:
             x = block(x, self.mask)
@@ -165,9 +157,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: self-attention and a two-layer perceptron, each of which normalizes its input and adds its
-    output to the input.
-    """
+    """A transformer block: self-attention and a perceptron, each with normalization and a residual connection."""
 
     def __init__(self, width: int, heads: int, residual: float) -> None:
         super().__init__()
@@ -181,9 +171,7 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return the block's output, which has the shape (batch, context, width) of its input. `mask` (context,
-        context) is -inf for later characters and 0 otherwise.
-        """
+        """Return the output (batch, context, width); `mask` (context, context) is -inf for later characters, else 0."""
         x = x + self.out(self._attention(self.mix(self.norm_1(x)), mask))
         result: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
         return result

@@ -15,9 +15,7 @@ from flockstep.frameworks.base import Data, Indices, Job
 
 @dataclass(frozen=True)
 class OwnData:
-    """The samples that a single process of a run reads from files: the training samples of one worker, or the test set
-    of the process that evaluates.
-    """
+    """The samples that one process of a run reads from files: one worker's, or the test set of an evaluation."""
 
     folder: str
     """Path of the folder with the samples in `x.npy` and `y.npy`; the first axis of both arrays counts samples."""

@@ -1,6 +1,4 @@
-"""A workload with a noisy quadratic function in plain numpy, for which every error of a strategy can be computed by
-hand.
-"""
+"""A workload with a noisy quadratic function in numpy, for which errors can be computed by hand."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Quadratic(Workload):
         require_at_least(0, noise=self.noise, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """Return the job. The initial parameters are drawn from the standard normal distribution, and depend on the
-        seed of the run.
-        """
+        """Return the job, whose initial parameters are drawn from the standard normal distribution."""
         return tuned_job(
             self,
             "quadratic",

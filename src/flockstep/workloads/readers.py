@@ -1,6 +1,4 @@
-"""Readers of sample files for `flockstep.Data.of`: text, images in folders, Hugging Face data sets and Parquet
-files.
-"""
+"""Readers of files for `flockstep.Data.of`: text, folders of images, Hugging Face data sets, Parquet."""
 
 from __future__ import annotations
 

@@ -15,16 +15,12 @@ _STREAM = 0x5A3B
 
 
 BLOCK = 1024
-"""Number of samples that are permuted at a time. A block holds several permutations of a small shard, so that fewer
-random generators are created.
-"""
+"""Number of samples that are permuted at a time, which spares random generators for small shards."""
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Position of a sampler: the number of blocks of permutations used up, and the number of samples used of the
-    current block.
-    """
+    """Position of a sampler: blocks of permutations used up, and samples used of the current block."""
 
     block: int = 0
     position: int = 0
@@ -49,9 +45,7 @@ class Sampler:
         self._block, self._position, self._order = 0, 0, self._permutations(0)
 
     def next(self, batch: int | None = None) -> Indices:
-        """Return the sample indices of the next batch, int64 (batch,). The array may be a view and must not be written
-        to.
-        """
+        """Return the sample indices of the next batch, int64 (batch,), perhaps a view that must not be written to."""
         size = self._batch if batch is None else batch
         whole = self.peek(size)
         if whole is not None:
@@ -69,9 +63,7 @@ class Sampler:
         return np.concatenate(parts)
 
     def peek(self, batch: int) -> Indices | None:
-        """Return the indices of the next `batch` samples without drawing them; None if the batch would begin another
-        permutation.
-        """
+        """Return the next `batch` indices without drawing them; None if another permutation would begin."""
         end = self._position + batch
         return self._order[self._position : end] if end <= len(self._order) else None
 

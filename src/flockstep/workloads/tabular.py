@@ -13,9 +13,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require_at_least, require_module, tuned_job
 
 GAIN = 1.5
-"""Factor on the inputs of the teacher network's tanh units, with which the inputs exceed the units' linear range. The
-student's initial factor is 1.
-"""
+"""Factor on the inputs of the teacher's tanh units, beyond their linear range; the student starts with 1."""
 
 Floats = npt.NDArray[np.float64]
 
