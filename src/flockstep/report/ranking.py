@@ -101,15 +101,14 @@ def measured_alike(records: Sequence[Record], target: MetricTarget | None = None
             f"no run has recorded a value for the target {target}, recorded metrics: {known}; name one of them, or add "
             f"{RECORD_LINE} to the script"
         )
-    return [_measured(record, name, record.config.target if target is None else target.value) for record in records]
-
-
-def _measured(record: Record, name: str | None, target: float | None) -> Record:
-    """The record with a summary by the metric `name`; None for no metric."""
-    metrics = [curve for curve in curves(record.config, record.events) if name is not None and not curve.is_loss]
-    config = dataclasses.replace(record.config, metric=name, target=target)
-    summary = msgspec.structs.replace(record.summary, **measure(config, metrics))
-    return dataclasses.replace(record, summary=summary)
+    alike = []
+    for record in records:
+        metrics = [curve for curve in curves(record.config, record.events) if name is not None and not curve.is_loss]
+        goal = record.config.target if target is None else target.value
+        config = dataclasses.replace(record.config, metric=name, target=goal)
+        summary = msgspec.structs.replace(record.summary, **measure(config, metrics))
+        alike.append(dataclasses.replace(record, summary=summary))
+    return alike
 
 
 def reference(summaries: Sequence[Summary]) -> Summary | None:

@@ -22,6 +22,7 @@ from flockstep.nodes import Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.options import Opt
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
+from flockstep.report.formatting import listed
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.plan import LocalOptimizer, Plan
 from flockstep.runtime.virtual import Simulation
@@ -80,13 +81,9 @@ def check_strategy(
     if alone_is_plain and 1 in accepted:
         check_alone(strategy, steps)
     check_component(strategy)
-    return _passed(strategy, accepted, [n for n in workers if n not in accepted])
-
-
-def _passed(strategy: Strategy, accepted: Sequence[int], refused: Sequence[int]) -> str:
-    numbers = " and ".join([", ".join(map(str, accepted[:-1])), str(accepted[-1])][len(accepted) == 1 :])
-    others = f"; it refuses {', '.join(map(str, refused))}" if refused else ""
-    return f"{strategy} passes every check with {numbers} workers{others}"
+    refused = [str(n) for n in workers if n not in accepted]
+    others = f"; it refuses {', '.join(refused)}" if refused else ""
+    return f"{strategy} passes every check with {listed(list(map(str, accepted)))} workers{others}"
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
@@ -193,7 +190,10 @@ def check_deliveries(run: SimulatedRun) -> None:
             f"{node_name(node)}"
         )
     if strategy.traits.delivery != "partial":
-        unread = {node_name(a): tags for a, node in run.nodes.items() if (tags := _unread(node))}
+        unread = dict[str, list[str]]()
+        for address, own in run.nodes.items():
+            if tags := [message.tag for message in own.mailbox.take_all(Wanted()) if message.tag != LEAVE]:
+                unread[node_name(address)] = tags
         assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
 
 
@@ -504,8 +504,3 @@ def _differences(first: SimulatedRun, second: SimulatedRun) -> str:
     """Names of the nodes on which two runs ended with different parameters, for a message."""
     pairs = [(a, first.params[a], second.params[a]) for a in first.params]
     return ", ".join(node_name(address) for address, one, other in pairs if not equal_bits(one, other))
-
-
-def _unread(node: Node) -> list[str]:
-    """Tags of the messages that a program left unread, except leave messages; empties the mailbox."""
-    return [message.tag for message in node.mailbox.take_all(Wanted()) if message.tag != LEAVE]

@@ -80,7 +80,10 @@ def signals(count: int, seed: int) -> tuple[npt.NDArray[np.float32], npt.NDArray
     """
     rng = generator("mnist1d", seed)
     labels = rng.permutation(np.arange(count) % CLASSES)
-    wide, inside = _stretched(_templates()[labels], rng.integers(PADDING[0], PADDING[1] + 1, count))
+    raw = np.array(TEMPLATES)
+    unit = (raw - raw.mean(1, keepdims=True)) / raw.std(1, keepdims=True)
+    templates = np.asarray((unit - unit[:, :1]) / 6)  # they start at 0
+    wide, inside = _stretched(templates[labels], rng.integers(PADDING[0], PADDING[1] + 1, count))
     wide *= 1 + SCALE * (rng.random((count, 1)) - 0.5)
     shift = (np.arange(wide.shape[1]) - rng.integers(0, SHIFT, (count, 1))) % wide.shape[1]
     wide, inside = np.take_along_axis(wide, shift, 1), np.take_along_axis(inside, shift, 1)
@@ -89,13 +92,6 @@ def signals(count: int, seed: int) -> tuple[npt.NDArray[np.float32], npt.NDArray
     wide -= SHEAR * (rng.random((count, 1)) - 0.5) * np.linspace(-0.5, 0.5, wide.shape[1])
     x = _interpolated(wide, np.linspace(0, wide.shape[1] - 1, LENGTH)[None])
     return ((x - x.mean()) / x.std()).astype(np.float32), labels.astype(np.int64)
-
-
-def _templates() -> Floats:
-    """Return the templates (10, 12), standardized, starting at 0, and divided by six."""
-    raw = np.array(TEMPLATES)
-    unit = (raw - raw.mean(1, keepdims=True)) / raw.std(1, keepdims=True)
-    return np.asarray((unit - unit[:, :1]) / 6)
 
 
 def _stretched(short: Floats, padding: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.bool_]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from flockstep.frameworks.base import Data, Job
 from flockstep.optimizers.base import Optimizer
@@ -14,8 +13,6 @@ from flockstep.workloads.base import Workload, generator, require_at_least, requ
 
 GAIN = 1.5
 """Factor on the inputs of the teacher's tanh units, beyond their linear range; the student starts with 1."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,12 @@ class Tabular(Workload):
     def _data(self) -> Data:
         rng = generator("tabular", self.data_seed)
         x = rng.standard_normal((self.train + self.test, self.inputs))
-        y = self._teacher(x, rng)
+        hidden = x
+        for _ in range(self.depth):
+            weights = rng.standard_normal((hidden.shape[1], self.width))
+            hidden = np.tanh(GAIN * hidden @ weights / np.sqrt(hidden.shape[1]))
+        y = hidden @ rng.standard_normal((self.width, 1))
+        y = (y - y.mean()) / y.std()  # which only rescales the teacher's last layer
         y[: self.train] += self.noise * rng.standard_normal((self.train, 1))
         x, y = x.astype(np.float32), y.astype(np.float32)
         return Data(x[: self.train], y[: self.train], x[self.train :], y[self.train :])
-
-    def _teacher(self, x: Floats, rng: np.random.Generator) -> Floats:
-        """Return the labels (samples, 1) of `x`, standardized, which only rescales the teacher's last layer."""
-        for _ in range(self.depth):
-            x = np.tanh(GAIN * x @ rng.standard_normal((x.shape[1], self.width)) / np.sqrt(x.shape[1]))
-        y = x @ rng.standard_normal((self.width, 1))
-        return np.asarray((y - y.mean()) / y.std())
