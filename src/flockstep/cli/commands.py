@@ -56,9 +56,7 @@ class _PanelOption(click.Option):
 
 
 def _parameter_of(name: str, option: Opt, hint: Any, default: Any) -> click.Parameter:
-    """Return the parameter of a command line for a field or an argument of type `hint`; a parameter whose default is
-    `inspect.Parameter.empty` must be given.
-    """
+    """Return the parameter for a field of type `hint`; a field without a default (`empty`) must be given."""
     kinds = [hint] if get_origin(hint) is Literal else [one for one in get_args(hint) or (hint,) if one is not NoneType]
     listed = next((one for one in (hint, *kinds) if get_origin(one) in (list, tuple, Sequence)), None)
     if listed is not None:

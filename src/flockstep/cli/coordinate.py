@@ -75,9 +75,7 @@ def manifest(
 
 
 def _understood(context: click.Context, words: list[str], why: str, allowed: Sequence[str] = ()) -> Any:
-    """Return the context of a command that is parsed here; of the options about hosts, only those in `allowed` may be
-    given, and the error for any other is the option and `why`.
-    """
+    """Return the context of a command; options about hosts that are not `allowed` are refused with `why`."""
     root = context.find_root()
     group = root.command
     assert isinstance(group, click.Group)

@@ -253,9 +253,7 @@ def refuse(context: click.Context, names: Iterable[str], why: str) -> None:
 
 
 def given_options(context: click.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value), such as ("--node-rank", 1), for every parameter in `names` that the command line gives; of
-    a list, the first element.
-    """
+    """Yield (option, value or first value), such as ("--node-rank", 1), for parameters that are given."""
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:
         source = context.get_parameter_source(name)

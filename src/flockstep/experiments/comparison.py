@@ -157,9 +157,7 @@ class Comparison:
     @property
     def summaries(self) -> list[Summary]:
         """One summary for each strategy, best first: that of its run, or the medians of its runs."""
-        return rank(
-            [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
-        )
+        return rank([group.median() if self.repeated else group.runs[0] for group in self.chosen])
 
     @property
     def seeds(self) -> int:
@@ -239,8 +237,7 @@ def carry_out_all(
 ) -> Comparison:
     """Run the configurations of `grid` that have no finished run in `out`, and rank all runs.
 
-    `say` is called with a line for each run. `conclude` is called with the comparison, even if the comparison was
-    interrupted.
+    `say` is called with a line for each run, `conclude` with the comparison, even if it was interrupted.
     """
     if grid.base.kind != "simulate":
         from flockstep.launchers.children import refuse_program

@@ -28,9 +28,7 @@ from flockstep.runtime.node_spec import refuse, spec_from_environment
 
 @dataclass(frozen=True)
 class LaunchResult(RunResult):
-    """The result of running a function on workers: the folder of the run's record, and the values that the function
-    returned.
-    """
+    """The result of running a function on workers: the run's record, and what the function returned."""
 
     returned: dict[int, Any] = field(default_factory=dict)
     """Rank → value that the function returned on this rank; a worker that died has no entry."""

@@ -317,12 +317,7 @@ class RunFolder:
         write_whole(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
 
     def read_result(self) -> tuple[FlatArray, Schema]:
-        """Read the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
-
-        Raises:
-            ConfigurationError: the run left no result, or a file of the result is damaged.
-            SchemaMismatch: the parameters and the schema do not belong together.
-        """
+        """Read the resulting model, as `write_result` wrote it; a missing or damaged one is refused."""
         for file in (self.result_file, self.path / "schema.json"):
             if not file.is_file():
                 raise ConfigurationError(f"{self.path} contains no result, because the run did not end; repeat the run")

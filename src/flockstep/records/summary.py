@@ -269,17 +269,10 @@ def partition_notes(config: RunConfig) -> list[str]:
 def summarize(
     config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
 ) -> Summary:
-    """Summarize the events of a run.
+    """Summarize the events of a run, which may be in any order; every figure is computed from them alone.
 
-    Args:
-        config: the run's configuration.
-        events: the events of all nodes, in any order.
-        status: how the run ended; "finished" becomes "diverged" if the final model is not finite.
-        error: reason why the run did not finish.
-        notes: further sentences for the summary's notes, besides those of the events.
-
-    Returns:
-        The summary, with every figure computed from the events alone.
+    A `status` of "finished" becomes "diverged" if the final model is not finite. `error` is the reason why the run did
+    not finish; `notes` are further sentences for the summary's notes.
     """
     ordered = sorted(events, key=time_of)
     metrics = [curve for curve in curves(config, ordered) if not curve.is_loss]
@@ -288,10 +281,8 @@ def summarize(
     last = _last(ordered, EvaluationEvent)
     if status == "finished":
         if ends.get(measured["metric"], 0.0) is None or (last is not None and not math.isfinite(last.loss)):
-            status, error = (
-                "diverged",
-                "the loss or metric of the last evaluation is not finite; lower the learning rate",
-            )
+            status = "diverged"
+            error = "the loss or metric of the last evaluation is not finite; lower the learning rate"
         elif (diverged := next((event for event in ordered if isinstance(event, DivergedEvent)), None)) is not None:
             status, error = "diverged", diverged.reason
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)

@@ -146,10 +146,7 @@ def _sentence(text: str) -> str:
 
 
 def _facts(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[tuple[str, str]]:
-    """Settings of the runs with their names: one value if all runs agree, otherwise all values.
-
-    `seeds`: those of all runs, if `configs` are only of the runs nearest to the medians.
-    """
+    """Settings of the runs, one value if all agree; `seeds` are those of all runs, of which `configs` are some."""
     found: list[tuple[str, str]] = []
     configs = [config for config in configs if config.workers in compared_workers(configs)]
     modeled = () if any(config.cluster is None for config in configs) else ("network", "compute")

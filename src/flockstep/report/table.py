@@ -24,10 +24,7 @@ class _Ranked(NamedTuple):
 
 
 def columns(summary: Summary, alone: Summary | None = None) -> list[TableColumn]:
-    """Return the columns of the ranked table; all rows have the clock and the metric of `summary`.
-
-    If the table has a run of one worker, `alone`, and a target, two columns compare each run with it.
-    """
+    """Return the columns of the ranked table; if `alone` is a run of one worker, two columns compare with it."""
     metric, goal = summary.metric, goal_of(summary)
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     found = [
@@ -139,10 +136,7 @@ def compared_workers(runs: Sequence[Summary] | Sequence[RunConfig]) -> list[int]
 
 
 def heading(summaries: Sequence[Summary]) -> str:
-    """Return the title of the table: job, number of workers, and the clock that measured the seconds.
-
-    If simulated runs differ in their cluster or compute model, their labels name it.
-    """
+    """Return the title of the table: job, number of workers, and the clock that measured the seconds."""
     first, clock = summaries[0], "real seconds"
     if first.clock == "virtual":
         clusters, laws = ({getattr(run, name) for run in summaries} for name in ("cluster", "compute"))

@@ -1,7 +1,4 @@
-"""The tables of reports, for a terminal of any width, for notebooks and for HTML pages.
-
-In a terminal, words stay whole, and columns that are left out are named.
-"""
+"""The tables of reports, for a terminal of any width, for notebooks and for HTML pages."""
 
 from __future__ import annotations
 

@@ -90,13 +90,9 @@ def _points(event: Event, metric: str, scalars: Counter[str]) -> Iterator[Point]
 
 
 def follow(record: RunFolder, pause: Callable[[], None] = lambda: time.sleep(SECONDS)) -> Iterator[list[Event]]:
-    """Yield the events in the folder, then the events that are added, until the run has ended; call `pause` in between.
+    """Yield the events in the folder, then those that are added, until the run has ended; `pause` in between.
 
-    The events of one node are in order; events of different nodes are not. If the run has ended or was killed, its
-    events are yielded at once.
-
-    Raises:
-        ConfigurationError: a file holds a line that is not an event.
+    The events of one node are in order; events of different nodes are not.
     """
     read: Counter[Path] = Counter()
     yielded: Counter[tuple[type[Event], int | None]] = Counter()

@@ -88,12 +88,7 @@ class Sampler:
 
 
 def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
-    """Return the number of steps of each worker in which all workers together draw the training set `epochs` times; at
-    least 1.
-
-    Raises:
-        ConfigurationError: epochs is not positive, or train_size, workers or batch is below 1.
-    """
+    """Return the steps, at least 1, in which all workers together draw the training set `epochs` times."""
     require(0 < epochs < math.inf, "epochs", "> 0 and finite", epochs, "use for example 10")
     for name, value in (("train_size", train_size), ("workers", workers), ("batch", batch)):
         require(value >= 1, name, ">= 1", value, "use for example 1")
