@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flockstep.cli.app import run as run_command
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until
+from support.torch_scripts import end_scheduled_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
 
@@ -66,11 +68,10 @@ def run(folder: Path, strategy: str, dies_at: dict[int, int], in_meeting: Sequen
     return RealRun([*words, str(dies_at), str(list(in_meeting))], folder / "run", torch=True).end()
 
 
-def trained(last: Sequence[int], survivors: Sequence[int]) -> np.ndarray:
-    """Weights and momentum after all steps, if the gradients of `last` were used in the step of the deaths."""
+def trained(members: Sequence[Sequence[int]]) -> np.ndarray:
+    """Weights and momentum after steps that use the gradients of these members, by their first ranks."""
     weights, velocity = np.full((2, 6), 0.25), np.zeros((2, 6))
-    for step in range(STEPS):
-        used = list(range(WORKERS)) if step < DEADLY else last if step == DEADLY else survivors
+    for step, used in enumerate(members):
         gradients = []
         for rank in used:
             stream = np.random.default_rng((rank, step))
@@ -91,7 +92,9 @@ def check(folder: Path, ended: Ended, dead: Sequence[int], exact: bool = True) -
     assert set(ends) == set(survivors)
     assert len({array.tobytes() for array in ends.values()}) == 1
     possible = [[*survivors, *more] for n in range(len(dead) + 1) for more in combinations(dead, n)]
-    fits = [np.allclose(ends[survivors[0]], trained(last, survivors), rtol=0, atol=1e-5) for last in possible]
+    before, after = [list(range(WORKERS))] * DEADLY, [survivors] * (STEPS - DEADLY - 1)
+    found = ends[survivors[0]]
+    fits = [np.allclose(found, trained([*before, last, *after]), rtol=0, atol=1e-5) for last in possible]
     assert fits.count(True) == 1 or not exact
     record = RunFolder(folder / "run")
     assert record.read_config().workers == len(survivors)
@@ -215,6 +218,66 @@ def test_the_data_are_dealt_anew_in_the_next_epoch(tmp_path: Path) -> None:
         last = seen(name, 2)
         assert sorted(last) == [0, 2]
         assert sorted(chain(*last.values())) == list(range(48))
+
+
+JOINED = f"""
+import sys, time
+from pathlib import Path
+import numpy as np
+import torch
+import flockstep
+
+HERE = Path(__file__).parent
+model = torch.nn.Linear(6, 2, bias=False)
+torch.nn.init.constant_(model.weight, 0.25)
+optimizer = torch.optim.SGD(model.parameters(), lr={RATE}, momentum={MOMENTUM})
+optimizer = flockstep.distribute(model, optimizer, "all_reduce")
+saved = flockstep.resumed() or {{"step": 0}}
+step, me = saved["step"], flockstep.rank()
+(HERE / f"begin-{{me}}").write_text(str(step))
+while True:
+    flockstep.checkpoint({{"step": step}})
+    if (HERE / "go").exists():
+        if step == int((HERE / "go").read_text()):
+            break
+    else:
+        time.sleep(0.02)
+    stream = np.random.default_rng((me, step))
+    x, y = (torch.from_numpy(stream.standard_normal(shape).astype(np.float32)) for shape in ((5, 6), (5, 2)))
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    step += 1
+    (HERE / f"at-{{me}}").write_text(str(step))
+optimizer.finish()
+momentum = optimizer.state[model.weight]["momentum_buffer"]
+np.save(HERE / f"end-{{me}}.npy", np.stack([model.weight.detach().numpy(), momentum.numpy()]))
+"""
+
+
+def test_a_worker_joins_scripts_whose_processes_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(JOINED)
+    run = RealRun(["launch", "-n", "2", "--max-workers", "3", str(script)], tmp_path / "run", torch=True)
+    run.wait_for_work(10)
+    before = {name: pid for name, pid in run.nodes.items() if name.startswith("worker")}
+    assert run_command(["join", str(tmp_path / "run")]) == 0
+    assert "the run continues with 3 workers from step " in capsys.readouterr().out
+    run.wait_for_work(1)
+    assert {name: run.nodes[name] for name in before} == before
+    end_scheduled_script(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    joined, last = int((tmp_path / "begin-2").read_text()), int((tmp_path / "go").read_text())
+    assert (joined > 0, (tmp_path / "begin-0").read_text()) == (True, "0")
+    ends = [np.load(tmp_path / f"end-{rank}.npy") for rank in range(3)]
+    assert len({array.tobytes() for array in ends}) == 1
+    members = [[0, 1] if step < joined else [0, 1, 2] for step in range(last)]
+    assert np.allclose(ends[0], trained(members), rtol=0, atol=1e-5)
+    record = RunFolder(tmp_path / "run")
+    for rank, first in ((0, 0), (1, 0), (2, joined)):
+        steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == rank]
+        assert steps == list(range(first + 1, last + 1))
 
 
 def test_fewer_workers_than_the_least_end_the_run(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,9 +144,17 @@ class Executable:
     def begin(self, config: RunConfig) -> None:
         """Prepare to start workers with this configuration."""
 
+    def go_on(self, config: RunConfig, remaining: Mapping[int, int]) -> None:
+        """Prepare to start workers beside those whose processes go on; `remaining`: new rank → former rank of these."""
+        raise NotImplementedError
+
     def start(self, node_spec: NodeSpec) -> Child | None:
         """Start a process of this host as the worker that `node_spec` describes; return None if something else does."""
         raise NotImplementedError
+
+    def adopt(self, rank: int, child: Child) -> Child:
+        """Take over a process that was started before its worker joined, and return it."""
+        return child
 
     def start_server(self, node_spec: NodeSpec, server: ServerSpec) -> Child | None:
         """Start a server in a process of this host; return None if something else starts it."""

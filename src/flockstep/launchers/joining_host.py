@@ -14,7 +14,7 @@ from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import differing, files_in
 from flockstep.launchers.meeting import Meeting
-from flockstep.launchers.newcomers import Newcomer, Newcomers
+from flockstep.launchers.newcomers import Newcomers, of_job
 from flockstep.links.kinds import Transport
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec
@@ -60,7 +60,7 @@ class _JoiningHost:
                 f"this host cannot join: {wrong}; join with the files of the run, named by --job and --import"
             )
         kernels = Transport.parse(config.transport or "tcp").zero_copy
-        self._newcomers = Newcomers(partial(Newcomer, config, kernels))
+        self._newcomers = Newcomers(partial(of_job, config, kernels))
         self._newcomers.invite(workers)
         return self._newcomers
 

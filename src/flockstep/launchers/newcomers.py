@@ -17,19 +17,22 @@ from flockstep.runtime.member import NodeSpec
 
 
 class Newcomer:
-    """A process that builds the job of a run, and waits for its part in the run."""
+    """A process that builds the job of a run, or runs a script up to its first question of flockstep, and waits for its
+    part in the run.
+    """
 
-    def __init__(self, config: RunConfig, kernels: bool):
-        """Start the process.
+    def __init__(self, start: Callable[[socket.socket], Child], end: Callable[[], None] = lambda: None):
+        """Start the process with `start`, which gets the process's end of a pair of sockets; `end` is called if the
+        process does not join.
 
         Raises:
             OSError: the system starts no more processes.
         """
         self._feed, theirs = socket.socketpair()
+        self._at_end = end
         with theirs:
             try:
-                arguments = os.getpid(), config.threads or 1, config.to_toml(), theirs
-                self.child: Child = fork(newcomer_main, arguments, [KERNELS] if kernels else ())
+                self.child = start(theirs)
             except BaseException:
                 self._feed.close()
                 raise
@@ -69,13 +72,24 @@ class Newcomer:
         self._feed.close()
         kill_all([self.child])
         reap([self.child], None)
+        self._at_end()
+
+
+def of_job(config: RunConfig, kernels: bool) -> Newcomer:
+    """Start a process that builds the job of a run, for a worker that sums in shared memory with `kernels`."""
+
+    def start(feed: socket.socket) -> Child:
+        arguments = os.getpid(), config.threads or 1, config.to_toml(), feed
+        return fork(newcomer_main, arguments, [KERNELS] if kernels else ())
+
+    return Newcomer(start)
 
 
 class Newcomers:
     """The workers that are about to join a run."""
 
-    def __init__(self, start: Callable[[], Newcomer] | None = None):
-        """`start`: None if no workers may join."""
+    def __init__(self, start: Callable[[], Newcomer | None] = lambda: None):
+        """`start` returns None if processes are started only when their workers join."""
         self._start = start
         self._waiting: list[Newcomer] = []
 
@@ -86,8 +100,8 @@ class Newcomers:
             RunError: the system cannot start more processes; all processes that were to join have been ended.
         """
         try:
-            while self._start is not None and len(self._waiting) < workers:
-                self._waiting.append(self._start())
+            while len(self._waiting) < workers and (newcomer := self._start()) is not None:
+                self._waiting.append(newcomer)
         except OSError as error:
             self.end()
             raise RunError(f"no process could be started for a worker: {error.strerror or error}") from None

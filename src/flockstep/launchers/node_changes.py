@@ -37,6 +37,8 @@ class Members:
     """Number of changes of the workers so far."""
     went: float | None = None
     """When the run began, on the monotonic clock, if the workers go on with what their processes hold."""
+    step: int = 0
+    """The step from which they go on."""
     back_to: int | None = None
     """Smallest step of a checkpoint from which the run continues when a server is lost; None: a lost server ends the
     run.
@@ -103,7 +105,7 @@ class NodeChanges:
             self._cutting = True
             checkpoints.cut()
         if self._cutting and checkpoints.is_cut:
-            self._change(self._renewing, joiners)
+            self._change(self._renewing, joiners, at_once=not self._renewing and self._at_once())
         elif self._cutting and checkpoints.is_cut is False:
             # The run is about to end, a node was lost, or the disk is full: workers that asked to leave try again.
             self._cutting = False
@@ -135,7 +137,7 @@ class NodeChanges:
 
     def _change(self, loss: str, joined: int, at_once: bool = False) -> None:
         """Continue without the workers that leave or were lost, and with those that join; `loss`: a clause about a lost
-        node, which is added to those of other losses, or empty. `at_once`: nobody joins, and no checkpoint is needed.
+        node, which is added to those of other losses, or empty. `at_once`: no process goes back to a checkpoint.
         """
         if joined > self._hosts.prepared:
             self._requests.admit()
@@ -230,7 +232,8 @@ class NodeChanges:
         its strategy needs.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        at_once = self._least is not None and address >= 0 and self._at_once()
+        may = self._least is not None or self._joining >= self._peers.missed
+        at_once = may and address >= 0 and self._at_once()
         if (newest is None and not at_once) or address in self._peers.done:
             return False
         began, strategy = self._peers.went is not None, self._outcome.strategy

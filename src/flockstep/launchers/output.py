@@ -107,11 +107,15 @@ class Output(OutputOptions):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for file in [] if self.continues else _earlier(self.folder, ranks, workers):
                     file.unlink(missing_ok=True)
-            return {rank: RankOutput(rank, self) for rank in ranks}
+            return {rank: self.sink(rank) for rank in ranks}
         except OSError as error:
             raise ConfigurationError(
                 f"{error.filename} could not be written: {error.strerror}; choose another --rank-output folder"
             ) from None
+
+    def sink(self, rank: int) -> RankOutput:
+        """Return the sink of a rank; its files are appended to."""
+        return RankOutput(rank, self)
 
 
 SHOWN = Output()

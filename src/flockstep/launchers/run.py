@@ -100,6 +100,8 @@ class SupervisedRun:
                 finally:
                     if before is not None:  # workers that waited got their place in the segment over its connections
                         before.supervisor.close()
+                if self.executable.script and not left.at_once:
+                    left.supervisor.members.newcomers.end()
                 if left.at_once:
                     config, checkpoint = self.without(left), None
                 else:
@@ -119,7 +121,7 @@ class SupervisedRun:
         text = f"{left}; {left.others} continued with the step in hand"
         on_stderr(text)
         assert left.went is not None
-        self.record.set_aside(range(left.workers, former.workers), left.epoch + 1)
+        self.record.set_aside(range(min(left.workers, len(left.remaining)), former.workers), left.epoch + 1)
         self.record.note(left.since - left.went, [text, *outcome.warnings], left.lost)
         self.record.write_config(config)
         return config
@@ -269,6 +271,8 @@ class RunSegment:
         path, checkpoints, stay = record.path.resolve(), None, False
         if left is None or not left.at_once:
             executable.begin(self.config)
+        else:
+            executable.go_on(self.config, left.remaining)
         try:
             evaluation = executable.evaluation(path)
             if executable.checkpoints:
@@ -333,7 +337,7 @@ class RunSegment:
             call=number,
             link_timeout=link_timeout_of(config),
             facts=None if executable.parts is None else executable.parts.facts,
-            least=(config.min_workers or 0) if executable.script and run.hosts.here else 0,
+            changes=run.hosts.here and (config.min_workers, config.max_workers) != (None, None),
             checkpoint="" if self.resumed is None or first is not None else str(self.resumed.folder.absolute()),
         )
         # After the loss of a server, the run needs a newer checkpoint to survive another loss, so that repeated losses
@@ -350,7 +354,8 @@ class RunSegment:
             run.hosts.rearrange(left.remaining, config.workers, config.to_toml())
             before, joining = left.supervisor.members, set(range(config.workers)) - left.remaining.keys()
             went = left.went if left.at_once else None
-            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, back_to)
+            step = left.supervisor.peers.least_step
+            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, step, back_to)
         sizes = () if executable.parts is None else executable.parts.sizes
         outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         peers = RunPeers(config.workers, spec.heartbeat, members.epoch, executable.unjoined)
@@ -369,10 +374,12 @@ class RunSegment:
             before, again = left.remaining[node_spec.address], hosts.again(node_spec)
             if left.supervisor.peers[before].link is not None:
                 return left.supervisor.begin_again(before, again, config.to_toml())
+        if left is not None and left.at_once:
+            node_spec = dataclasses.replace(node_spec, joins=True)
         if hosts.has(node_spec.address):
             return hosts.start(node_spec, config="" if left is None else config.to_toml())
         if left is not None and (newcomer := left.supervisor.members.newcomers.next()) is not None:
-            return newcomer.begin(node_spec, config)
+            return executable.adopt(node_spec.address, newcomer.begin(node_spec, config))
         return executable.start(node_spec)
 
     def begin_call(self, first: Supervisor, number: int) -> Supervisor:

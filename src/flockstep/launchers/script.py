@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +32,7 @@ from flockstep.launchers.executable import Executable, Show
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.host_settings import MODULE
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.output import SHOWN, Output, RankOutput, Sink, to_terminal
 from flockstep.launchers.run import SupervisedRun, resume_run
@@ -293,6 +296,10 @@ class ScriptExecutable(Executable):
         super().__init__()
         self._script, self._arguments, self._output, self._gathering = script, arguments, output, gathering
         self._sinks: dict[int, RankOutput] = {}
+        self._coming: dict[int, RankOutput] = {}
+        """Output of the scripts of workers that are about to join, by the rank that they will probably have."""
+        self._repeats = False
+        """Whether the scripts can take a step again with other workers."""
         self._processes: dict[int, children.Script] = {}
 
     def prepare_again(self, config: RunConfig, begins: bool) -> None:
@@ -307,6 +314,7 @@ class ScriptExecutable(Executable):
         return resized_script(checkpoint, config, workers, gone)
 
     def require_possible(self, strategy: Strategy, repeats: bool) -> None:
+        self._repeats = repeats
         if not repeats:
             require_interval(self._config)
         if (self._config.min_workers, self._config.max_workers) != (None, None):
@@ -334,19 +342,58 @@ class ScriptExecutable(Executable):
         early = {name: value for name, value in environment.items() if name in EARLY}
         start_fork_server([script_main.__module__, *kernels, *torch], early)
 
+    def go_on(self, config: RunConfig, remaining: Mapping[int, int]) -> None:
+        self._config, self._ranks = config, range(config.workers)
+        for rank in self._sinks.keys() - set(remaining.values()):
+            self._close(rank)
+        self._sinks = {new: self._sinks[old] for new, old in remaining.items()}
+        self._processes = {new: self._processes[old] for new, old in remaining.items()}
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(config.workers))
+        self._program = dataclasses.replace(self._program, environment={**self._program.environment, **sizes})
+
     def start(self, node_spec: NodeSpec) -> Child:
         rank = node_spec.address
-        place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
-        program = dataclasses.replace(self._program, environment={**self._program.environment, **place})
-        process = self._processes[rank] = fork_script(script_main, (node_spec, program), self._sinks[rank])
+        if rank not in self._sinks:
+            self._sinks[rank] = self._output.sink(rank)
+        process = self._processes[rank] = self._fork(rank, node_spec, None)
         return process
+
+    def _fork(self, rank: int, node_spec: NodeSpec | None, feed: socket.socket | None) -> children.Script:
+        sink = self._coming[rank] if node_spec is None else self._sinks[rank]
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank - self._ranks.start)}
+        program = dataclasses.replace(self._program, environment={**self._program.environment, **place})
+        return fork_script(script_main, (node_spec, program, feed), sink)
+
+    def newcomers(self) -> Newcomers:
+        return Newcomers(self._newcomer)
+
+    def _newcomer(self) -> Newcomer | None:
+        """Start the script for a worker that will probably have the next rank."""
+        if not self._repeats:
+            return None
+        rank = len(self._sinks) + len(self._coming)
+        self._coming[rank] = self._output.sink(rank)
+        return Newcomer(partial(self._fork, rank, None), lambda: self._coming.pop(rank).close(failed=True))
+
+    def adopt(self, rank: int, child: Child) -> Child:
+        assert isinstance(child, children.Script)
+        self._processes[rank] = child
+        self._sinks[rank] = self._coming.pop(min(self._coming))
+        return child
 
     def end(self) -> None:
         """Pass on the rest of the output of scripts that have ended."""
         drain_all(list(self._processes.values()))
-        for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
-            sink.close(failed=rank in self._processes and bool(self._processes[rank].exit_code()))
+        for rank in self._sinks:
+            self._close(rank)
         self._sinks, self._processes = {}, {}
+
+    def _close(self, rank: int) -> None:
+        """Pass on the rest of the output of a script that has ended; a run that failed early has started fewer."""
+        process = self._processes.get(rank)
+        if process is not None:
+            drain_all([process])
+        self._sinks[rank].close(failed=process is not None and bool(process.exit_code()))
 
     def serve(self, config: RunConfig, settings: dict[str, str], gathering: Gathering) -> None:
         """Run the script as this host's workers, until the end, in a run that another host coordinates.

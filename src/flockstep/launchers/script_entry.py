@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import runpy
 import signal
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from flockstep.launchers.threads import limit_threads
 from flockstep.runtime.member import NodeSpec
-from flockstep.runtime.node_spec import take_spec
+from flockstep.runtime.node_spec import expect_spec, take_spec
 from flockstep.runtime.process_group import end_if_opened
 from flockstep.system import STOPS
 
@@ -39,8 +40,12 @@ class ScriptProgram:
     """Threads of the numerical libraries; None: as the environment says."""
 
 
-def script_main(node_spec: NodeSpec, program: ScriptProgram, out: Connection, err: Connection) -> NoReturn:
-    """Entry point of a worker process that runs a user's script, whose output goes to the pipes `out` and `err`."""
+def script_main(
+    node_spec: NodeSpec | None, program: ScriptProgram, feed: socket.socket | None, out: Connection, err: Connection
+) -> NoReturn:
+    """Entry point of a worker process that runs a script, whose output goes to the pipes `out` and `err`; without
+    a `node_spec`, it comes over the socket `feed` when the worker joins.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the launcher, which ends the run in order
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     _end_with_launcher()
@@ -51,7 +56,10 @@ def script_main(node_spec: NodeSpec, program: ScriptProgram, out: Connection, er
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(program.environment)
-    take_spec(node_spec)
+    if node_spec is not None:
+        take_spec(node_spec)
+    elif feed is not None:
+        expect_spec(feed)
     _become_main()
     if program.threads is not None:  # a fork server that an earlier run has started loads libraries with other limits
         limit_threads(program.threads)

@@ -585,7 +585,7 @@ class Supervisor:
         for address, link in self.peers.links.items():
             self.peers[address].state = "running"
             link.tell("go", {"at": went})
-        step = 0 if resumed is None else min(resumed.manifest.steps.values())
+        step = self.members.step if resumed is None else min(resumed.manifest.steps.values())
         text = f"the run continues with {self.peers.workers} workers from step {step}"
         self.members.requests.confirm(text)
         self._hosts.confirm(text)

@@ -18,7 +18,7 @@ from flockstep.launchers.executable import Executable, InitialParts, Show
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.newcomers import Newcomer, Newcomers
+from flockstep.launchers.newcomers import Newcomers, of_job
 from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.run import SupervisedRun, evaluated_in, resume_run
 from flockstep.launchers.wait_monitor import JOINS_JOB, on_stderr
@@ -233,4 +233,4 @@ class JobExecutable(Executable):
         return Evaluator(record, self._config.threads or 1, self._test, facts)
 
     def newcomers(self) -> Newcomers:
-        return Newcomers(partial(Newcomer, self._config, self._transport.zero_copy))
+        return Newcomers(partial(of_job, self._config, self._transport.zero_copy))

@@ -7,7 +7,7 @@ rest take the model of one of them; if none had, all take the step again with th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from flockstep.strategies.base import Strategy
 from flockstep.strategies.resizing import FormerWorker
 
 if TYPE_CHECKING:
+    from flockstep.runtime.checkpoints import ScriptCheckpoints
     from flockstep.runtime.torch_keeper import TorchKeeper
 
 
@@ -68,27 +69,48 @@ class HeldStep:
         strategy.take_over(worker, [own] * worker.workers)
 
 
-async def stand(me: Worker, exchanges: int) -> dict[int, Fields]:
-    """Return rank → the numbers of steps and of exchanges between steps that each worker has completed."""
-    return await notes_of_all(me, "stand", {"step": me.step, "exchanges": exchanges})
+async def stand(me: Worker, exchanges: int, joins: bool) -> dict[int, Fields]:
+    """Return rank → the numbers of steps and of exchanges between steps that each worker has completed; a worker that
+    `joins` has no model.
+    """
+    step = -1 if joins else me.step
+    return await notes_of_all(me, "stand", {"step": step, "exchanges": 0 if joins else exchanges})
 
 
-async def catch_up(me: Worker, stands: Mapping[int, Fields], keeper: TorchKeeper, strategy: Strategy) -> bool:
-    """Let workers that had not completed the last step take the model of one that had; return whether this is one."""
+async def catch_up(
+    me: Worker,
+    stands: Mapping[int, Fields],
+    common: Sequence[str],
+    keeper: TorchKeeper,
+    script: ScriptCheckpoints | None,
+) -> bool:
+    """Let workers that had not completed the last step, or join, take the model of one that had completed it; return
+    whether this is one. `common` names the fields of the strategy's state that are equal on all workers. A worker that
+    joins takes over the place of the script, too.
+    """
     steps = {rank: int(one["step"]) for rank, one in stands.items()}
     most = max(steps.values())
     source = min(rank for rank, step in steps.items() if step == most)
     behind = [rank for rank, step in steps.items() if step < most]
-    names = strategy.resizing.common
+    joins = steps[me.rank] < 0
     if me.rank == source and behind:
-        common = {name: getattr(me.state, name) for name in names}
-        whole = {"params": me.params, "optimizer": keeper.at_boundary(), "common": common}
+        place = script.place() if script is not None and min(steps.values()) < 0 else None
+        whole: dict[str, Any] = {
+            "params": me.params,
+            "optimizer": keeper.at_boundary(),
+            "before": me.before,
+            "place": place,
+        }
+        whole["common"] = {name: getattr(me.state, name) for name in common}
         send_pieces(me, behind, "model", np.frombuffer(to_bytes(whole), np.uint8))
     if me.rank not in behind:
         return False
-    whole = from_bytes((await receive_pieces(me, source, "model")).tobytes())
-    keeper.take(whole["params"], whole["optimizer"])
-    for name, value in whole["common"].items():
+    taken = from_bytes((await receive_pieces(me, source, "model")).tobytes())
+    keeper.take(taken["params"], taken["optimizer"])
+    for name, value in taken["common"].items():
         setattr(me.state, name, value)
     me.step, me.applied = most, me.applied + 1
+    if joins and script is not None:
+        me.before = taken["before"]
+        script.join(taken["place"])
     return True

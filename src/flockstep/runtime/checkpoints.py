@@ -27,6 +27,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
+from flockstep.optimizers.base import OptimizerState
 from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, shard_file, write_shard
 from flockstep.records.failpoints import reach
 from flockstep.runtime.cut import OF_SCRIPT, Cut, cut_of, read_cut
@@ -357,6 +358,8 @@ class ScriptCheckpoints:
         """Whether the script has called `resumed`, and `checkpoint`."""
         self._steps = 0
         """Steps since the last call of `checkpoint`."""
+        self._extra: Extra | Callable[[], Extra] = {}
+        """What the script gave at its last call of `checkpoint`."""
         self.on_begin: Callable[[], None] = lambda: None
         """Function that the first call of `checkpoint` calls."""
         checkpoints.script = self
@@ -366,6 +369,18 @@ class ScriptCheckpoints:
         self._checkpoints, checkpoints.script = checkpoints, self
         if self._begun:
             checkpoints.offer()
+
+    def place(self) -> dict[str, Any]:
+        """Return where the script is, for a worker that joins."""
+        return {"between_steps": self._keeper.between_steps(), "extra": dict(_values(self._extra))}
+
+    def join(self, place: dict[str, Any]) -> None:
+        """Begin where the script of another worker is."""
+        self._keeper.restore_between_steps(place["between_steps"], random=False)
+        none = np.empty(0, np.float32)
+        self._kept = Cut(
+            params=none, step=0, state=None, random={}, optimizer=OptimizerState(), script=place, joins=True
+        )
 
     def at_boundary(self) -> Any:
         """Return the state of the script's optimizer at the point where the worker's program has stopped; arrays are
@@ -388,7 +403,7 @@ class ScriptCheckpoints:
         """
         if self._keeper.refusal:
             raise ConfigurationError(self._keeper.refusal)
-        self._steps = 0
+        self._steps, self._extra = 0, extra
         if not self._begun:
             self._begin(_values(extra))
         elif self._checkpoints.copied:

@@ -142,10 +142,8 @@ class Loop:
         self._held = HeldStep()
         self._again: BeginAgain | None = None
         """Why the next step begins with other workers; None if the run goes on with the same."""
-        self._exchanges = 0
-        """Number of exchanges between two steps that have ended."""
-        self._leaving = threading.Event()
-        """Whether a signal asks this worker to leave the run."""
+        self._exchanges, self._leaving = 0, threading.Event()
+        """Number of exchanges between two steps that have ended, and whether a signal asks this worker to leave."""
         self.checkpoints: ScriptCheckpoints | None = None
         """The script's part in the run's checkpoints; None if the framework of the script has none."""
         self.epoch: Callable[[], AbstractContextManager[None]] | None = None
@@ -162,17 +160,33 @@ class Loop:
         node_spec = claim_spec()
         self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
         require_for_scripts(strategy, self.workers)
-        elastic = node_spec is not None and node_spec.least > 0 and node_spec.call == 1
-        self._repeats = elastic and strategy.repeats and self._of.keeper is not None
+        spec = node_spec if node_spec is not None and node_spec.call == 1 else None
+        self.joined = spec is not None and spec.joins
+        """Whether this worker has joined others that were training."""
+        self._repeats = spec is not None and spec.changes and strategy.repeats and self._of.keeper is not None
         if node_spec is None:
             self._alone()
         else:
             self._session = session_of_script(node_spec, self)
-            self._together(self._session)
+            self._enter(self._session)
         with self._telling():
             self._begin()
         self._before = self._worker.run_step
         atexit.register(self._at_exit)
+
+    def _enter(self, session: Session) -> None:
+        """Take part in the run from its start, or from where the others are if this worker joins them."""
+        while True:
+            try:
+                with self._telling():
+                    self._together(session)
+                    if self.joined:
+                        self._catch_up()
+                    return
+            except BeginAgain as again:  # others were lost before this worker took its first step
+                if not session.renew(again):
+                    sys.exit(0)
+                take_spec(session.node_spec, claimed=1)
 
     def _begin(self) -> None:
         worker = self._worker
@@ -589,16 +603,27 @@ class Loop:
             sys.exit(0)
         take_spec(session.node_spec, claimed=1)
         self._together(session, self._worker)
-        stands = self._run("stand", lambda me: stand(me, self._exchanges))
-        taken = self._run("model", lambda me: catch_up(me, stands, keeper, self.strategy))
-        if exchange and any(int(one["exchanges"]) > self._exchanges for one in stands.values()):
-            raise RunError(
-                f"a worker was lost at the end of {exchange}, which not all of the others had completed; resume the run"
-            )
-        self._runner.counted = self._runner.metrics.steps > self._worker.run_step
+        taken = self._catch_up(exchange)
         self._begin()
         if taken and self.watch is not None:
             self.watch.note()
+
+    def _catch_up(self, exchange: str = "") -> bool:
+        """Take the model of a worker that has completed more steps, if there is one; return whether there was."""
+        keeper, own, common = self._of.keeper, self._exchanges, self.strategy.resizing.common
+        assert keeper is not None
+        stands = self._run("stand", lambda me: stand(me, own, self.joined))
+        taken = self._run("model", lambda me: catch_up(me, stands, common, keeper, self.checkpoints))
+        exchanges = max(int(one["exchanges"]) for one in stands.values())
+        if exchange and exchanges > own:
+            raise RunError(
+                f"a worker was lost at the end of {exchange}, which not all of the others had completed; resume the run"
+            )
+        metrics, step = self._runner.metrics, self._worker.run_step
+        if self.joined:
+            self._exchanges, metrics.steps = exchanges, step
+        self._runner.counted = metrics.steps > step
+        return taken
 
     def _alone(self) -> None:
         """Run the worker and the servers in this process."""

@@ -197,8 +197,10 @@ class NodeSpec:
     """Facts about the whole model, such as where it is cut, if this process holds one part of a split model; otherwise
     None.
     """
-    least: int = 0
-    """Smallest number of workers with which the run goes on when others are lost; 0: it does not change."""
+    changes: bool = False
+    """Whether workers of the run may leave and join."""
+    joins: bool = False
+    """Whether this worker joins others that go on with what their processes hold, and takes its state from one."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. On another
     host than the coordinator's, a relative path is relative to `directory`.

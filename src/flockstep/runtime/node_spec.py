@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ from flockstep.strategies.base import Strategy, missing_strategy
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification, without the secret, to a script's process."""
+_feeds: dict[int, socket.socket] = {}
+"""Process → socket over which its specification comes."""
 _secrets: dict[str, str] = {}
 """Run → its secret. The secret is never in the environment, which children inherit and crash reports show."""
 
@@ -42,12 +45,35 @@ def take_spec(node_spec: NodeSpec, claimed: int = 0) -> None:
     os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, process=os.getpid(), claimed=claimed))
 
 
+def expect_spec(feed: socket.socket) -> None:
+    """Let this process be that of a script whose node specification comes over a socket when its worker joins a run,
+    after this process has written one byte, which says that it waits.
+    """
+    os.environ[NODE_SPEC] = ""
+    _feeds[os.getpid()] = feed
+
+
+def _receive_spec() -> None:
+    """Wait until the worker of this process joins; end this process if it does not."""
+    with _feeds.pop(os.getpid()) as feed, feed.makefile("rb") as file:
+        feed.sendall(b"\0")
+        data = file.read()
+    if not data:
+        os._exit(0)
+    node_spec = msgspec.convert(msgspec.json.decode(data)["node_spec"], NodeSpec)
+    take_spec(node_spec)
+    rank, workers = str(node_spec.address), str(node_spec.workers)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=workers, LOCAL_WORLD_SIZE=workers)
+
+
 def _spec_of_script() -> NodeSpec | None:
     """The node specification of this process's script, also in a process that the script started, such as a data
     loader's worker.
     """
+    if os.getpid() in _feeds:
+        _receive_spec()
     text = os.environ.get(NODE_SPEC)
-    return None if text is None else msgspec.convert(msgspec.json.decode(text), NodeSpec)
+    return None if not text else msgspec.convert(msgspec.json.decode(text), NodeSpec)
 
 
 def require_own_process(name: str) -> None:

@@ -101,8 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._searches:
             _require_mean_gradient(optimizer, strategy, bool(flat.narrow))
             _require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
-        server_side = strategy.traits.server_optimizer
-        self._sliced = strategy.traits.memory == "slices"
+        server_side, self._sliced = strategy.traits.server_optimizer, strategy.traits.memory == "slices"
         self._spec: Optimizer = for_servers(optimizer, flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(flat, optimizer, self._prepare, holds=self._searches)
         keeper = TorchKeeper(flat, optimizer, self.buffers, server_side, self._why_not_stopped, lambda: self._spec)
@@ -121,7 +120,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clipping = Clipping(flat, strategy, alone)
         require_separate_statistics(module, self.loop.workers)
         require_unwrapped(module, self.loop.workers)
-        self.loop.exchange("buffers", self.buffers.take_first)
+        if not self.loop.joined:
+            self.loop.exchange("buffers", self.buffers.take_first)
         flat.move_gradients(self.loop.gradients)
         flat.gather_in_backward()  # before other hooks, which look at gradients in their places
         self._backward = BackwardHooks(flat, self.loop)

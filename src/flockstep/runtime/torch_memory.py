@@ -51,7 +51,7 @@ class WorkerMemory:
 
     def begin(self) -> None:
         """Copy a state that was loaded into rank 0's optimizer before `distribute` to the ranks that need it."""
-        if self._loop.workers > 1:
+        if self._loop.workers > 1 and not self._loop.joined:
             self._loop.exchange("memory", self.agree)
         self._loaded = False
 
