@@ -74,7 +74,7 @@ def steps_of(record: RunFolder, rank: int) -> list[int]:
     return [one.step for one in record.read_events() if isinstance(one, StepEvent) and one.rank == rank]
 
 
-@pytest.mark.parametrize("strategy", few(ALIKE, "all_reduce"))
+@pytest.mark.parametrize("strategy", few(["ps(bsp)", "local_sgd(8)"], "ps(bsp)"))
 def test_a_script_that_a_worker_joins_ends_with_the_bits_of_one_that_was_stopped_and_resumed(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_launcher_killed_while_a_worker_joins_goes_on_from_before_or_after(
 ) -> None:
     """The first manifest of the change is that of the nodes that stopped, the second that of the new workers."""
     kill = write_failpoint(tmp_path, Failpoint("launcher", point, number))
-    run = begin(tmp_path, "all_reduce", "--import", kill)
+    run = begin(tmp_path, "ps(bsp)", "--import", kill)
     assert join(tmp_path) != 0
     assert run.end().code != 0
     assert signalled(tmp_path) is not None

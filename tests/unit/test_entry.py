@@ -88,7 +88,7 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
         def __init__(self, *given: object, notes: object = None):
             pass
 
-        def join(self, *given: object, part: bool = False) -> None:
+        def join(self, *given: object, part: bool = False, repeats: bool = False) -> None:
             done.append("join")
             raise Interrupted("enough")
 

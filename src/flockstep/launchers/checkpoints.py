@@ -76,6 +76,8 @@ class Checkpointer:
         """Sentences about checkpoints that could not be written, for the record."""
         self.why_not = ""
         """Why there is no checkpoint of the end, if there is none."""
+        self.deals = False
+        """Whether a script was in the middle of a pass over data that were dealt to the workers."""
         self._record, self._every, self._keep, self._pending = record, every, keep, pending
         self._config, self._scripts = config, scripts
         self._offered: set[Address] = set()
@@ -199,6 +201,7 @@ class Checkpointer:
                     self._let_go(hold=self._staying)
                     self._finish()
             case "write":
+                self.deals |= bool(note["deals"])
                 node = self._cluster.logical(address)
                 facts = int(note["step"]), int(note["nbytes"]), str(note["sha256"])
                 shard = Shard(node, disk.shard_file(node), *facts)
@@ -272,7 +275,7 @@ class Checkpointer:
         return found
 
     def _begin(self) -> None:
-        self._since, self.why_not = time.monotonic(), ""
+        self._since, self.why_not, self.deals = time.monotonic(), "", False
         try:
             self._folder = disk.new_folder(self._record, self._folder if self._folder.name else None)
         except OSError as error:

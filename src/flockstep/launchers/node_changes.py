@@ -105,7 +105,9 @@ class NodeChanges:
             self._cutting = True
             checkpoints.cut()
         if self._cutting and checkpoints.is_cut:
-            self._change(self._renewing, joiners, at_once=not self._renewing and self._at_once())
+            # In the middle of a pass, a worker that joins would get other batches than those that were dealt.
+            at_once = self._at_once() and not (self._renewing or checkpoints.deals)
+            self._change(self._renewing, joiners, at_once)
         elif self._cutting and checkpoints.is_cut is False:
             # The run is about to end, a node was lost, or the disk is full: workers that asked to leave try again.
             self._cutting = False

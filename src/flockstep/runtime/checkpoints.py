@@ -143,7 +143,7 @@ class NodeCheckpoints:
         self._stopped = False
         self._held = False
         """Whether a script waits at its next call of `flockstep.checkpoint`, because the run changes or ends."""
-        self._ended = False
+        self._ended = self._deals = False
         self._thread: Thread | None = None
         self._result: Fields = {}
 
@@ -286,11 +286,12 @@ class NodeCheckpoints:
         """Whether a copy of the state waits for the part that the script adds."""
         return self._copied is not None
 
-    def complete(self, more: Mapping[str, FlatArray]) -> None:
+    def complete(self, more: Mapping[str, FlatArray], deals: bool = False) -> None:
         """Start to write the copy of the state, together with the arrays that a script adds; before a change or the end
-        of the run the script then waits, so that no step is lost.
+        of the run the script then waits, so that no step is lost. `deals`: see `ScriptCheckpoints.checkpoint`.
         """
         assert self._copied is not None
+        self._deals = deals
         (folder, step, at_once, arrays), self._copied = self._copied, None
         arrays |= {OF_SCRIPT + name: array for name, array in more.items()}
         self._thread = Thread(target=self._write, args=(folder, step, arrays), name="flockstep-checkpoint")
@@ -339,7 +340,7 @@ class NodeCheckpoints:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self._result = {"did": "fail", "why": why, "folder": folder.name}
             return
-        facts: Fields = {"step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        facts: Fields = {"step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256, "deals": int(self._deals)}
         self._result = {"did": "write", "folder": folder.name, **facts}
 
     def _tell(self, note: Fields) -> None:
@@ -395,8 +396,9 @@ class ScriptCheckpoints:
         self._asked = True
         return None if self._kept is None else deepcopy(self._kept.script["extra"])
 
-    def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
-        """Add the script's part to the copy of the worker's state, if the previous step made a copy.
+    def checkpoint(self, extra: Extra | Callable[[], Extra], deals: bool) -> None:
+        """Add the script's part to the copy of the worker's state, if the previous step made a copy; `deals`: the
+        script is in the middle of a pass over data that were dealt to the workers.
 
         Raises:
             ConfigurationError: see `flockstep.checkpoint`.
@@ -412,7 +414,7 @@ class ScriptCheckpoints:
             except ConfigurationError as error:
                 self._checkpoints.drop(str(error))
             else:
-                self._checkpoints.complete(arrays)
+                self._checkpoints.complete(arrays, deals)
 
     def before_step(self) -> None:
         """Check, at the start of a script's step, that the script calls `checkpoint` as required.

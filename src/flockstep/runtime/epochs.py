@@ -72,6 +72,7 @@ class EpochCount:
         if self._read and not self._reading and (steps is None or steps != self._steps):
             self._next += 1
         number, self._read, self._steps = self._next, False, steps
+        _passes.append(self)
         try:
             for batch in batches(number):
                 yield batch
@@ -79,6 +80,7 @@ class EpochCount:
                 self._read = read = True
                 steps = self._note(number, steps)
         finally:
+            _passes.remove(self)
             self._reading -= read
             self._note(number, steps)
 
@@ -87,6 +89,15 @@ class EpochCount:
         if (steps := steps_here()) != before:
             self._steps, self._next = steps, max(self._next, number + 1)
         return steps
+
+
+_passes: list[EpochCount] = []
+"""A counter for each pass that has begun and not ended."""
+
+
+def deals_data() -> bool:
+    """Return whether the script is in the middle of a pass over a part of its data, which was dealt when it began."""
+    return bool(_passes)
 
 
 _counts: dict[tuple[str, int], EpochCount] = {}

@@ -35,6 +35,7 @@ from flockstep.records.events import DivergedEvent, MetricEvent
 from flockstep.runtime.change import HeldStep, catch_up, stand
 from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
+from flockstep.runtime.epochs import deals_data
 from flockstep.runtime.member import BeginAgain
 from flockstep.runtime.node_creation import make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
@@ -559,10 +560,10 @@ class Loop:
         return last[0] if last else None
 
     def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
-        """See `ScriptCheckpoints.checkpoint`."""
+        """Let the script take part in checkpoints; see `ScriptCheckpoints.checkpoint`."""
         assert self.checkpoints is not None
         with self._noting_change():
-            self.checkpoints.checkpoint(extra)
+            self.checkpoints.checkpoint(extra, deals_data())
 
     @contextmanager
     def _noting_change(self) -> Iterator[None]:
