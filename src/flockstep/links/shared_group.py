@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.links.shared_memory import SharedMemory
 
 SLOTS = 3
-"""Number of slots that each process has for summing arrays outside of the segment."""
+"""Number of slots that each process has for summing arrays outside of the segment, as in `shared_sums`."""
 PAGE = 4096
 SLOT = 1 << 19
 """Size in bytes of each slot that a process has for summing arrays outside of the segment."""
@@ -62,7 +62,7 @@ class SharedGroup:
         self._how = shared_signals.manner(workers)
         self._sums = shared_sums
         self._bounds: dict[tuple[int, int], Any] = {}
-        self._heaps = {np.dtype(name).char: self._heap(name) for name in SUMMED}
+        self._members = {np.dtype(name).char: self._members_of(np.dtype(name)) for name in SUMMED}
 
     def allocate(self, size: int, dtype: str) -> FlatArray:
         """Allocate an array (size,) of zeros in this process's region; such an array is summed without a copy.
@@ -143,11 +143,10 @@ class SharedGroup:
             self._staged(self._sums.in_place, array, self.workers, meanwhile, divisor)
             self._turn += 2
         else:
-            heap, stride, room = self._heaps[array.dtype.char], self._stride // array.itemsize, SLOT // array.itemsize
+            members, room = self._members[array.dtype.char], SLOT // array.itemsize
             bounds, by, at = self._limits(len(array), self.workers), array.dtype.type(divisor), 0
             pieces = 0 if array.nbytes <= SMALL else -(-len(array) // room)
-            given = heap, stride, room, SLOTS, array, pieces, bounds, self._counters, self.rank, self._turn
-            while (at := self._sums.through_slots(*given, at, by, self._how)) != -1:
+            while (at := self._sums.through_slots(members, room, array, pieces, bounds, self._turn, at, by)) != -1:
                 self._pause(at, meanwhile)
             self._turn += pieces + 1
         self.waited = int(self._how[4]) * 1e-9
@@ -232,10 +231,9 @@ class SharedGroup:
         """Call a kernel for `array`, which lies in the region, until it is done; `more`: further arguments."""
         offset = self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
-        heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
+        members, start = self._members[array.dtype.char], offset // array.itemsize
         bounds, by, stage = self._limits(len(array), shares), array.dtype.type(divisor), 0
-        given = heap, stride, start, bounds, self._counters, self.rank, self._turn
-        while stage := kernel(*given, stage, by, self._how, *more):
+        while stage := kernel(members, start, bounds, self._turn, stage, by, *more):
             self._pause(stage, meanwhile)
 
     def _pause(self, answer: int, meanwhile: Callable[[], None]) -> None:
@@ -253,9 +251,11 @@ class SharedGroup:
             self._bounds[size, shares] = np.array(starts + [size] * (self.workers + 1 - shares), np.int64)
         return self._bounds[size, shares]
 
-    def _heap(self, dtype: str) -> FlatArray:
-        itemsize = np.dtype(dtype).itemsize
-        return self._memory.array(dtype, self.workers * self._stride // itemsize, self._control)
+    def _members_of(self, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+        """The `members` of all sums of this dtype."""
+        stride = self._stride // dtype.itemsize
+        heap = self._memory.array(dtype, self.workers * stride, self._control)
+        return heap, stride, self._counters, self.rank, self._how
 
 
 def ring_pieces(chunk: int) -> int:
@@ -275,10 +275,11 @@ def warm_up() -> None:
     arrive(counters, 0, 1, 0, 0, how)
     for name in SUMMED:
         heap, one = np.zeros(8, name), np.dtype(name).type(1)
+        members = heap, 8, counters, 0, how
         for kernel in (in_place, sum_part, share_part):
-            kernel(heap, 8, 0, bounds, counters, 0, 0, 0, one, how)
-        mean_part(heap, 8, 0, bounds, counters, 0, 0, 0, one, how, heap[:0])
-        through_slots(heap, 8, 2, 3, np.zeros(1, name), 0, bounds, counters, 0, 2, 0, one, how)
+            kernel(members, 0, bounds, 0, 0, one)
+        mean_part(members, 0, bounds, 0, 0, one, heap[:0])
+        through_slots(members, 2, np.zeros(1, name), 0, bounds, 2, 0, one)
 
 
 def room_for(model_bytes: int) -> int:

@@ -2,6 +2,10 @@
 
 A group's arrays lie in one segment; the array of process p starts at element p * stride + offset. Part c of n of the
 array (`bounds` holds the n + 1 limits) is summed in the order c, c+1, …, c-1 of processes, and divided by `divisor`.
+
+`members` is what all calls of a process for one dtype share: the segment as one array, the stride, the counters, the
+number of this process, and the parameters of waiting that `shared_signals.manner` returned. It is a plain tuple, which
+numba takes faster than as many arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from flockstep.links.shared_signals import differs, raise_to, say, wait_for_all
 
 MISMATCH = -2
 """Return value of a sum that is refused, because another process's array has another size, dtype, offset or divisor."""
+SLOTS = 3
+"""Number of slots that each process has for summing arrays outside of the segment."""
 BLOCK = 2048
 """Number of elements that are summed at a time, chosen to fit into the first-level cache."""
 
@@ -99,26 +105,16 @@ def _sum(heap: Any, stride: int, offset: int, start: int, first: int, n: int, di
 
 
 @jit
-def in_place(
-    heap: Any,
-    stride: int,
-    offset: int,
-    bounds: Any,
-    counters: Any,
-    me: int,
-    turn: int,
-    stage: int,
-    divisor: Any,
-    how: Any,
-) -> int:
+def in_place(members: Any, offset: int, bounds: Any, turn: int, stage: int, divisor: Any) -> int:
     """Replace the array of every process with the sum.
 
     Returns 0 when done, the stage to continue with after a long wait, or MISMATCH. `turn` is the counter's value before
-    the call; afterwards the counter is two higher. `how` holds the parameters that `shared_signals.manner` returned.
+    the call; afterwards the counter is two higher.
     """
+    heap, stride, counters, me, how = members
     n = len(bounds) - 1
     if stage <= 1:
-        late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
+        late = _meet(members, offset, bounds, turn, stage, divisor)
         if late != 0:
             return late
         if n == 2:
@@ -135,24 +131,14 @@ def in_place(
 
 
 @jit
-def sum_part(
-    heap: Any,
-    stride: int,
-    offset: int,
-    bounds: Any,
-    counters: Any,
-    me: int,
-    turn: int,
-    stage: int,
-    divisor: Any,
-    how: Any,
-) -> int:
+def sum_part(members: Any, offset: int, bounds: Any, turn: int, stage: int, divisor: Any) -> int:
     """Replace part `me` of this process's array with the sum: the first half of `in_place`, with the same arguments.
 
     `share_part` is the second half. Between the two calls, this process may change part `me`. Returns 0 when done, 1
     after a long wait, or MISMATCH; the counter is one higher afterwards.
     """
-    late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
+    heap, stride, _, me, _ = members
+    late = _meet(members, offset, bounds, turn, stage, divisor)
     if late == 0:
         for low in range(bounds[me], bounds[me + 1], BLOCK):
             _sum_block(heap, stride, offset, low, min(low + BLOCK, bounds[me + 1]), me, len(bounds) - 1)
@@ -160,23 +146,13 @@ def sum_part(
 
 
 @jit
-def share_part(
-    heap: Any,
-    stride: int,
-    offset: int,
-    bounds: Any,
-    counters: Any,
-    me: int,
-    turn: int,
-    stage: int,
-    divisor: Any,
-    how: Any,
-) -> int:
+def share_part(members: Any, offset: int, bounds: Any, turn: int, stage: int, divisor: Any) -> int:
     """Divide part `me` of the sum by `divisor`, and write it to the arrays of all processes; `turn` is as in
     `sum_part`.
 
     Returns 0 when all processes have done so, or 2 after a long wait.
     """
+    heap, stride, counters, me, how = members
     n = len(bounds) - 1
     if stage == 0:
         for low in range(bounds[me], bounds[me + 1], BLOCK):
@@ -186,25 +162,14 @@ def share_part(
 
 
 @jit
-def mean_part(
-    heap: Any,
-    stride: int,
-    offset: int,
-    bounds: Any,
-    counters: Any,
-    me: int,
-    turn: int,
-    stage: int,
-    divisor: Any,
-    how: Any,
-    out: Any,
-) -> int:
+def mean_part(members: Any, offset: int, bounds: Any, turn: int, stage: int, divisor: Any, out: Any) -> int:
     """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`; no process's
     array changes. The other arguments are those of `in_place`.
 
     Returns 0 when done, 1 after a long wait, or MISMATCH; the counter is one higher afterwards. `arrive` must follow.
     """
-    late = _meet(offset, bounds, counters, me, turn, stage, _kind(heap, divisor), how)
+    heap, stride, _, me, _ = members
+    late = _meet(members, offset, bounds, turn, stage, divisor)
     if late == 0:
         _sum(heap, stride, offset + bounds[me], 0, 0, len(bounds) - 1, divisor, out)
     return late
@@ -227,14 +192,12 @@ def _kind(heap: Any, divisor: Any) -> int:
 
 
 @jit
-def _meet(offset: int, bounds: Any, counters: Any, me: int, turn: int, stage: int, kind: int, how: Any) -> int:
-    """Wait until the arrays of all processes are ready: 0 when they are, 1 after a long wait, or MISMATCH.
-
-    `kind` is what `_kind` returned.
-    """
+def _meet(members: Any, offset: int, bounds: Any, turn: int, stage: int, divisor: Any) -> int:
+    """Wait until the arrays of all processes are ready: 0 when they are, 1 after a long wait, or MISMATCH."""
+    heap, _, counters, me, how = members
     n = len(bounds) - 1
     if stage == 0:
-        say(counters, me, turn + 1, bounds[n], offset, kind)
+        say(counters, me, turn + 1, bounds[n], offset, _kind(heap, divisor))
         raise_to(counters, me, turn + 1)
     if wait_for_all(counters, me, n, turn + 1, how) >= 0:
         return 1
@@ -273,19 +236,7 @@ def _share_block(heap: Any, stride: int, offset: int, low: int, high: int, me: i
 
 @jit
 def through_slots(
-    heap: Any,
-    stride: int,
-    room: int,
-    slots: int,
-    array: Any,
-    pieces: int,
-    bounds: Any,
-    counters: Any,
-    me: int,
-    turn: int,
-    at: int,
-    divisor: Any,
-    how: Any,
+    members: Any, room: int, array: Any, pieces: int, bounds: Any, turn: int, at: int, divisor: Any
 ) -> int:
     """Replace `array`, which may lie anywhere, with the sum, in `pieces` of `room` elements, and one turn more.
 
@@ -296,14 +247,15 @@ def through_slots(
 
     Returns -1 when done, MISMATCH, or the `at` with which to continue after a long wait; `at` is 0 in the first call.
     """
+    heap, stride, counters, me, how = members
     n, size, own = len(bounds) - 1, len(array), me * stride
     for number in range(max(at - 1, 0), pieces + 1):
         low, high = max(number - 1, 0) * room, min(number * room, size)  # the piece that was announced before
-        slot, now = (turn + number) % slots * room - low, turn + number + 1
+        slot, now = (turn + number) % SLOTS * room - low, turn + number + 1
         if number >= at:
-            _sum_share(heap, stride, slot, _share(low, high, me, n), bounds, me, divisor, array)
+            _sum_share(members, slot, _share(low, high, me, n), bounds, divisor, array)
             if number < max(pieces, 1):
-                following = now % slots * room - high
+                following = now % SLOTS * room - high
                 end = min(high + room, size)
                 start, stop = _share(high, end, me, n if pieces > 0 else 0)
                 _copy(heap[own + following + high : own + following + start], array[high:start])
@@ -322,7 +274,7 @@ def through_slots(
     if pieces == 0:
         for c in range(n):
             start, stop = bounds[c], bounds[c + 1]
-            _sum(heap, stride, (turn + 1) % slots * room, start, c, n, divisor, array[start:stop])
+            _sum(heap, stride, (turn + 1) % SLOTS * room, start, c, n, divisor, array[start:stop])
     return -1
 
 
@@ -336,12 +288,11 @@ def _share(low: int, high: int, who: int, n: int) -> tuple[int, int]:
 
 
 @jit
-def _sum_share(
-    heap: Any, stride: int, slot: int, share: tuple[int, int], bounds: Any, me: int, divisor: Any, array: Any
-) -> None:
+def _sum_share(members: Any, slot: int, share: tuple[int, int], bounds: Any, divisor: Any, array: Any) -> None:
     """Write the elements of the sum within the limits `share` to `array` and to the slot of process `me`, whose own
     elements are those of `array`.
     """
+    heap, stride, _, me, _ = members
     n, (start, stop) = len(bounds) - 1, share
     for c in range(n):
         end = min(stop, bounds[c + 1])
