@@ -18,7 +18,7 @@ from flockstep.records.events import ClockEvent, NodeEvent, ScalarEvent
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.clock import ROUND_TRIPS, RoundTrip, offset_of
 from flockstep.runtime.member import Member, NodeSpec
-from flockstep.runtime.node_creation import make_worker
+from flockstep.runtime.node_creation import Stepping, make_worker
 from flockstep.runtime.plan import LocalOptimizer
 from flockstep.runtime.real import NodeConnection
 from flockstep.strategies.base import Strategy
@@ -79,7 +79,7 @@ def took_part(node_spec: NodeSpec, ahead: float) -> None:
     member = Member(node_spec, schema, now=lambda: time.monotonic() + ahead)
     cluster, params = member.join("ensemble", to_data(optimizer), np.zeros(3, np.float32))
     stepper = LocalOptimizer(optimizer, params := params.copy())
-    worker = make_worker(strategy, cluster, node_spec.address, params, schema, 0, stepper, optimizer)
+    worker = make_worker(strategy, cluster, node_spec.address, params, schema, 0, Stepping(stepper, optimizer))
     member.begin()
     connection = NodeConnection(member, worker, strategy)
     metrics = connection.runner.metrics

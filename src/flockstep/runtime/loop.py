@@ -37,7 +37,7 @@ from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.epochs import deals_data
 from flockstep.runtime.member import BeginAgain
-from flockstep.runtime.node_creation import make_server, make_worker
+from flockstep.runtime.node_creation import Stepping, make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
 from flockstep.runtime.node_spec import (
     claim_spec,
@@ -630,7 +630,7 @@ class Loop:
         """Run the worker and the servers in this process."""
         strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
         schema, stepper, optimizer = self._schema, self._stepper, self._optimizer
-        worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
+        worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, Stepping(stepper, optimizer))
         self._runner = here.runners[0] = Runner(worker, here, NodeMetrics(0, None), time.monotonic)
         for index in range(cluster.servers):
             node = make_server(strategy, cluster, index, self._params, schema, 0, optimizer)
@@ -655,7 +655,7 @@ class Loop:
             self._params[:] = to_device_of(params, self._params)
         del params  # it lies in the memory of another node
         worker = make_worker(
-            strategy, cluster, self.rank, self._params, self._schema, node_spec.seed, stepper, optimizer
+            strategy, cluster, self.rank, self._params, self._schema, node_spec.seed, Stepping(stepper, optimizer)
         )
         if former is not None:
             self._held.go_on(worker, former, strategy)

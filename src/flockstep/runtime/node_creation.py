@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,27 @@ def node_random(seed: int, address: Address) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
 
 
+class Stepping(NamedTuple):
+    """How a worker's replica is updated: by its own optimizer, or by servers."""
+
+    stepper: Stepper
+    optimizer: Optimizer
+    """The optimizer in the form that servers use."""
+
+
+class Work(NamedTuple):
+    """What a declared job says of a worker's work; a script says nothing."""
+
+    steps: int | None = None
+    """Number of steps; None: the worker trains as long as the user's loop runs."""
+    train_size: int = 0
+    """Number of training samples in total."""
+    samples: int = 0
+    """Number of training samples in the worker's part."""
+    layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
+    """Returns the layers whose gradients can be factored."""
+
+
 def make_worker(
     strategy: Strategy,
     cluster: Cluster,
@@ -30,21 +52,13 @@ def make_worker(
     params: FlatArray,
     schema: Schema,
     seed: int,
-    stepper: Stepper,
-    optimizer: Optimizer,
-    steps: int | None = None,
-    train_size: int = 0,
-    samples: int = 0,
-    layers: Callable[[], tuple[FactoredWeight, ...]] = tuple,
+    stepping: Stepping,
+    work: Work = Work(),
 ) -> Worker:
-    """Create a worker whose live replica is `params` (K,).
-
-    If `steps` is None, the worker trains as long as the user's loop runs. `optimizer` is the worker's optimizer in the
-    form that servers use; `train_size` and `samples` are the numbers of training samples in total and in the worker's
-    part; `layers` returns the layers whose gradients can be factored.
-    """
-    worker = Worker(rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size)
-    worker.schema, worker.samples, worker.find_layers = schema, samples, layers
+    """Create a worker whose live replica is `params` (K,)."""
+    random = node_random(seed, rank)
+    worker = Worker(rank, cluster, params, random, stepping.stepper, work.steps, stepping.optimizer, work.train_size)
+    worker.schema, worker.samples, worker.find_layers = schema, work.samples, work.layers
     worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)
     return worker
 
