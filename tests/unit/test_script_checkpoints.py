@@ -62,7 +62,7 @@ class Checkpoints:
     def offer(self) -> None:
         self.offers += 1
 
-    def complete(self, more: dict[str, FlatArray]) -> None:
+    def complete(self, more: dict[str, FlatArray], deals: bool) -> None:
         self.copied = False
         self.added.append(more)
 

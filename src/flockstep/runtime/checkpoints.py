@@ -396,7 +396,7 @@ class ScriptCheckpoints:
         self._asked = True
         return None if self._kept is None else deepcopy(self._kept.script["extra"])
 
-    def checkpoint(self, extra: Extra | Callable[[], Extra], deals: bool) -> None:
+    def checkpoint(self, extra: Extra | Callable[[], Extra], deals: bool = False) -> None:
         """Add the script's part to the copy of the worker's state, if the previous step made a copy; `deals`: the
         script is in the middle of a pass over data that were dealt to the workers.
 

@@ -32,7 +32,7 @@ class Stepping(NamedTuple):
     """The optimizer in the form that servers use."""
 
 
-class Work(NamedTuple):
+class DeclaredWork(NamedTuple):
     """What a declared job says of a worker's work; a script says nothing."""
 
     steps: int | None = None
@@ -53,10 +53,10 @@ def make_worker(
     schema: Schema,
     seed: int,
     stepping: Stepping,
-    work: Work = Work(),
+    work: DeclaredWork | None = None,
 ) -> Worker:
     """Create a worker whose live replica is `params` (K,)."""
-    random = node_random(seed, rank)
+    random, work = node_random(seed, rank), work or DeclaredWork()
     worker = Worker(rank, cluster, params, random, stepping.stepper, work.steps, stepping.optimizer, work.train_size)
     worker.schema, worker.samples, worker.find_layers = schema, work.samples, work.layers
     worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)

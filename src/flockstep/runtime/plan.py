@@ -16,7 +16,7 @@ from flockstep.frameworks.base import DistillationTargets, Engine, Indices, Trai
 from flockstep.nodes import BadGradients, Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient, Stepper
-from flockstep.runtime.node_creation import Stepping, Work, make_worker
+from flockstep.runtime.node_creation import DeclaredWork, Stepping, make_worker
 from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.faults import Fault
 from flockstep.split.stages import SplitModel
@@ -84,7 +84,7 @@ class Plan:
     def worker(self, engine: TrainedModel, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
         """Create a worker of this run, whose live replica is `params`."""
         stepping = Stepping(stepper, self.optimizer)
-        work = Work(self.steps, engine.train_size, len(self.parts[rank]), lambda: self.layers(engine))
+        work = DeclaredWork(self.steps, engine.train_size, len(self.parts[rank]), lambda: self.layers(engine))
         worker = make_worker(self.strategy, self.cluster, rank, params, engine.schema, self.seed, stepping, work)
         worker.bad_gradients = self.bad_gradients
         return worker
