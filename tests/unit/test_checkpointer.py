@@ -167,7 +167,7 @@ def test_after_a_loss_the_checkpoint_is_of_the_nodes_that_live(tmp_path: Path) -
         run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": step, "folder": folder.name})
         shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
         note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}
-        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, "deals": 0, **note})
     manifest = disk.newest(tmp_path).manifest
     assert (manifest.workers, manifest.steps, manifest.lost) == (2, {0: 12}, {1: 10})
     assert "copy" not in [note["do"] for note in lost.told]
@@ -235,10 +235,17 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
     for address, step in ((0, 12), (1, 10)):
         shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
         note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}
-        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, "deals": 0, **note})
     assert not (folder / disk.MANIFEST).exists()
     shard = disk.write_shard(folder, -1, 0, {"x": np.zeros(1)})
-    last = {"did": "write", "folder": folder.name, "step": 0, "nbytes": shard.nbytes, "sha256": shard.sha256}
+    last = {
+        "did": "write",
+        "folder": folder.name,
+        "deals": 0,
+        "step": 0,
+        "nbytes": shard.nbytes,
+        "sha256": shard.sha256,
+    }
     failure = {"did": "fail", "why": "Input/output error", "folder": folder.name}
     run.checkpointer.hear(-1, failure if fails else last)
     assert not run.checkpointer.busy
@@ -266,7 +273,7 @@ def test_a_signal_while_a_checkpoint_is_being_written_takes_another_one(tmp_path
     for address in run.links:
         shard = disk.write_shard(folder, address, 10, {"x": np.zeros(1)})
         note = {"step": 10, "nbytes": shard.nbytes, "sha256": shard.sha256}
-        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, "deals": 0, **note})
     assert disk.newest(tmp_path).folder == folder
     assert run.checkpointer.busy, "the nodes have gone on since their states were copied"
     assert {"do": "stop", "after": 0} in run.last(0)[-2:]

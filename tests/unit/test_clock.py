@@ -31,7 +31,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def __init__(self, node_spec: NodeSpec, *rest: Any):
             self.node_spec, self.bus, self.closed = node_spec, type("Bus", (), {"traffic": Traffic()})(), False
 
-        def join(self, strategy: str, optimizer: dict[str, Any], initial: Any, part: bool = False) -> Any:
+        def join(
+            self, strategy: str, optimizer: dict[str, Any], initial: Any, part: bool = False, repeats: bool = False
+        ) -> Any:
             done.append("join")
             return Cluster(2, 1), prepare(CONFIG)[0].home() if initial is None else initial
 
