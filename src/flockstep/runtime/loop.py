@@ -223,7 +223,10 @@ class Loop:
             for hook in failpoints.hooks:
                 hook("gradient.computed")
             loss, self.loss = self.loss, None
-            self._use_gradient(loss)
+            if self._repeats:
+                self._use_gradient(loss)
+            else:
+                self._runner.advance(self.gradients, loss)
             if self._session is not None:
                 require_side_by_side()
         except FlockstepError as error:
@@ -234,9 +237,6 @@ class Loop:
 
     def _use_gradient(self, loss: float | None) -> None:
         """Let the strategy use the gradient; if other workers are lost meanwhile, together with those that live."""
-        if not self._repeats:
-            self._runner.advance(self.gradients, loss)
-            return
         self._held.keep(self._worker, self.gradients)
         while True:
             try:

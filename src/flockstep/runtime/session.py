@@ -259,8 +259,10 @@ class Session:
         Raises:
             Interrupted: the run has ended instead.
         """
-        if self.connection is not None:
-            self.connection.reports.flush()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.reports.flush()
+            connection.leave(failed=True)  # an exchange with a lost worker may be in progress
         self._wait_for_again(again)
         self.member.close(0.0)
         if self.failure is not None:
