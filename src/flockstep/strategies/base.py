@@ -159,9 +159,7 @@ class Strategy(Component):
 
     @property
     def sums(self) -> bool:
-        """Whether all workers take part in collective sums, because the strategy or one of its components has a
-        collective.
-        """
+        """Whether all workers take part in collective sums, because the strategy or a component has a collective."""
         return _has_collective(self)
 
     def check(self, workers: int) -> None:
@@ -183,16 +181,12 @@ class Strategy(Component):
         return Resizing()
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
-        """Return the replica (K,) of a worker whose program has ended, and the replica's weight in the mean of the
-        replicas.
-        """
+        """Return the replica (K,) of a worker whose program has ended, and its weight in the mean of the replicas."""
         return former.params, 1.0
 
     @property
     def repeats(self) -> bool:
-        """Whether the workers that live can take a step again that the death of a worker has interrupted: all replicas
-        are equal between two steps, and a worker steps once along every gradient.
-        """
+        """Whether a step can be taken again after a death: replicas are equal, and step once along each gradient."""
         rule, traits = self.resizing, self.traits
         return traits.alike and traits.in_step and not (rule.steps_at_end or rule.refused)
 
