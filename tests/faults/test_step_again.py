@@ -172,6 +172,129 @@ def test_a_worker_that_gets_sigterm_leaves_and_no_step_is_repeated(tmp_path: Pat
     assert steps == list(range(1, STEPS + 1))
 
 
+OWN_STEPS = """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+model = torch.nn.Linear(6, 2, bias=False)
+torch.nn.init.constant_(model.weight, 0.25)
+optimizer = Counting(model.parameters(), lr=0.1, momentum=0.5)
+hooked = []
+optimizer.register_step_post_hook(lambda *given: hooked.append(1))
+"""
+
+
+@pytest.mark.parametrize("point", few([7, 8, 9, 10], 9))
+def test_a_worker_that_catches_up_takes_the_step_with_its_own_optimizer(point: int, tmp_path: Path) -> None:
+    begin, end = SCRIPT.index("model = "), SCRIPT.index("optimizer = flockstep")
+    clipped = "flockstep.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)\n    optimizer.step()"
+    text = SCRIPT[:begin] + OWN_STEPS + SCRIPT[end:].replace("optimizer.step()", clipped)
+    text += '(HERE / f"counts-{me}").write_text(f"{optimizer.param_groups[0][\'count\']} {len(hooked)}")\n'
+    (tmp_path / "script.py").write_text(text)
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", str(tmp_path / "script.py"), RING]
+    check(tmp_path, RealRun([*words, str({1: point}), "[]"], tmp_path / "run", torch=True).end(), [1], exact=False)
+    assert {(tmp_path / f"counts-{rank}").read_text() for rank in (0, 2, 3)} == {f"{STEPS} {STEPS}"}
+
+
+def test_all_exchange_after_a_death_in_sync(tmp_path: Path) -> None:
+    synced = f"if step == {DEADLY} + 1: optimizer.sync()\n    optimizer.zero_grad()"
+    dying = SCRIPT.replace(f"step == {DEADLY} and reached", f"step == {DEADLY} + 1 and reached")
+    script = dying.replace(f"+= step == {DEADLY}", f"+= step == {DEADLY} + 1").replace("optimizer.zero_grad()", synced)
+    (tmp_path / "script.py").write_text(script)
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", str(tmp_path / "script.py"), RING, "{1: 2}", "[]"]
+    check(tmp_path, RealRun(words, tmp_path / "run", torch=True).end(), [1], exact=False)
+
+
+LARGE = """
+import os, sys, time
+from pathlib import Path
+import torch
+import flockstep
+from flockstep.runtime import member
+
+me = flockstep.rank()
+model = torch.nn.Linear(4096, 1024, bias=False)
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), "all_reduce")
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(1, 4096)).square().mean().backward()
+    optimizer.step()
+send = member.Member.send_in_parts
+if me == 0:
+    def announced(self, note, arrays):
+        Path(sys.argv[1], "sends").touch()
+        while not Path(sys.argv[1], "died").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # the launcher has turned to those who go on
+        send(self, note, arrays)
+    member.Member.send_in_parts = announced
+else:
+    while not Path(sys.argv[1], "sends").exists():
+        time.sleep(0.01)
+if me == 1:
+    Path(sys.argv[1], "died").touch()
+    os.kill(os.getpid(), 9)
+if me == 2:
+    time.sleep(2)  # the others are in finish() meanwhile
+optimizer.finish()
+print("end", flush=True)
+"""
+
+
+def test_a_worker_dies_while_another_sends_a_large_model(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LARGE)
+    words = ["launch", "-n", "3", "--min-workers", "1", str(tmp_path / "script.py"), str(tmp_path)]
+    ended = RealRun(words, tmp_path / "run", torch=True).end()
+    assert (ended.code, ended.out.count("end")) == (0, 2), ended.err
+
+
+BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import flockstep
+from flockstep.records import failpoints
+
+HERE, me = Path(__file__).parent, flockstep.rank()
+data = torch.utils.data.TensorDataset(torch.arange(48.0)[:, None] / 48)
+loader = flockstep.shard(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+optimizer = flockstep.distribute(model, optimizer, "all_reduce(collective=ring)")
+step = reached = 0
+
+def hook(name):
+    global reached
+    reached += step == 7
+    if me == 1 and reached == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+failpoints.hooks.append(hook)
+for epoch in range(3):
+    batches = 0
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        step, batches = step + 1, batches + 1
+    (HERE / f"batches-{epoch}-{me}").write_text(str(batches))
+optimizer.finish()
+"""
+
+
+@pytest.mark.parametrize("point", few(range(5, 10), 7))
+def test_an_epoch_that_some_have_begun_before_a_death_is_dealt_alike(point: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BETWEEN)
+    words = ["launch", "-n", "3", "--min-workers", "1", str(tmp_path / "script.py"), str(point)]
+    ended = RealRun(words, tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+    for epoch in range(3):
+        assert len({(tmp_path / f"batches-{epoch}-{rank}").read_text() for rank in (0, 2)}) == 1
+
+
 SHARDED = """
 import os, signal
 from pathlib import Path

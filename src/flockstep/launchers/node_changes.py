@@ -5,7 +5,7 @@ replaced.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 
 from flockstep.errors import FlockstepError, RunError
@@ -39,6 +39,8 @@ class Members:
     """When the run began, on the monotonic clock, if the workers go on with what their processes hold."""
     step: int = 0
     """The step from which they go on."""
+    hear_rest: Callable[[], None] = lambda: None
+    """Keeps what they still send to the supervisor of the workers before."""
     back_to: int | None = None
     """Smallest step of a checkpoint from which the run continues when a server is lost; None: a lost server ends the
     run.

@@ -231,7 +231,7 @@ class RunSegment:
             NodesChanged: the run continues with other nodes.
             RunError: the run failed.
         """
-        left, executable = self.left, self.run.executable
+        executable = self.run.executable
         evaluation, checkpoints, supervisor = self._supervised()
         outcome = supervisor.outcome
         notes, events, error = outcome.warnings, outcome.events, outcome.error
@@ -248,11 +248,7 @@ class RunSegment:
             outcome.error = None
         if outcome.change is not None and error is None:
             outcome.error = NodesChanged(outcome.change, supervisor)
-        began, went = supervisor.admission.began, supervisor.peers.went
-        if left is not None and began is not None and went is not None:
-            since = left.since - went if self.resumed is None else self.resumed.manifest.seconds
-            paused = f"no worker trained for {began - left.since:.2f} s while the workers changed ({left})"
-            events.append(NoteEvent(since, paused))
+        events += self._pause(supervisor)
         try:
             conclude(self.run.record, self.config, outcome, evaluation, executable.policy, events)
         finally:
@@ -297,11 +293,23 @@ class RunSegment:
             if not stay:
                 executable.end()
             if left is not None and left.at_once:
-                left.supervisor.hear_rest()
+                left.supervisor.hear_rest()  # also if the run has failed before all had met
         if change is not None and stay:
             evaluation.close()
+            notes = [] if checkpoints is None else checkpoints.notes
+            for paused in self._pause(supervisor):
+                record.note(paused.seconds, [paused.text, *notes])
             raise NodesChanged(change, supervisor)
         return evaluation, checkpoints, supervisor
+
+    def _pause(self, supervisor: Supervisor) -> list[NoteEvent]:
+        """How long no worker trained before this segment, if it begins with a change."""
+        left, began, went = self.left, supervisor.admission.began, supervisor.peers.went
+        if left is None or began is None or went is None:
+            return []
+        since = left.since - went if self.resumed is None else self.resumed.manifest.seconds
+        text = f"no worker trained for {began - left.since:.2f} s while the workers changed ({left})"
+        return [NoteEvent(since, text)]
 
     def supervisor(
         self,
@@ -354,8 +362,10 @@ class RunSegment:
             run.hosts.rearrange(left.remaining, config.workers, config.to_toml())
             before, joining = left.supervisor.members, set(range(config.workers)) - left.remaining.keys()
             went = left.went if left.at_once else None
-            step = left.supervisor.peers.least_step
-            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, step, back_to)
+            step, hear = left.supervisor.peers.least_step, left.supervisor.hear_rest
+            members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, step, back_to=back_to)
+            if left.at_once:
+                members = dataclasses.replace(members, hear_rest=hear)
         sizes = () if executable.parts is None else executable.parts.sizes
         outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         peers = RunPeers(config.workers, spec.heartbeat, members.epoch, executable.unjoined)

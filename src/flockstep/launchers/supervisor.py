@@ -252,6 +252,8 @@ class Supervisor:
 
     def _poll(self) -> None:
         """Handle the messages of all calls' nodes."""
+        if self.peers.went is None:
+            self.members.hear_rest()
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one.peers.over for one in self._calls) else POLL):
             with undisturbed():  # half a message would look like a broken protocol

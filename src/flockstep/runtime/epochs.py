@@ -91,6 +91,26 @@ class EpochCount:
         return steps
 
 
+_former: list[tuple[int, tuple[int, int]]] = []
+"""Largest number of the process's steps at which a pass still begins with a former place, and this place."""
+
+
+def deal_as_before(steps: int, place: tuple[int, int]) -> None:
+    """Let passes that begin before the next step have the place before the workers changed: other workers, which had
+    completed this step earlier, have begun them so.
+    """
+    if not _former or _former[-1][0] < steps:
+        _former[:] = [(steps, place)]
+
+
+def place_of_pass(rank: int, workers: int) -> tuple[int, int]:
+    """Return the place of this worker in a pass that begins now; the arguments are the place until now."""
+    for steps, place in _former:
+        if (steps_here() or 0) <= steps:
+            return place
+    return place_now(rank, workers)
+
+
 _passes: list[EpochCount] = []
 """A counter for each pass that has begun and not ended."""
 
@@ -151,7 +171,7 @@ class EpochBatches(ABC, Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         """Yield the batches of one epoch, for this worker's place in the run when it begins."""
-        self._rank, self._workers = place_now(self._rank, self._workers)
+        self._rank, self._workers = place_of_pass(self._rank, self._workers)
         return self._epochs.counted(self.of_epoch)
 
     @abstractmethod

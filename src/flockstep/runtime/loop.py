@@ -32,10 +32,10 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.change import HeldStep, catch_up, stand
+from flockstep.runtime.change import HeldStep, catch_up, join, stand
 from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
-from flockstep.runtime.epochs import deals_data
+from flockstep.runtime.epochs import deal_as_before, deals_data
 from flockstep.runtime.member import BeginAgain
 from flockstep.runtime.node_creation import Stepping, make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
@@ -122,6 +122,10 @@ class Loop:
     loss: float | None = None
     """Loss of the mini-batch of the next step, for the record; None if the script does not give it."""
     _diverged = False
+    _dealt = (0, 1)
+    """This worker's place before the last change of the workers."""
+    _began = False
+    """Whether a worker that has joined has the run's model."""
     _reports: EventSender | None = None
     """Takes this worker's events, also after `finish()` if this is the script's first call of `distribute`."""
 
@@ -140,7 +144,7 @@ class Loop:
         self._process = os.getpid()
         self._params, self._schema, self._stepper, self._optimizer = params, schema, stepper, server_optimizer
         self._of = of_framework or OfFramework()
-        self._held = HeldStep()
+        self._held = HeldStep(stepper)
         self._again: BeginAgain | None = None
         """Why the next step begins with other workers; None if the run goes on with the same."""
         self._exchanges, self._leaving = 0, threading.Event()
@@ -177,6 +181,7 @@ class Loop:
 
     def _enter(self, session: Session) -> None:
         """Take part in the run from its start, or from where the others are if this worker joins them."""
+        self._dealt = self.rank, self.workers
         while True:
             try:
                 with self._telling():
@@ -240,8 +245,7 @@ class Loop:
         self._held.keep(self._worker, self.gradients)
         while True:
             try:
-                if self._again is not None:
-                    raise self._again
+                self._raise_change()
                 self._runner.advance(self.gradients, loss)
                 return
             except BeginAgain as again:
@@ -383,6 +387,7 @@ class Loop:
         self._require_rest(name)
         while True:
             try:
+                self._raise_change()
                 returned = self._exchange(name, program)
             except BeginAgain as again:
                 self._go_on(again, name)
@@ -454,6 +459,16 @@ class Loop:
         self._require_rest("sync")
         if self.checkpoints is not None:
             self.checkpoints.before_restart()
+        while True:
+            try:
+                self._raise_change()
+                self._restart(optimizer)
+                self._exchanges += 1
+                return
+            except BeginAgain as again:
+                self._go_on(again, "sync()")
+
+    def _restart(self, optimizer: OptimizerState | None) -> None:
         worker = self._worker
         with self._telling():
             new = copied(self._params)
@@ -516,6 +531,7 @@ class Loop:
             close()
         while True:
             try:
+                self._raise_change()
                 last = self._end(remember)
                 break
             except BeginAgain as again:
@@ -565,6 +581,11 @@ class Loop:
         with self._noting_change():
             self.checkpoints.checkpoint(extra, deals_data())
 
+    def _raise_change(self) -> None:
+        """Raise what was noted in the middle of the script's own work."""
+        if self._again is not None:
+            raise self._again
+
     @contextmanager
     def _noting_change(self) -> Iterator[None]:
         """Context manager in the middle of the script's own work, such as a backward pass: if workers are lost, the
@@ -604,25 +625,34 @@ class Loop:
             sys.exit(0)
         take_spec(session.node_spec, claimed=1)
         self._together(session, self._worker)
+        if keeper.refusal:  # said to the supervisor of those who go on
+            raise RunError(f"a worker was lost, and the others cannot go on: {keeper.refusal}")
         taken = self._catch_up(exchange)
         self._begin()
         if taken and self.watch is not None:
             self.watch.note()
 
     def _catch_up(self, exchange: str = "") -> bool:
-        """Take the model of a worker that has completed more steps, if there is one; return whether there was."""
-        keeper, own, common = self._of.keeper, self._exchanges, self.strategy.resizing.common
+        """Take the step that another worker has completed, if there is one; return whether there was. A worker that has
+        joined takes over its model.
+        """
+        keeper, own, strategy, script = self._of.keeper, self._exchanges, self.strategy, self.checkpoints
         assert keeper is not None
-        stands = self._run("stand", lambda me: stand(me, own, self.joined))
-        taken = self._run("model", lambda me: catch_up(me, stands, common, keeper, self.checkpoints))
+        assert script is not None
+        stands = self._run("stand", lambda me: stand(me, own, self.joined and not self._began))
+        taken = self._run("step", lambda me: catch_up(me, stands, self._held, strategy))
+        self._run("model", lambda me: join(me, stands, strategy, keeper, script))
         exchanges = max(int(one["exchanges"]) for one in stands.values())
         if exchange and exchanges > own:
             raise RunError(
                 f"a worker was lost at the end of {exchange}, which not all of the others had completed; resume the run"
             )
         metrics, step = self._runner.metrics, self._worker.run_step
-        if self.joined:
+        if self.joined and not self._began:
             self._exchanges, metrics.steps = exchanges, step
+        elif all(int(one["step"]) >= 0 for one in stands.values()):
+            deal_as_before(step, self._dealt)
+        self._dealt, self._began = (self.rank, self.workers), True
         self._runner.counted = metrics.steps > step
         return taken
 
@@ -642,7 +672,8 @@ class Loop:
 
     def _together(self, session: Session, former: Worker | None = None) -> None:
         """Run a worker whose peers are in other processes, in the place of `former` if the workers have changed."""
-        strategy, stepper, optimizer, node_spec = self.strategy, self._stepper, self._optimizer, session.node_spec
+        strategy, optimizer, node_spec = self.strategy, self._optimizer, session.node_spec
+        stepper: Stepper = self._held.stepper if self._repeats else self._stepper
         self.rank, self.workers = node_spec.address, node_spec.workers
         settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
         initial = np.ascontiguousarray(to_host(self._params))

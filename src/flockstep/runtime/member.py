@@ -477,6 +477,8 @@ class Member:
                     self.line.wait(PATIENCE)
                     if (message := self._heard()) is not None:
                         self._early.append(message)
+                        if message.source == LAUNCHER and message.tag == AGAIN:  # nobody takes the other parts
+                            return
                     elif self._untaken >= WINDOW:
                         self.tell("alive")
                 self._untaken += 1

@@ -24,8 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from flockstep.errors import ConfigurationError
-from flockstep.runtime.epochs import EpochCount, ShardedBatches, count_of, digest_of, tell_data
-from flockstep.runtime.node_spec import place_now
+from flockstep.runtime.epochs import EpochCount, ShardedBatches, count_of, digest_of, place_of_pass, tell_data
 
 B = TypeVar("B")
 
@@ -42,7 +41,7 @@ class _EveryNth(ShardedBatches[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the seed of the next order, in which this worker has its present place in the run."""
-        self._rank, self._workers = place_now(self._rank, self._workers)
+        self._rank, self._workers = place_of_pass(self._rank, self._workers)
         self._seed = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -54,7 +53,7 @@ class _Samples(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the seed of the next order, in which this worker has its present place in the run."""
-        place = place_now(self.rank, self.num_replicas)
+        place = place_of_pass(self.rank, self.num_replicas)
         if place != (self.rank, self.num_replicas):
             DistributedSampler.__init__(self, self.dataset, place[1], place[0], self.shuffle, drop_last=self.drop_last)
         super().set_epoch(epoch)
