@@ -93,7 +93,7 @@ class KeepingStepper:
 
     @property
     def settings(self) -> tuple[str, list[dict[str, Any]]]:
-        """See `Stepper`."""
+        """Class of the optimizer, and the settings of each of its groups for the next step."""
         return self._stepper.settings
 
     def step(self, params: FlatArray, gradient: FlatArray, in_place: bool = False) -> None:
@@ -102,7 +102,7 @@ class KeepingStepper:
         self._stepper.step(params, gradient, in_place)
 
     def reset(self, params: FlatArray) -> None:
-        """Reset the optimizer's state."""
+        """Reset momentum and all other state to the state before the first step."""
         self._stepper.reset(params)
 
 
