@@ -592,8 +592,6 @@ class Worker(Peer):
         """Whether parts of a gradient are passed on while the rest is computed, and may travel meanwhile; set by the
         driver.
         """
-        self.applied = 0
-        """Number of calls of `optimizer_step`."""
         self.revised = False
         """Whether a script has changed its gradient after a part of it was passed on; set by the driver, reset by the
         program.
@@ -741,7 +739,6 @@ class Worker(Peer):
         element before the same element of the next gradient is complete.
         """
         self.stepper.step(self.params, gradient, in_place)
-        self.applied += 1
 
     def record_round(self, count: int = 1) -> None:
         """Record that `count` updates of every other worker took effect on this worker, none of them stale."""

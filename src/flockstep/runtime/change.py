@@ -43,30 +43,30 @@ class HeldStep:
         self._reached: Any = None
         """The strategy's state, as far as it had come in the step in hand."""
         self._step = 0
-        self._applied = -1
+        self._before = -1
         """Steps that the worker's optimizer had taken before."""
 
     def keep(self, worker: Worker, gradient: FlatArray) -> None:
         """Copy what the next step of a worker begins with, because collectives sum gradients in their place."""
         self._gradient = kept(gradient, self._gradient)
-        self._state, self._step, self._applied = copy.deepcopy(worker.state), worker.step, worker.applied
+        self._state, self._step, self._before = copy.deepcopy(worker.state), worker.step, self.stepper.steps
 
     def put_back(self, gradient: FlatArray) -> None:
         """Write the gradient of the step to the flat array (K,)."""
         gradient[:] = self._gradient
 
-    def completed(self, worker: Worker) -> bool:
-        """Return whether the worker's optimizer has taken the step."""
-        return worker.applied > self._applied
+    @property
+    def completed(self) -> bool:
+        """Whether the worker's optimizer has taken the step."""
+        return self.stepper.steps > self._before
 
     def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
         """Give a new worker the place of a former one between two steps: behind the step if it was completed."""
-        complete = self.completed(former)
         worker.before, worker.loss, worker.knows_finite = former.before, former.loss, former.knows_finite
-        worker.step, worker.applied = former.step if complete else self._step, former.applied
+        worker.step = former.step if self.completed else self._step
         worker.random.bit_generator.state = former.random.bit_generator.state
         self._reached = former.state
-        self.give_state(worker, strategy, former.state if complete else self._state)
+        self.give_state(worker, strategy, former.state if self.completed else self._state)
 
     def give_state(self, worker: Worker, strategy: Strategy, state: Any = None) -> None:
         """Give a worker the strategy's state, by the rule for another number of workers; None: that of a step in which
@@ -80,10 +80,11 @@ class HeldStep:
 
 
 class KeepingStepper:
-    """A worker's own optimizer, which keeps the gradient of its last step."""
+    """A worker's own optimizer, which counts its steps and keeps the gradient of the last one."""
 
     def __init__(self, stepper: Stepper):
         self._stepper = stepper
+        self.steps = 0
         self.gradient: FlatArray | None = None
 
     @property
@@ -100,6 +101,7 @@ class KeepingStepper:
         """Keep the gradient, and let the optimizer step along it."""
         self.gradient = kept(gradient, self.gradient)
         self._stepper.step(params, gradient, in_place)
+        self.steps += 1
 
     def reset(self, params: FlatArray) -> None:
         """Reset momentum and all other state to the state before the first step."""

@@ -95,11 +95,13 @@ _former: list[tuple[int, tuple[int, int]]] = []
 """Largest number of the process's steps at which a pass still begins with a former place, and this place."""
 
 
-def deal_as_before(steps: int, place: tuple[int, int]) -> None:
+def deal_as_before(steps: int, place: tuple[int, int] | None) -> None:
     """Let passes that begin before the next step have the place before the workers changed: other workers, which had
-    completed this step earlier, have begun them so.
+    completed this step earlier, have begun them so. None: no worker has begun one, as when a worker joins.
     """
-    if not _former or _former[-1][0] < steps:
+    if place is None:
+        _former.clear()
+    elif not _former or _former[-1][0] < steps:
         _former[:] = [(steps, place)]
 
 

@@ -242,17 +242,13 @@ class Loop:
 
     def _use_gradient(self, loss: float | None) -> None:
         """Let the strategy use the gradient; if other workers are lost meanwhile, together with those that live."""
-        self._held.keep(self._worker, self.gradients)
-        while True:
-            try:
-                self._raise_change()
+
+        def attempt() -> None:
+            if not self._held.completed:
                 self._runner.advance(self.gradients, loss)
-                return
-            except BeginAgain as again:
-                self._go_on(again)
-            if self._held.completed(self._worker):
-                return
-            self._held.put_back(self.gradients)
+
+        self._held.keep(self._worker, self.gradients)
+        self._with_the_living(attempt)
 
     def record_metric(self, name: str, value: float, higher_is_better: bool, count: float | None) -> None:
         """Give a value of a metric to the record of the run; see `DistributedOptimizer.record_metric`."""
@@ -385,15 +381,9 @@ class Loop:
         """
         self._require_running(f"make every exchange before finish(), got {name} after finish()")
         self._require_rest(name)
-        while True:
-            try:
-                self._raise_change()
-                returned = self._exchange(name, program)
-            except BeginAgain as again:
-                self._go_on(again, name)
-            else:
-                self._exchanges += 1
-                return returned
+        returned = self._with_the_living(lambda: self._exchange(name, program), name)
+        self._exchanges += 1
+        return returned
 
     def _require_rest(self, name: str) -> None:
         """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
@@ -459,14 +449,8 @@ class Loop:
         self._require_rest("sync")
         if self.checkpoints is not None:
             self.checkpoints.before_restart()
-        while True:
-            try:
-                self._raise_change()
-                self._restart(optimizer)
-                self._exchanges += 1
-                return
-            except BeginAgain as again:
-                self._go_on(again, "sync()")
+        self._with_the_living(lambda: self._restart(optimizer), "sync()")
+        self._exchanges += 1
 
     def _restart(self, optimizer: OptimizerState | None) -> None:
         worker = self._worker
@@ -529,13 +513,7 @@ class Loop:
         session = self._session
         for close in () if session is None else tuple(session.before_leaving):
             close()
-        while True:
-            try:
-                self._raise_change()
-                last = self._end(remember)
-                break
-            except BeginAgain as again:
-                self._go_on(again)
+        last = self._with_the_living(lambda: self._end(remember))
         # Drop what holds memory and files of the run; the script keeps the model as long as it needs.
         atexit.unregister(self._at_exit)
         if session is not None:
@@ -581,10 +559,17 @@ class Loop:
         with self._noting_change():
             self.checkpoints.checkpoint(extra, deals_data())
 
-    def _raise_change(self) -> None:
-        """Raise what was noted in the middle of the script's own work."""
-        if self._again is not None:
-            raise self._again
+    def _with_the_living(self, act: Callable[[], T], exchange: str = "") -> T:
+        """Do what all workers do now, and do it again with those that live whenever others are lost meanwhile, or were
+        in the middle of the script's own work. `exchange`: see `_go_on`.
+        """
+        while True:
+            try:
+                if self._again is not None:
+                    raise self._again
+                return act()
+            except BeginAgain as again:
+                self._go_on(again, exchange)
 
     @contextmanager
     def _noting_change(self) -> Iterator[None]:
@@ -629,6 +614,8 @@ class Loop:
             raise RunError(f"a worker was lost, and the others cannot go on: {keeper.refusal}")
         taken = self._catch_up(exchange)
         self._begin()
+        if not self._held.completed:
+            self._held.put_back(self.gradients)
         if taken and self.watch is not None:
             self.watch.note()
 
@@ -650,8 +637,8 @@ class Loop:
         metrics, step = self._runner.metrics, self._worker.run_step
         if self.joined and not self._began:
             self._exchanges, metrics.steps = exchanges, step
-        elif all(int(one["step"]) >= 0 for one in stands.values()):
-            deal_as_before(step, self._dealt)
+        else:
+            deal_as_before(step, None if any(int(one["step"]) < 0 for one in stands.values()) else self._dealt)
         self._dealt, self._began = (self.rank, self.workers), True
         self._runner.counted = metrics.steps > step
         return taken
