@@ -102,16 +102,17 @@ def test_tiles_and_back(kind, rows, columns, height, width):
 
 @each_kind
 @pytest.mark.parametrize("count", [1, 3, 7, 12])
-def test_the_largest_of_rows_are_the_first_among_equals(kind, count):
+def test_the_largest_of_buckets_are_the_first_among_equals(kind, count):
     k, made = kind
     rows = np.concatenate([rng().normal(size=(5, 12)), rng(1).integers(-2, 3, (20, 12)), np.zeros((1, 12))])
     wanted = [sorted(sorted(range(12), key=lambda i: (-abs(row[i]), i))[:count]) for row in rows]
-    spots = k.largest_of_rows(made(rows), count)
-    assert np.array_equal(plain(spots), wanted)
-    values = k.taken(made(rows), spots)
-    assert np.array_equal(plain(values), [[row[i] for i in spot] for row, spot in zip(rows, wanted, strict=True)])
-    kept = [[x if i in spot else 0 for i, x in enumerate(row)] for row, spot in zip(rows, wanted, strict=True)]
-    assert np.array_equal(plain(k.placed(spots, values, 12)), kept)
+    spots = k.largest_of_buckets(made(rows.ravel()), 12, np.full(len(rows), count))
+    assert np.array_equal(plain(k.within_buckets(spots, 12)).reshape(-1, count), wanted)
+    values = k.gathered(made(rows.ravel()), spots)
+    chosen = [row[i] for row, spot in zip(rows, wanted, strict=True) for i in spot]
+    assert np.array_equal(plain(values), chosen)
+    kept = [x if i in spot else 0 for row, spot in zip(rows, wanted, strict=True) for i, x in enumerate(row)]
+    assert np.array_equal(plain(k.scattered(spots, values, rows.size)), kept)
 
 
 @each_kind

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import cast, copied, first_not_finite
+from flockstep.arrays.namespace import cast, copied, first_not_finite, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype
@@ -66,11 +67,11 @@ class AdaComp(Streamed):
         """Encode G = error + array; afterwards `error` holds R, the part of G that was not sent."""
         flat = array.reshape(-1)
         error += flat
-        data, plain = self._sent(error, flat)
-        if plain:
+        data, sent = self._sent(error, flat)
+        if sent is None:
             error[:] = 0
         else:
-            error -= self.decode(data, len(error), kernels.name_of(error))
+            kernels.of(error).scatter_add(error, *self._elements(*sent, kernels.name_of(error)), -1.0)
         return data
 
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
@@ -87,16 +88,15 @@ class AdaComp(Streamed):
         if int(counts.max()) > self.bin or len(data) != start + -(-count * width // 8):
             raise ProtocolError(f"{self} got {len(data)} bytes, which do not match the announced {count} elements")
         codes = k.unpacked_integers(data[start:], count, width)
-        places = codes >> 1
-        indices = k.from_buckets(places, self.bin, counts)
-        if count and (int(places.max()) >= self.bin or not k.ascending(indices, size)):
-            raise ProtocolError(
-                f"{self} got element positions that are not in ascending order or lie outside their bin"
-            )
         scale = float(k.from_bytes(data[: wide.itemsize], wide.name)[0])
         if not isfinite(scale) or scale < 0:
             raise ProtocolError(f"{self} got an impossible scale {scale}")
-        return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
+        indices, values = self._elements(codes, counts, scale, dtype)
+        if count and (int(codes.max()) >= 2 * self.bin or not k.ascending(indices, size)):
+            raise ProtocolError(
+                f"{self} got element positions that are not in ascending order or lie outside their bin"
+            )
+        return indices, values
 
     def error_bound(self, array: FlatArray) -> float:
         """Return ||x||² as an upper bound on the error: a decoded element is never further from the original than zero
@@ -113,19 +113,25 @@ class AdaComp(Streamed):
     def _head(self, size: int, dtype: str) -> int:
         return factor_dtype(dtype).itemsize + -(-(-(-size // self.bin) * self.bin.bit_length()) // 8)
 
-    def _sent(self, total: FlatArray, change: FlatArray) -> tuple[Bytes, bool]:
+    def _sent(self, total: FlatArray, change: FlatArray) -> tuple[Bytes, tuple[Indices, Any, float] | None]:
+        """Return the encoding of `total`, and its codes, counts and scale; None if the array itself is sent."""
         k, dtype = kernels.of(total), kernels.name_of(total)
         plain = self.wire_bytes(len(total), dtype)
         if len(total) and self._head(len(total), dtype) < plain:
-            indices, counts, scale = k.bins_reached(total, change, self.bin, CAP)
+            codes, counts, scale = k.bins_reached(total, change, self.bin, CAP)
             if not isfinite(scale):
                 place = first_not_finite(total)
                 raise refuse(self, float(total[place]), place)
-            places = k.within_buckets(indices, self.bin)
-            codes = k.as_codes(places, k.gathered(total, indices) < 0)
             head = k.packed_integers(counts, self.bin.bit_length())
             body = k.packed_integers(codes, 1 + (self.bin - 1).bit_length())
             data = k.join(k.as_bytes(k.full(total, 1, scale, factor_dtype(dtype).name)), head, body)
             if len(data) < plain:
-                return data, False
-        return k.as_bytes(copied(total)), True
+                return data, (codes, counts, scale)
+        return k.as_bytes(copied(total)), None
+
+    def _elements(self, codes: Indices, counts: Any, scale: float, dtype: str) -> tuple[Indices, FlatArray]:
+        """Return the indices and the values of the elements that were sent."""
+        k = kernels.of(codes)
+        value = k.full(codes, 1, scale, factor_dtype(dtype).name)
+        values = cast(namespace(codes).where(codes & 1 > 0, -value, value), dtype, copy=False)
+        return k.from_buckets(codes >> 1, self.bin, counts), values

@@ -42,17 +42,13 @@ class AdaptiveThreshold(Counted):
     def __post_init__(self) -> None:
         check_ratio("adaptive_threshold", self.ratio)
 
-    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
+    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices | None]:
         """Select the elements that reach the threshold, or the largest element if none does."""
         k, size = kernels.of(array), len(array)
         stride = max(1, int(size * self.ratio) // SAMPLES)
         offset = kernels.seed_from(random) % stride
-        found = k.all_indices(array, 0)
-        if size:
-            found, _ = k.above(array, max(self._threshold(array, offset, stride), k.just_above(array, 0.0)), size)
-        if size and not len(found):
-            found = k.largest(array, 1)
-        return self.head_of(array, found), found
+        low = self._threshold(array, offset, stride) if size else 0.0
+        return self.beyond(array, max(low, k.just_above(array, 0.0)))
 
     def _threshold(self, array: FlatArray, offset: int, stride: int) -> float:
         k = kernels.of(array)

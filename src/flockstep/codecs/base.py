@@ -129,7 +129,7 @@ class Codec(Component):
         if self.lossless:
             error[:] = 0
         else:
-            error -= self.decode(data, len(error), _name(error))
+            self.add_decoded(data, error, -1.0)
         return data
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import cast
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
@@ -63,6 +64,13 @@ class Damped(Codec):
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
         self.codec.add_decoded(data, out, scale * self.factor(len(out)))
+
+    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
+        """Encode `error + array` as the base class does, but subtract `decode`, which rounds after the division."""
+        error += array.reshape(-1)
+        data = self.encode(error, random)
+        error -= self.decode(data, len(error), name_of(error))
+        return data
 
     def error_bound(self, array: FlatArray) -> float:
         """Return the upper bound on the error: omega / (1 + omega) ||x||²."""

@@ -59,12 +59,12 @@ class Dct(Codec):
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # checked below
                 matrix = k.as_floats(flat[t.part]).reshape(t.rows, t.columns)
-                spectrum = transformed(k.tiles(matrix, t.height, t.width))
-            if first_not_finite(spectrum.reshape(-1)) >= 0:
+                spectrum = transformed(k.tiles(matrix, t.height, t.width)).reshape(-1)
+            if first_not_finite(spectrum) >= 0:
                 raise not_finite("dct", flat, t.part)
-            spots = k.largest_of_rows(spectrum, t.kept)
-            pieces.append(k.packed_integers(spots.reshape(-1), t.bits))
-            pieces.append(k.as_bytes(k.taken(spectrum, spots).reshape(-1)))
+            spots = k.largest_of_buckets(spectrum, t.area, t.counts)
+            pieces.append(k.packed_integers(k.within_buckets(spots, t.area), t.bits))
+            pieces.append(k.as_bytes(k.gathered(spectrum, spots)))
         joined: Bytes = k.join(*pieces)
         return joined
 
@@ -80,13 +80,14 @@ class Dct(Codec):
             if not t.kept:
                 parts.append(k.from_bytes(piece, dtype))
                 continue
-            spots = k.unpacked_integers(piece[: t.index_bytes], t.sent, t.bits).reshape(-1, t.kept)
-            values = k.from_bytes(piece[t.index_bytes :], factor_dtype(dtype).name).reshape(-1, t.kept)
-            ordered = bool((spots[:, 1:] > spots[:, :-1]).all()) and bool((spots[:, -1] < t.area).all())
-            if not ordered or first_not_finite(values.reshape(-1)) >= 0:
+            places = k.unpacked_integers(piece[: t.index_bytes], t.sent, t.bits)
+            values = k.from_bytes(piece[t.index_bytes :], factor_dtype(dtype).name)
+            spots, elements = k.from_buckets(places, t.area, t.counts), t.rows * t.columns
+            ordered = int(places.max()) < t.area and k.ascending(spots, elements)
+            if not ordered or first_not_finite(values) >= 0:
                 raise ProtocolError(f"dct got impossible coefficients for {size} elements of {dtype}")
             with np.errstate(over="ignore", invalid="ignore"):
-                tiles = restored(k.placed(spots, values, t.area), t.height, t.width)
+                tiles = restored(k.scattered(spots, values, elements).reshape(-1, t.area), t.height, t.width)
                 parts.append(cast(k.untiled(tiles, t.rows, t.columns).reshape(-1), dtype, copy=False))
         joined: FlatArray = k.join(*parts)
         return joined

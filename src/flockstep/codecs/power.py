@@ -56,8 +56,8 @@ class PowerSgdCodec(Codec):
         for index, m in enumerate(layout.matrices):
             matrix = k.as_floats(flat[m.part]).reshape(m.rows, m.columns)
             with np.errstate(over="ignore", invalid="ignore"):  # checked below
-                lefts.append(k.orthonormal(matrix @ k.gaussian(matrix, m.columns, self.rank, (seed, index))))
-                rights.append(matrix.T @ lefts[-1])
+                lefts.append(k.orthonormal(k.times(matrix, k.gaussian(matrix, m.columns, self.rank, (seed, index)))))
+                rights.append(k.times_transposed(matrix, lefts[-1]))
             if first_not_finite(rights[-1].reshape(-1)) >= 0:
                 raise not_finite("powersgd", flat, m.part)
         dense = [k.as_bytes(flat[part]) for part in layout.dense]

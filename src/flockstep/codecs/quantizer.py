@@ -81,13 +81,6 @@ class Quantizer(Codec):
         with np.errstate(over="ignore", invalid="ignore"):
             return self.coded(k.as_floats(flat), random)
 
-    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode `error + array`, and subtract the decoded values from `error` in place."""
-        error += array.reshape(-1)
-        data = self.encode(error, random)
-        self.add_decoded(data, error, -1.0)
-        return data
-
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """Return the array that `data` encodes.
 

@@ -57,12 +57,6 @@ class Rounded(Codec):
             return
         kernels.of(out).add_widened(self._rounded(data, len(out), kernels.name_of(out)), out, scale)
 
-    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        error += array.reshape(-1)
-        data = self.encode(error, random)
-        self.add_decoded(data, error, -1.0)
-        return data
-
     def _rounded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         if len(data) != 2 * size:
             raise ProtocolError(f"{self} needs {2 * size} bytes for {size} elements, got {len(data)}")

@@ -43,8 +43,11 @@ class Sparsifier(Streamed):
         """
 
     @abstractmethod
-    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Select the elements of a flat array to send; return the head of the encoding and the ascending indices."""
+    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices | None]:
+        """Select the elements of a flat array to send; return the head of the encoding and the ascending indices, or
+        None in place of the indices if the encoding would not be smaller than the array; then every NaN and infinity is
+        among the elements.
+        """
 
     @abstractmethod
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
@@ -103,10 +106,10 @@ class Sparsifier(Streamed):
         if indices is None:
             error[:] = 0
         elif self.values.unbiased:
-            k.put(error, indices, None)
+            error[indices] = 0
         else:
             decoded = self.values.decode(data[head:], len(indices), dtype)
-            k.put(error, indices, k.gathered(error, indices) - decoded)
+            k.scatter_add(error, indices, decoded, -1.0)
         return data
 
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
@@ -136,11 +139,12 @@ class Sparsifier(Streamed):
         plain = plain_bytes(len(flat), dtype)
         if not (self.exact_size and self.wire_bytes(len(flat), dtype) == plain):
             head, indices = self.choose(flat, random)
-            kept = k.gathered(flat, indices)
+            kept = flat if indices is None else k.gathered(flat, indices)
             wrong = first_not_finite(kept)
             if wrong >= 0:
-                raise refuse(self, float(kept[wrong]), int(indices[wrong]))
-            data = k.join(head, self.values.encode(kept, random))
-            if len(data) < plain:
-                return data, indices, len(head)
+                raise refuse(self, float(kept[wrong]), wrong if indices is None else int(indices[wrong]))
+            if indices is not None:
+                data = k.join(head, self.values.encode(kept, random))
+                if len(data) < plain:
+                    return data, indices, len(head)
         return k.as_bytes(copied(flat)), None, 0

@@ -11,7 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.identity import Identity
 from flockstep.codecs.sparse import Sparsifier
-from flockstep.codecs.streamed import Indices
+from flockstep.codecs.streamed import Indices, plain_bytes
 from flockstep.errors import ConfigurationError, ProtocolError
 
 COUNT_BYTES = 4
@@ -31,11 +31,22 @@ class Counted(Sparsifier):
     def head_bytes(self, size: int) -> int:
         return COUNT_BYTES + 4 * size
 
-    def head_of(self, array: FlatArray, indices: Indices) -> Bytes:
-        """Return the first part of an encoding: the number and the indices of the chosen elements."""
-        k = kernels.of(array)
-        head: Bytes = k.join(k.number_bytes(array, len(indices), COUNT_BYTES), k.index_bytes(indices))
-        return head
+    def beyond(self, array: FlatArray, low: float) -> tuple[Bytes, Indices | None]:
+        """Select the elements with |x| ≥ low, or the largest element if there is none; return the first part of the
+        encoding, the number and the indices of the chosen elements, and the indices. These are None if so many elements
+        are chosen that the array itself takes no more bytes.
+        """
+        k, size, dtype = kernels.of(array), len(array), kernels.name_of(array)
+        room = size
+        if self.values.lossless and self.values.exact_size:  # at least the bytes of the elements
+            plain = plain_bytes(size, dtype)
+            room = max(0, plain - COUNT_BYTES - 1) // (4 + plain_bytes(1, dtype))
+        indices, complete = k.above(array, low, room)
+        if not complete:
+            return k.as_bytes(array[:0]), None
+        if not len(indices) and size:
+            indices = k.largest(array, 1)
+        return k.join(k.number_bytes(array, len(indices), COUNT_BYTES), k.index_bytes(indices)), indices
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
         """Return the indices in `data`, and the number of bytes that precede the values.
@@ -75,13 +86,9 @@ class Threshold(Counted):
                 "0.001"
             )
 
-    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
+    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices | None]:
         """Select the elements with |x| > t, or the largest element if there is none."""
-        k = kernels.of(array)
-        found, _ = k.above(array, k.just_above(array, self.t), len(array))
-        if not len(found) and len(array):
-            found = k.largest(array, 1)
-        return self.head_of(array, found), found
+        return self.beyond(array, kernels.of(array).just_above(array, self.t))
 
     def left_out(self, array: FlatArray) -> float:
         """Return the squared norm of the elements that are not sent, those with |x| ≤ t."""

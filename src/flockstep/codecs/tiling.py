@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
@@ -31,6 +34,11 @@ class Tiling:
     def area(self) -> int:
         """Number of elements of a chunk."""
         return self.height * self.width
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Number of coefficients that are sent from each chunk."""
+        return np.full(self.rows * self.columns // max(1, self.area), self.kept)
 
     @property
     def sent(self) -> int:

@@ -24,13 +24,6 @@ COMPILES = importlib.util.find_spec("numba") is not None
 """Whether kernels are compiled, that is, whether numba is installed."""
 
 
-def beside(plain: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorator for a kernel: the loop is compiled where numba is installed, otherwise `plain` is called in its place,
-    with the same arguments and the same result.
-    """
-    return lambda loop: jit(loop) if COMPILES else np.errstate(all="ignore")(plain)
-
-
 def jit(function: F) -> F:
     """Compile a function with numba at its first call, with strict IEEE arithmetic: sums are added in the order in
     which they are written. Without numba the function stays as it is.
@@ -44,6 +37,13 @@ def fast(function: F) -> F:
     The order of a sum is the same in every call.
     """
     return _compiled(function, fastmath={"reassoc", "contract"}) if COMPILES else function
+
+
+def beside(plain: Callable[..., Any], compiled: Callable[[Any], Any] = jit) -> Callable[[Any], Any]:
+    """Decorator for a kernel: the loop is compiled where numba is installed, otherwise `plain` is called in its place,
+    with the same arguments and the same result (of sums of a loop compiled by `fast`, up to rounding).
+    """
+    return lambda loop: compiled(loop) if COMPILES else np.errstate(all="ignore")(plain)
 
 
 def _compiled(function: F, **settings: Any) -> F:

@@ -24,7 +24,7 @@ def _squares(x: Any) -> float:
 
 
 @jit
-def _largest(words: Any, mask: Any) -> Any:
+def largest_bits(words: Any, mask: Any) -> Any:
     """Return the largest bits without the sign: floats' bits order like their magnitudes, with infinity and
     NaN on top.
     """
@@ -61,13 +61,13 @@ def _scales(x: Any, words: Any, mask: Any, block: int, norm: bool, out: Any, out
     for b in range(len(out)):
         begin, end = b * block, min((b + 1) * block, len(x))
         if not norm:
-            out_words[b] = _largest(words[begin:end], mask)
+            out_words[b] = largest_bits(words[begin:end], mask)
             continue
         squares = _squares(x[begin:end])
         if squares > 1e-280 and squares < 1e300:
             out[b] = min(np.sqrt(squares), highest)
             continue
-        out_words[b] = _largest(words[begin:end], mask)
+        out_words[b] = largest_bits(words[begin:end], mask)
         top = np.float64(out[b])
         if top > 0 and top < np.inf:
             squares = 0.0

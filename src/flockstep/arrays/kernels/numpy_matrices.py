@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.kernels.jit import beside, fast
+from flockstep.arrays.kernels.numpy_bits import locked, pack, unpack
 from flockstep.arrays.schema import FlatArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,6 +31,49 @@ def gaussian(like: FlatArray, rows: int, columns: int, seed: int | tuple[int, ..
     numbers.
     """
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(like.dtype)
+
+
+def times(matrix: FlatArray, columns: FlatArray) -> FlatArray:
+    """Return the product of a contiguous matrix (n, m) and a few columns (m, r), from one pass over the matrix."""
+    out = np.empty((len(matrix), columns.shape[1]), matrix.dtype)
+    _times(locked(matrix), columns.T.copy(), out)
+    return out
+
+
+def _plain_times(matrix: Any, columns: Any, out: Any) -> None:
+    np.matmul(matrix, columns.T, out=out)
+
+
+@beside(_plain_times, fast)
+def _times(matrix: Any, columns: Any, out: Any) -> None:
+    for i in range(len(matrix)):
+        for k in range(len(columns)):
+            total = matrix.dtype.type(0)
+            for j in range(matrix.shape[1]):
+                total += matrix[i, j] * columns[k, j]
+            out[i, k] = total
+
+
+def times_transposed(matrix: FlatArray, columns: FlatArray) -> FlatArray:
+    """Return the product of the transpose of a contiguous matrix (n, m) and a few columns (n, r), from one pass over
+    the matrix.
+    """
+    out = np.zeros((columns.shape[1], matrix.shape[1]), matrix.dtype)
+    _times_transposed(locked(matrix), columns.copy(), out)
+    return out.T
+
+
+def _plain_times_transposed(matrix: Any, columns: Any, out: Any) -> None:
+    np.matmul(columns.T, matrix, out=out)
+
+
+@beside(_plain_times_transposed)
+def _times_transposed(matrix: Any, columns: Any, out: Any) -> None:
+    for i in range(len(matrix)):
+        for k in range(len(out)):
+            factor, row = columns[i, k], out[k]
+            for j in range(matrix.shape[1]):
+                row[j] += matrix[i, j] * factor
 
 
 def orthonormal(matrix: FlatArray) -> FlatArray:
@@ -70,17 +116,35 @@ def add_product(left: FlatArray, right: FlatArray, out: FlatArray, scale: float 
 
     Values beyond the range of the dtype of `out` become infinite.
     """
-    step, width = max(1, BLOCK // max(1, len(right))), len(right)
-    columns = np.ascontiguousarray(right.T)
+    add = _add_product if out.dtype == left.dtype else _plain_add_product
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(left), step):
-            rows = left[start : start + step]
-            block = rows[:, :1] * columns[0]
-            for index in range(1, len(columns)):
-                block += rows[:, index : index + 1] * columns[index]
-            if scale != 1:
-                block *= block.dtype.type(scale)
-            out[start * width : (start + step) * width] += block.reshape(-1).astype(out.dtype, copy=False)
+        add(left.copy(), right.T.copy(), out, left.dtype.type(scale))  # copies are aligned and contiguous
+
+
+def _plain_add_product(left: Any, columns: Any, out: Any, scale: Any) -> None:
+    step, width = max(1, BLOCK // max(1, columns.shape[1])), columns.shape[1]
+    for start in range(0, len(left), step):
+        rows = left[start : start + step]
+        block = rows[:, :1] * columns[0]
+        for index in range(1, len(columns)):
+            block += rows[:, index : index + 1] * columns[index]
+        out[start * width : (start + step) * width] += (block * scale).reshape(-1).astype(out.dtype, copy=False)
+
+
+@beside(_plain_add_product)
+def _add_product(left: Any, columns: Any, out: Any, scale: Any) -> None:
+    rank, width = columns.shape
+    block = np.empty(width, columns.dtype)
+    for i in range(len(left)):
+        row = out[i * width : (i + 1) * width]
+        for j in range(width):
+            block[j] = left[i, 0] * columns[0, j]
+        for k in range(1, rank):
+            factor, column = left[i, k], columns[k]
+            for j in range(width):
+                block[j] += factor * column[j]
+        for j in range(width):
+            row[j] += block[j] * scale
 
 
 @lru_cache(maxsize=256)
@@ -114,50 +178,20 @@ def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
     return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
 
 
-def largest_of_rows(array: FlatArray, count: int) -> Integers:
-    """Return for every row the ascending positions of the `count` elements of largest magnitude, of shape (rows,
-    count).
-
-    Of equal magnitudes the first is chosen.
-    """
-    rows, size = array.shape
-    if count >= size:
-        return np.broadcast_to(np.arange(size), (rows, size)).copy()
-    magnitude = np.abs(array)
-    least = np.partition(magnitude, size - count, axis=1)[:, size - count, None]
-    chosen = magnitude >= least
-    for row in np.flatnonzero(np.count_nonzero(chosen, axis=1) > count):
-        above, equal = magnitude[row] > least[row], magnitude[row] == least[row]
-        chosen[row] = above | (equal & (np.cumsum(equal) <= count - np.count_nonzero(above)))
-    return np.nonzero(chosen)[1].reshape(rows, count)
-
-
-def placed(spots: Integers, values: FlatArray, size: int) -> FlatArray:
-    """Return a matrix (rows, size) that has `values` (rows, count) at the positions `spots` (rows, count) and zeros
-    elsewhere.
-    """
-    out: FlatArray = np.zeros((len(spots), size), values.dtype)
-    np.put_along_axis(out, spots, values, axis=1)
-    return out
-
-
-def taken(array: FlatArray, spots: Integers) -> FlatArray:
-    """Return the elements of a matrix at the column positions `spots` (rows, count) of each row, in an array (rows,
-    count).
-    """
-    return np.take_along_axis(array, spots, axis=1)
-
-
 def packed_integers(numbers: Integers, bits: int) -> Bytes:
     """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, lowest bit first; the last byte is filled up with
     zero bits.
     """
+    if 1 <= bits <= 8:
+        return pack(numbers.astype(np.uint8), bits)
     ones = np.unpackbits(numbers.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return np.packbits(ones[:, :bits].reshape(-1), bitorder="little")
 
 
 def unpacked_integers(data: Bytes, count: int, bits: int) -> Integers:
     """Return the first `count` integers of `bits` bits each that `packed_integers` has packed into `data`."""
+    if 1 <= bits <= 8:
+        return unpack(data, count, bits).astype(np.int64)
     ones = np.zeros((count, 32), np.uint8)
     ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
     return np.packbits(ones, axis=1, bitorder="little").view("<u4").reshape(-1).astype(np.int64)

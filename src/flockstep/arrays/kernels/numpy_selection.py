@@ -15,6 +15,8 @@ import numpy.typing as npt
 from flockstep.arrays.kernels import name_of, numpy_dtype
 from flockstep.arrays.kernels.jit import beside, jit
 from flockstep.arrays.kernels.numpy_basics import as_floats, from_bytes
+from flockstep.arrays.kernels.numpy_bits import locked
+from flockstep.arrays.kernels.numpy_blocks import block_scales, largest_bits
 from flockstep.arrays.schema import FlatArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -68,20 +70,18 @@ def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indic
     """Return the ascending indices of the `count` elements with the largest magnitudes; `among` limits the choice to
     the given indices. Of equal magnitudes the first is chosen.
     """
-    keys = keys_of(array if among is None else array[among])
-    chosen = np.empty(count, np.uint32)
-    _largest(keys, len(keys), np.array([count]), chosen)
+    given = array if among is None else array[among]
+    chosen = largest_of_buckets(given, len(given), np.array([count]))
     return chosen if among is None else among[chosen]
 
 
 def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
     """Return for every bucket b of `bucket` successive elements the ascending indices of its counts[b] largest
-    magnitudes.
+    magnitudes, of equal magnitudes the first; only the last count may differ from the others.
     """
-    keys = keys_of(array)
-    chosen = np.empty(int(counts.sum()), np.uint32)
-    _largest(keys, bucket, counts, chosen)
-    return chosen
+    chosen = np.empty(int(counts.sum()) + 1, np.uint32)
+    _largest(keys_of(array), bucket, counts, chosen)
+    return chosen[:-1]
 
 
 def subset(like: Any, size: int, count: int, seed: int) -> Indices:
@@ -117,8 +117,12 @@ def filled_up(found: Indices, count: int) -> Indices:
 
 
 def gathered(array: FlatArray, indices: Indices) -> FlatArray:
-    """Return the elements of an array at `indices`."""
-    return array[indices]
+    """Return the elements of a flat array at `indices`, all of which lie in the array."""
+    if array.dtype not in (np.float32, np.float64):
+        return array[indices]
+    out = np.empty(len(indices), array.dtype)
+    _gather(locked(array), locked(indices), out)
+    return out
 
 
 def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
@@ -126,11 +130,6 @@ def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
     out = np.zeros(size, values.dtype)
     out[indices] = values
     return out
-
-
-def put(array: FlatArray, indices: Indices, values: FlatArray | None) -> None:
-    """Set the elements of an array at `indices` to `values`, in place, or to zero if `values` is None."""
-    array[indices] = 0 if values is None else values
 
 
 def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: float) -> None:
@@ -181,8 +180,9 @@ def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.in
     """Return the indices in the whole array, given their distances from the start of their buckets; bucket b has
     counts[b] of the indices.
     """
-    starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
-    return (codes.astype(np.int64) + starts).astype(np.uint32)
+    starts = np.repeat(np.arange(len(counts), dtype=np.uint32) * np.uint32(bucket), counts)
+    starts += codes.astype(np.uint32)
+    return starts
 
 
 def shifted(indices: Indices, by: int) -> Indices:
@@ -190,40 +190,32 @@ def shifted(indices: Indices, by: int) -> Indices:
     return indices + np.uint32(by)
 
 
-def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return an integer code for each selected element: twice its index, plus 1 if its value is negative."""
-    return 2 * places.astype(np.int64) + negative
-
-
 def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
     """Return an array (count,) filled with `value`, of the dtype called `dtype`."""
     return np.full(count, value, numpy_dtype(dtype))
 
 
-def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) -> tuple[Indices, Any, float]:
+def bins_reached(
+    total: FlatArray, change: FlatArray, width: int, cap: float
+) -> tuple[Indices, npt.NDArray[np.uint32], float]:
     """Select from every bin of a flat array the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
     Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
-        The ascending indices, the number of elements selected from each bin, and the mean of the bins' largest
-        magnitudes, at most `cap` times the mean magnitude of the selected elements (NaN or infinite if an element is).
+        For each selected element, in order, twice its place in its bin, plus 1 if it is negative; the number of
+        elements selected from each bin; and the mean of the bins' largest magnitudes, at most `cap` times the mean
+        magnitude of the selected elements (NaN or infinite if an element is).
     """
-    bins = -(-len(total) // width)
-    g, h = np.zeros((2, bins * width), np.float64 if total.dtype == np.float64 else np.float32)
-    g[: len(total)] = total
-    with np.errstate(all="ignore"):
-        h[: len(total)] = np.abs(g[: len(total)] + as_floats(change))
-        sizes = np.abs(g).reshape(bins, width)
-        most = sizes.max(axis=1)
-        chosen = (h.reshape(bins, width) >= most[:, None]) & (sizes > 0)
-        empty = np.flatnonzero((most > 0) & ~chosen.any(axis=1))
-        chosen[empty, sizes[empty].argmax(axis=1)] = True
-        counts = chosen.sum(axis=1)
-        sent = max(1, int(counts.sum()))
-        mean = halved_sum(most.astype(np.float64)) / bins
-        scale = min(mean, cap * halved_sum(np.where(chosen, sizes, 0).reshape(-1).astype(np.float64)) / sent)
-    return np.flatnonzero(chosen).astype(np.uint32), counts, scale if np.isfinite(mean) else mean
+    floats = as_floats(total)
+    most = block_scales(floats, width)
+    counts, codes, sums = np.zeros(len(most), np.uint32), np.empty(len(floats) + 1, np.uint32), np.zeros(width)
+    sent = int(_bins_reached(floats, as_floats(change), most, counts, codes, sums))
+    with np.errstate(over="ignore"):
+        scale = halved_sum(most.astype(np.float64)) / len(most)
+        if sent and np.isfinite(scale):
+            scale = min(scale, cap * halved_sum(sums) / sent)
+    return codes[:sent], counts, scale
 
 
 def halved_sum(numbers: Any) -> float:
@@ -237,6 +229,57 @@ def halved_sum(numbers: Any) -> float:
             rest += float(numbers[-1])
         numbers = numbers[:half] + numbers[half : 2 * half]
     return rest + float(numbers[0])
+
+
+def _plain_bins_reached(g: Any, change: Any, most: Any, counts: Any, codes: Indices, sums: Any) -> Any:
+    sizes, h = np.zeros((2, len(most), len(sums)), g.dtype)
+    sizes.reshape(-1)[: len(g)], h.reshape(-1)[: len(g)] = np.abs(g), np.abs(g + change)
+    chosen = (h >= most[:, None]) & (sizes > 0)
+    empty = np.flatnonzero((most > 0) & ~chosen.any(axis=1))
+    chosen[empty, sizes[empty].argmax(axis=1)] = True
+    counts[:] = chosen.sum(axis=1)
+    sums[:] = np.add.accumulate(np.where(chosen, sizes, 0).astype(np.float64))[-1]
+    found = np.flatnonzero(chosen)
+    codes[: len(found)] = 2 * (found % len(sums)) + (g[found] < 0)
+    return len(found)
+
+
+@beside(_plain_bins_reached)
+def _bins_reached(g: Any, change: Any, most: Any, counts: Any, codes: Indices, sums: Any) -> Any:
+    """Write all codes of a bin, each over the last unless that is selected: `codes` has one element more than `g`."""
+    width, done = len(sums), np.uint64(0)
+    reached, code = np.empty(width, np.uint8), np.empty(width, np.uint32)
+    for b in range(len(most)):
+        x, y = g[b * width : (b + 1) * width], change[b * width : (b + 1) * width]
+        bound, before = most[b], done
+        for j in range(len(x)):
+            reached[j] = (abs(x[j] + y[j]) >= bound) & (x[j] != 0)
+        for j in range(len(x)):
+            code[j] = 2 * j + (x[j] < 0)
+        for j in range(len(x)):
+            sums[j] += abs(x[j]) if reached[j] else 0
+        for j in range(np.uint64(len(x))):
+            codes[done] = code[j]
+            done += np.uint64(reached[j])
+        if done == before and bound > 0:
+            j = 0
+            while abs(x[j]) < bound:
+                j += 1
+            codes[done] = code[j]
+            sums[j] += bound
+            done += np.uint64(1)
+        counts[b] = done - before
+    return done
+
+
+def _plain_gather(x: FlatArray, indices: Indices, out: FlatArray) -> None:
+    out[:] = x[indices]
+
+
+@beside(_plain_gather)
+def _gather(x: FlatArray, indices: Indices, out: FlatArray) -> None:
+    for n in range(len(indices)):
+        out[n] = x[indices[n]]
 
 
 def _plain_above(x: FlatArray, low: Any, indices: Indices) -> Any:
@@ -263,7 +306,7 @@ def _above(x: FlatArray, low: Any, indices: Indices) -> Any:
             found += np.uint64(hit)
         for h in range(found):
             if count > np.uint64(room):
-                break
+                return count
             start = np.uint64(hits[h]) * np.uint64(BLOCK)
             for i in range(start, start + np.uint64(BLOCK)):
                 indices[count] = i
@@ -295,11 +338,11 @@ def _count(keys: Keys, least: Keys) -> Any:
 
 @jit
 def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
-    """Return a key, and the maximum number to take of the elements equal to it.
+    """Return a key, and the number to take of the elements equal to it, or -1 for all.
 
     These and all elements above the key are `wanted` elements. The key is found by bisection, without sorting.
     """
-    most: Any = np.int64(keys.max())
+    most: Any = np.int64(largest_bits(keys, least.dtype.type(-1)))
     low: Any = np.int64(0)
     high: Any = min(most, np.iinfo(np.int64).max - 1) + 1
     count: Any = len(keys)
@@ -311,42 +354,46 @@ def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
             low, count = middle, there
         else:
             high = middle
-    if count == wanted or low == most:
+    if count == wanted:
+        return low, -1
+    if low == most:
         return low, wanted
     least[0] = low + 1
     return low, wanted - _count(keys, least)
 
 
 def _plain_largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
-    done = 0
-    for b, count in enumerate(counts):
-        part = keys[b * bucket : (b + 1) * bucket]
-        if count == 0:
+    done, whole = 0, len(keys) // max(1, bucket) * bucket
+    for start, stop, count in ((0, whole, counts[:1]), (whole, len(keys), counts[-1:])):
+        if start == stop or not count[0]:
             continue
-        bound = np.partition(part, len(part) - count)[len(part) - count]
-        more, same = part > bound, part == bound
-        found = np.flatnonzero(more | (same & (np.cumsum(same) <= count - np.count_nonzero(more))))
-        chosen[done : done + count] = found + b * bucket
-        done += count
+        rows = keys[start:stop].reshape(-1, min(bucket, stop - start))
+        bound = np.partition(rows, -count[0], axis=1)[:, -count[0], None]
+        more, same = rows > bound, rows == bound
+        found = np.flatnonzero(more | (same & (np.cumsum(same, axis=1) <= count - more.sum(axis=1, keepdims=True))))
+        chosen[done : done + len(found)] = found + start
+        done += len(found)
 
 
 @beside(_plain_largest)
 def _largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
-    done, least = 0, np.empty(1, keys.dtype)
+    """`chosen` has one element more than are chosen, so that every index can be written without a branch."""
+    done, least = np.uint64(0), np.empty(1, keys.dtype)
     for b in range(len(counts)):
         if counts[b] == 0:
             continue
         start, stop = b * bucket, min((b + 1) * bucket, len(keys))
         bound, ties = _bound(keys[start:stop], counts[b], least)
-        for i in range(start, stop):
-            if keys[i] >= bound:
-                if keys[i] == bound:
-                    if ties == 0:
-                        continue
-                    ties -= 1
-                if done < len(chosen):
+        for first in range(start, stop, BLOCK):
+            last, hit = min(first + BLOCK, stop), False
+            for i in range(first, last):
+                hit |= keys[i] >= bound
+            if hit:
+                for i in range(np.uint64(first), np.uint64(last)):
                     chosen[done] = i
-                    done += 1
+                    same = keys[i] == bound
+                    done += np.uint64((keys[i] > bound) | (same & (ties != 0)))
+                    ties -= np.int64(same & (ties > 0))
 
 
 def _plain_subset(size: Any, bits: int, keys: npt.NDArray[np.uint64], chosen: Indices) -> None:

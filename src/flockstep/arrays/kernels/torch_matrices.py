@@ -16,6 +16,16 @@ def gaussian(like: torch.Tensor, rows: int, columns: int, seed: int | tuple[int,
     return drawn.to(like.device, like.dtype)
 
 
+def times(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the product of a matrix (n, m) and a few columns (m, r)."""
+    return matrix @ columns
+
+
+def times_transposed(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the product of the transpose of a matrix (n, m) and a few columns (n, r)."""
+    return matrix.T @ columns
+
+
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Return an orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`, in the dtype of `matrix`.
 
@@ -55,31 +65,6 @@ def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.permute(0, 2, 1, 3).reshape(rows, columns)
-
-
-def largest_of_rows(array: torch.Tensor, count: int) -> torch.Tensor:
-    """Return for every row the ascending positions of the `count` elements of largest magnitude, of shape (rows,
-    count).
-
-    Of equal magnitudes the first is chosen.
-    """
-    order = torch.sort(array.abs(), dim=1, descending=True, stable=True).indices
-    return torch.sort(order[:, :count], dim=1).values
-
-
-def placed(spots: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a matrix (rows, size) that has `values` (rows, count) at the positions `spots` (rows, count) and zeros
-    elsewhere.
-    """
-    out = torch.zeros((len(spots), size), dtype=values.dtype, device=values.device)
-    return out.scatter_(1, spots, values)
-
-
-def taken(array: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a matrix at the column positions `spots` (rows, count) of each row, in a tensor (rows,
-    count).
-    """
-    return torch.gather(array, 1, spots)
 
 
 def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:

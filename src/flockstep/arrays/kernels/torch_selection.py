@@ -47,7 +47,7 @@ def largest(array: torch.Tensor, count: int, among: torch.Tensor | None = None) 
 
 def largest_of_buckets(array: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
     """Return for every bucket b of `bucket` successive elements the ascending indices of its counts[b] largest
-    magnitudes.
+    magnitudes, of equal magnitudes the first; only the last count may differ from the others.
     """
     keys = keys_of(array)
     whole = len(keys) // bucket
@@ -109,11 +109,6 @@ def scattered(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.T
     return out
 
 
-def put(array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Set the elements of a tensor at `indices` to `values`, in place, or to zero if `values` is None."""
-    array[indices] = torch.zeros((), dtype=array.dtype, device=array.device) if values is None else values
-
-
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, scale: float) -> None:
     """Add `scale` times `values` to the elements of `out` at `indices`, in which no index occurs twice."""
     out[indices] += values if scale == 1 else values * scale
@@ -157,11 +152,6 @@ def shifted(indices: torch.Tensor, by: int) -> torch.Tensor:
     return indices + by
 
 
-def as_codes(places: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return an integer code for each selected element: twice its index, plus 1 if its value is negative."""
-    return 2 * places + negative
-
-
 def full(like: torch.Tensor, count: int, value: float, dtype: str) -> torch.Tensor:
     """Return a tensor (count,) filled with `value`, of the dtype called `dtype`, on the device of `like`."""
     return torch.full((count,), value, dtype=getattr(torch, dtype), device=like.device)
@@ -175,8 +165,9 @@ def bins_reached(
     Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
-        The ascending indices, the number of elements selected from each bin, and the mean of the bins' largest
-        magnitudes, at most `cap` times the mean magnitude of the selected elements (NaN or infinite if an element is).
+        For each selected element, in order, twice its place in its bin, plus 1 if it is negative; the number of
+        elements selected from each bin; and the mean of the bins' largest magnitudes, at most `cap` times the mean
+        magnitude of the selected elements (NaN or infinite if an element is).
     """
     bins = -(-len(total) // width)
     g, h = as_floats(total).new_zeros((2, bins * width))
@@ -188,8 +179,10 @@ def bins_reached(
     empty = torch.nonzero((most > 0) & ~chosen.any(dim=1)).reshape(-1)
     at_most = (sizes[empty] == most[empty, None]).to(torch.int8).argmax(dim=1)  # of ties, the first
     chosen[empty, at_most] = True
-    counts = chosen.sum(dim=1)
-    sent = max(1, int(counts.sum()))
-    mean = halved_sum(most.to(torch.float64)) / bins
-    scale = min(mean, cap * halved_sum(torch.where(chosen, sizes, 0).reshape(-1).to(torch.float64)) / sent)
-    return torch.nonzero(chosen.reshape(-1)).reshape(-1), counts, scale if math.isfinite(mean) else mean
+    indices = torch.nonzero(chosen.reshape(-1)).reshape(-1)
+    codes = 2 * (indices % width) + (g[indices] < 0)
+    scale = halved_sum(most.to(torch.float64)) / bins
+    if len(codes) and math.isfinite(scale):
+        sums = torch.where(chosen, sizes, 0).to(torch.float64).cumsum(0)[-1]
+        scale = min(scale, cap * halved_sum(sums) / len(codes))
+    return codes, chosen.sum(dim=1), scale
