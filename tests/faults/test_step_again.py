@@ -378,27 +378,32 @@ np.save(HERE / f"end-{{me}}.npy", np.stack([model.weight.detach().numpy(), momen
 """
 
 
-def test_a_worker_joins_scripts_whose_processes_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("workers", [1, 2])  # one worker reads no flat gradient until another one joins it
+def test_a_worker_joins_scripts_whose_processes_go_on(
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOINED)
-    run = RealRun(["launch", "-n", "2", "--max-workers", "3", str(script)], tmp_path / "run", torch=True)
+    run = RealRun(
+        ["launch", "-n", str(workers), "--max-workers", str(workers + 1), str(script)], tmp_path / "run", torch=True
+    )
     run.wait_for_work(10)
     before = {name: pid for name, pid in run.nodes.items() if name.startswith("worker")}
     assert run_command(["join", str(tmp_path / "run")]) == 0
-    assert "the run continues with 3 workers from step " in capsys.readouterr().out
+    assert f"the run continues with {workers + 1} workers from step " in capsys.readouterr().out
     run.wait_for_work(1)
     assert {name: run.nodes[name] for name in before} == before
     end_scheduled_script(tmp_path)
     ended = run.end()
     assert ended.code == 0, ended.err
-    joined, last = int((tmp_path / "begin-2").read_text()), int((tmp_path / "go").read_text())
+    joined, last = int((tmp_path / f"begin-{workers}").read_text()), int((tmp_path / "go").read_text())
     assert (joined > 0, (tmp_path / "begin-0").read_text()) == (True, "0")
-    ends = [np.load(tmp_path / f"end-{rank}.npy") for rank in range(3)]
+    ends = [np.load(tmp_path / f"end-{rank}.npy") for rank in range(workers + 1)]
     assert len({array.tobytes() for array in ends}) == 1
-    members = [[0, 1] if step < joined else [0, 1, 2] for step in range(last)]
+    members = [list(range(workers + (step >= joined))) for step in range(last)]
     assert np.allclose(ends[0], trained(members), rtol=0, atol=1e-5)
     record = RunFolder(tmp_path / "run")
-    for rank, first in ((0, 0), (1, 0), (2, joined)):
+    for rank, first in enumerate([0] * workers + [joined]):
         steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == rank]
         assert steps == list(range(first + 1, last + 1))
 

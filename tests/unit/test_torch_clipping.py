@@ -150,7 +150,7 @@ def test_a_combined_gradient_whose_norm_overflows_is_not_stepped_along(monkeypat
 @pytest.mark.parametrize("how", ["replaced", "written", "none"])
 def test_a_gradient_that_was_replaced_after_backward_is_told_as_one_written_to(how: str) -> None:
     model = nn.Linear(2, 1, bias=False)
-    watch = GradientChangeDetector(FlatModule(model), Strategy.parse("all_reduce"))
+    watch = GradientChangeDetector(FlatModule(model), Strategy.parse("all_reduce"), combined=True)
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
     if how == "replaced":

@@ -361,8 +361,13 @@ def test_another_structure_is_refused(change, sentence):
     optimizer = flockstep.distribute(model, sgd, "all_reduce")
     step(model, optimizer)
     change(model)
+
+    def train():
+        for _ in range(10):  # a change that neither the optimizer nor the first parameters show is found in time
+            optimizer.step()
+
     with pytest.raises(ConfigurationError, match=sentence):
-        optimizer.step()
+        train()
     with pytest.raises(ConfigurationError, match=sentence):
         optimizer.sync()
 

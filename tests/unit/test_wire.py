@@ -291,6 +291,14 @@ def test_a_greeting_has_no_number() -> None:
     assert decode(encode(Message(1, "a", number=1), sender), None, 1, receiver).number == 1
 
 
+def test_a_greeting_answers_no_request() -> None:
+    """The note of a reply is a mapping, from which a node that admits a peer could read no session."""
+    sender, receiver = identity(1), identity(2)
+    assert wire.decode_greeting(encode(Message(1, GREETING), sender), receiver).note == wire.Greeting()
+    with pytest.raises(ProtocolError, match="instead of a greeting"):
+        wire.decode_greeting(encode(Message(1, GREETING, reply_to=1), sender), receiver)
+
+
 UNSAFE = {
     "pickle",
     "marshal",

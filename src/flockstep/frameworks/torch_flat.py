@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import sys
 import weakref
@@ -14,7 +13,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -25,16 +23,13 @@ from flockstep.errors import ConfigurationError
 
 NamedTensors = dict[str, torch.Tensor]
 
+LARGE = 1 << 20
+"""Smallest size, in elements, of a flat gradient that is gathered while the backward pass runs."""
 
 RELEASED = 32 << 20
 """Number of bytes of parameters that are moved at a time; after each move, the old memory is returned to the system."""
 PIECE = 1 << 20
 """Number of elements of narrower parameters that are processed at a time, because torch copies them wider."""
-
-LARGE = 1 << 20
-"""Smallest size, in elements, of a flat gradient whose parts may stay in the tensors that autograd creates."""
-SMALL = 1 << 16
-"""Smallest size, in elements, of a gradient of which a step checks some elements a second time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +95,7 @@ class FlatModule:
             for parameter, view in zip(self.parameters, self._grad_views, strict=True):
                 parameter.grad = view
         self.grads = native(self._slopes)
-        self._loose: LooseGradients | None = None
+        self._leaves = False
         self.left = False
         """Whether the last call of `gather_gradients` has left the gradients, which are known to be finite."""
         self._hooks: list[RemovableHandle] = []
@@ -189,11 +184,22 @@ class FlatModule:
             if name in values:
                 view.copy_(values[name])
 
-    def gather_in_backward(self) -> None:
+    def gather_in_backward(self, leave: bool = False) -> None:
         """Gather each gradient as soon as a backward pass has completed it, while the gradient is in the processor's
         cache, until `keep_gradients` is called. A second array of gradients is then never needed.
+
+        With `leave`, gradients stay in the tensors that autograd creates as long as all of them are finite: the caller
+        then steps along each `.grad`, and reads the flat array only otherwise. Gradients of narrower parameters, which
+        the flat array holds in full precision, are gathered.
         """
-        self._hooks = on_gradients(self.parameters, self._completed)
+        self._leaves = leave and not self.narrow
+        if not self._leaves:
+            self._hooks = on_gradients(self.parameters, self._completed)
+
+    def gather_at_once(self) -> None:
+        """Gather the gradients of a small model in `gather_gradients`, in one call, as they are in the cache still."""
+        while self._hooks and self.schema.size < LARGE:
+            self._hooks.pop().remove()
 
     def drop_gradients(self) -> None:
         """Remove the gradients: set every parameter's `.grad` to None."""
@@ -203,11 +209,13 @@ class FlatModule:
     def drop_absent(self) -> None:
         """Set `.grad` to None for parameters without a gradient of the last backward pass, if still zero."""
         for index in self.absent:
-            if not self._grad_views[index].any():
+            if self.in_place(index) and not self._grad_views[index].any():
                 self.parameters[index].grad = None
 
     def drop_absent_everywhere(self) -> None:
         """Set `.grad` to None for each parameter whose gradient is -0, because no rank had one; see `signs`."""
+        if self.grads[self._firsts].all():  # the usual case: there is no zero
+            return
         first = as_tensor(self.grads[self._firsts])
         for index in ((first == 0) & first.signbit()).nonzero().flatten().tolist():
             if not self._grad_views[index].any():  # a mean that is too small for the dtype is -0, too
@@ -217,7 +225,9 @@ class FlatModule:
         """If `signs` is set, replace -0 by +0 at the first element of each gradient in [start, stop)."""
         if self.signs:
             first, last = bisect_left(self._offsets, start), bisect_left(self._offsets, stop)
-            self.grads[self._firsts[first:last]] += 0
+            places = self._firsts[first:last]
+            if not self.grads[places].all():
+                self.grads[places] += 0
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, except that a parameter without a gradient still has none, as in torch. Make each
@@ -278,13 +288,19 @@ class FlatModule:
         A gradient outside the flat array (autograd creates new ones after `zero_grad(set_to_none=True)`) is copied into
         the array, and `.grad` becomes a view of the array again; a missing gradient counts as zero, as after
         `zero_grad`. `absent` lists the parameters without a gradient. Elements from `end` on were gathered earlier.
-        After `leave_gradients`, gradients that are known to be finite stay where they are, unless `leave` is False.
+        Gradients that may be left and are finite stay where they are, unless `leave` is False.
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
-        self.left = leave and self._loose is not None and self._loose.known()
+        self.left = leave and self._leaves and all_finite([p.grad for p in self.parameters if p.grad is not None])
         if self.left:
             return self.grads
-        for index in range(len(self.parameters)):
+        pairs = [(p, view, p.grad) for p, view in zip(self.parameters, self._grad_views, strict=True)]
+        outside = [(p, view, given.detach()) for p, view, given in pairs if given is not None and given is not view]
+        if outside and all(given.layout == torch.strided for _, _, given in outside):
+            torch._foreach_copy_([view for _, view, _ in outside], [given for _, _, given in outside])
+            for parameter, view, _ in outside:
+                parameter.grad = view
+        for index in range(len(self.parameters)):  # those that have none, or are sparse
             self.gather(index)
         if self.narrow:
             self._widen(0, self.schema.size if end is None else end)
@@ -319,21 +335,9 @@ class FlatModule:
         parameter.grad = view
 
     def _completed(self, index: int, parameter: torch.Tensor) -> None:
-        """Gather a gradient that a backward pass has just completed; after `leave_gradients`, only look at it."""
-        if parameter.grad is None or parameter.grad.requires_grad:  # of a gradient of the gradient
-            return
-        if self._loose is None or self.in_place(index):
+        """Gather a gradient that a backward pass has just completed."""
+        if parameter.grad is not None and not parameter.grad.requires_grad:  # no gradient of the gradient follows
             self.gather(index)
-        else:
-            self._loose.look(index)
-
-    def leave_gradients(self) -> None:
-        """From now on, leave gradients in the tensors that autograd creates if all of them are known to be finite: the
-        caller then steps along each `.grad`, and reads the flat array only otherwise. Gradients of small models are
-        gathered as before.
-        """
-        if not self.narrow and self.schema.size >= LARGE:
-            self._loose = LooseGradients(self.parameters)
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""
@@ -447,49 +451,15 @@ def native(flat: torch.Tensor) -> FlatArray:
     return array  # type: ignore[no-any-return]
 
 
-class LooseGradients:
-    """Records whether the gradients outside of the flat array, in tensors that autograd has created, are all finite.
-
-    A gradient is checked when a backward pass has completed it. If the gradient is replaced afterwards, or torch writes
-    to it, it is no longer known to be finite. Torch does not count writes through `.data` and numpy, so a step checks
-    some elements of each large gradient a second time.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]):
-        self._parameters = parameters
-        self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
-        """Address and version of each gradient that was finite when it was checked."""
-
-    def look(self, index: int) -> None:
-        """Check whether a parameter's gradient, which a backward pass has just completed, is finite."""
-        gradient = self._parameters[index].grad
-        assert gradient is not None
-        values = _memory_of(gradient)
-        finite = values is not None and math.isfinite(np.vdot(values, values))
-        self._seen[index] = (gradient.data_ptr(), gradient._version) if finite else None
-
-    def known(self) -> bool:
-        """Return whether all gradients are known to be finite, and discard the results of the checks."""
-        seen, self._seen = self._seen, [None] * len(self._parameters)
-        for parameter, at in zip(self._parameters, seen, strict=True):
-            if (gradient := parameter.grad) is None:
-                continue
-            if (gradient.data_ptr(), gradient._version) != at:
-                return False
-            if gradient.numel() >= SMALL:
-                sample = _memory_of(gradient)[:: gradient.numel() // 16]
-                if not math.isfinite(np.vdot(sample, sample)):
-                    return False
+def all_finite(gradients: list[torch.Tensor]) -> bool:
+    """Return whether all elements of the gradients are known to be finite, in one pass, as `GradScaler` finds out."""
+    if any(one.layout != torch.strided or one.requires_grad for one in gradients):
+        return False
+    if not gradients:
         return True
-
-
-def _memory_of(gradient: torch.Tensor) -> Any:
-    """A dense gradient on the CPU as a numpy array (elements,) in the order of memory; None for others."""
-    if gradient.layout != torch.strided or not gradient.is_cpu or gradient.dtype not in (torch.float32, torch.float64):
-        return None
-    if not (gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last)):
-        return None
-    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset()).numpy()
+    found, scale = gradients[0].new_zeros((), dtype=torch.float32), gradients[0].new_ones((), dtype=torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)  # multiplies by 1: no bit changes
+    return not found
 
 
 class FlatBackward:

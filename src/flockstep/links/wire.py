@@ -183,7 +183,7 @@ def decode_greeting(header: bytes, me: SenderIdentity) -> Message:
         ProtocolError: the message is not a greeting of this run.
     """
     head = _read(header, "somebody")
-    if head.tag != GREETING or head.dtype:
+    if head.tag != GREETING or head.dtype or head.reply_to:
         raise ProtocolError(f"an unknown process sent {head.tag!r} instead of a greeting")
     _check(head, head.source, me)
     return Message(head.source, head.tag, None, _note(head, {GREETING: Greeting}, "somebody"))

@@ -296,8 +296,8 @@ class Loop:
 
     @property
     def only_steps(self) -> bool:
-        """Whether only this worker's optimizer reads this worker's gradients."""
-        alone = self.workers == 1 and self.bad_gradients.max_norm is None
+        """Whether only this worker's optimizer ever reads this worker's gradients."""
+        alone = self.workers == 1 and not self._repeats and self.bad_gradients.max_norm is None
         return alone and self.strategy.steps_alone
 
     def know_finite(self, known: Callable[[], bool]) -> None:

@@ -36,8 +36,6 @@ class BackwardHooks:
     def __init__(self, flat: FlatModule, loop: Loop):
         self._flat, self._loop = flat, loop
         loop.know_finite(lambda: flat.left)
-        if loop.only_steps:
-            flat.leave_gradients()
         self._hooks: list[RemovableHandle] = []
         self._offsets = [entry.offset for entry in flat.schema.entries]
         self.handed_from = flat.schema.size
@@ -139,13 +137,16 @@ class BackwardHooks:
 class GradientChangeDetector:
     """Warns once if a script changes gradients between backward and `step`, where the strategy combines them."""
 
-    def __init__(self, flat: FlatModule, strategy: Strategy):
+    def __init__(self, flat: FlatModule, strategy: Strategy, combined: bool):
+        """`combined`: the strategy combines gradients; otherwise a change is as good as in plain torch."""
         self._flat, self._strategy, self._left = flat, strategy, WATCHED
         self._seen = set[int]()
         """Indices of the parameters that backward has given a gradient."""
         self._version = 0
         """Torch's count of writes to the gradients, after the last gradient of backward."""
         self._hooks = on_gradients(flat.parameters, self._note)
+        if not combined:
+            self.end()
 
     def check(self, allowed: int = 0) -> bool:
         """Look for changed gradients at the start of a step, and return whether there are any.
@@ -167,9 +168,15 @@ class GradientChangeDetector:
                 UserWarning,
                 stacklevel=4,
             )
-        while self._hooks and (replaced or written or not self._left):
-            self._hooks.pop().remove()
+        if replaced or written or not self._left:
+            self.end()
         return replaced or written
+
+    def end(self) -> None:
+        """Stop looking for changed gradients, for which each gradient lies in its place as soon as it is computed."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._flat.gather_at_once()
 
     def _note(self, index: int, parameter: torch.Tensor) -> None:
         if self._flat.in_place(index):  # not if the script computes a gradient of the gradient

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
-from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.namespace import first_not_finite, namespace
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule, on_gradients
+from flockstep.runtime.settings import compared_at
 
-COMPARED = 1 << 12
+COMPARED = 1 << 8
 """Number of elements, at equal distances, that are compared before a step, besides each parameter's first."""
+
+
+class Compared:
+    """Some elements of an array of parameters, whose bits after the previous step are kept."""
+
+    def __init__(self, memory: Any, places: npt.NDArray[np.int64], start: int):
+        """`memory`: array (K,) whose first element has number `start`; `places`: positions of the elements in it."""
+        self._floats = memory.dtype
+        self._bits = memory.view(getattr(namespace(memory), f"int{8 * memory.itemsize}"))
+        self._places = places if isinstance(memory, np.ndarray) else torch.from_numpy(places).to(memory.device)
+        self._start = start
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the elements as they are now."""
+        self._kept = self._bits.take(self._places)
+
+    def changed(self) -> int:
+        """Number of the first element whose bits are others than those kept, so that NaN equals NaN; -1: none is."""
+        differs = self._bits.take(self._places) != self._kept
+        return self._start + int(self._places[differs][0]) if differs.any() else -1
+
+    def finite(self) -> bool:
+        """Whether no kept element is NaN or infinite."""
+        return first_not_finite(self._kept.view(self._floats)) < 0
 
 
 class Guard:
@@ -34,16 +62,14 @@ class Guard:
         """`server_side`: servers or other ranks step in place of the optimizer."""
         self._flat, self._optimizer, self._server_side = flat, optimizer, server_side
         self._names = {id(p): entry.name for entry, p in zip(flat.schema.entries, flat.parameters, strict=True)}
-        entries, size = flat.schema.entries, flat.schema.size
-        places = torch.arange(0, size, max(1, size // COMPARED))
-        if len(places) < size:
-            places = torch.cat([places, torch.tensor([entry.offset for entry in entries if entry.size])])
-        places = places.to(flat.parameters[0].device)
-        self._compared = [(as_tensor(flat.params), places, 0)]
-        """Memory of parameters, the positions in it of the compared elements, and its begin in the flat array."""
+        self._all = list(flat.module.parameters())
+        self._structure, self._checks = self._seen(), 0
+        firsts = [entry.offset for entry in flat.schema.entries if entry.size]
+        places = np.unique([*range(0, flat.schema.size, max(1, flat.schema.size // COMPARED)), *firsts])
+        self._compared = [Compared(flat.params, places, 0)]
         for each in flat.narrow:
             inside = places[(places >= each.part.start) & (places < each.part.stop)]
-            self._compared.append((each.values, inside - each.part.start, each.part.start))
+            self._compared.append(Compared(each.values, inside - each.part.start, each.part.start))
         self._backward: int | None = None
         """Torch's count of writes to the last parameter at its first gradient after the previous step."""
         self.unsent = False
@@ -71,8 +97,9 @@ class Guard:
         """Accept the flat array as the module's state, and write it to the parameters of narrower dtypes."""
         self._flat.write_parameters()
         self._backward = None
-        self._kept = [memory.index_select(0, places) for memory, places, _ in self._compared]
-        self._finite = torch.stack([torch.isfinite(each).all() for each in self._kept]).all()
+        self._addresses = [place.data_ptr() for place in self._flat.places]
+        for each in self._compared:
+            each.keep()
 
     def changed(self) -> str | None:
         """Name of a parameter whose values have changed since the last call of `note`; None if no change is found.
@@ -80,31 +107,30 @@ class Guard:
         A parameter that has the same values at another address returns to its place in the flat array.
         """
         flat = self._flat
-        for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
-            if parameter.data_ptr() != place.data_ptr():
+        if [parameter.data_ptr() for parameter in flat.parameters] != self._addresses:
+            for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
                 one = parameter.detach()
                 alike = (one.dtype, one.device, one.shape) == (place.dtype, place.device, place.shape)
                 if not alike or not torch.equal(as_bytes(one.reshape(-1)), as_bytes(place.reshape(-1))):
                     return entry.name
                 parameter.data = place
-        for (memory, places, start), kept in zip(self._compared, self._kept, strict=True):
-            now = memory.index_select(0, places)
-            if not torch.equal(as_bytes(now), as_bytes(kept)):  # bytes: NaN equals NaN
-                differs = (as_bytes(now) != as_bytes(kept)).view(len(places), -1).any(1).nonzero()
-                first = start + int(places[differs[0]])
+        for each in self._compared:
+            if (first := each.changed()) >= 0:
                 return next(entry.name for entry in flat.schema.entries if first < entry.offset + entry.size)
         return None
 
     def not_finite(self) -> str | None:
         """Return the first parameter with NaN or infinity at the last `note`; None if all compared were finite."""
-        if self._finite:
+        if all(each.finite() for each in self._compared):
             return None
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
         return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
 
     def check(self) -> None:
         """Raise `ConfigurationError` if a parameter was unfrozen, frozen, replaced or changed since the last step."""
-        self.check_structure()
+        self._checks += 1
+        if self._seen() != self._structure or compared_at(self._checks):
+            self.check_structure()  # walks through the module's tree
         if self.unsent:
             raise ConfigurationError(
                 "optimizer.load_state_dict() loaded a state that servers or other ranks do not have; call "
@@ -121,6 +147,13 @@ class Guard:
                 "parameter, too, call finish() before that call, or make one call with one torch.nn.ModuleList of all "
                 "models"
             )
+
+    def _seen(self) -> list[int]:
+        """Which of the first parameters are trained now, and the number of parameters in each of the optimizer's
+        groups.
+        """
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [one.requires_grad for one in self._all] + [len(group["params"]) for group in groups]
 
     def check_structure(self) -> None:
         """Raise `ConfigurationError` if the trained or the optimizer's parameters differ from the first ones."""

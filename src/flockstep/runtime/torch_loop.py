@@ -123,10 +123,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.loop.joined:
             self.loop.exchange("buffers", self.buffers.take_first)
         flat.move_gradients(self.loop.gradients)
-        flat.gather_in_backward()  # before other hooks, which look at gradients in their places
+        flat.gather_in_backward(leave=self.loop.only_steps)  # before other hooks, which look at gradients in places
         self._backward = BackwardHooks(flat, self.loop)
         combined = strategy.traits.clips != "own" and not alone
-        self._watch = GradientChangeDetector(flat, strategy) if combined else None
+        self._watch = GradientChangeDetector(flat, strategy, combined)
         self._consent = Consent(flat, self.loop)
         self.loop.watch = self._guard = Guard(flat, optimizer, server_side)
         self.loop.compare_settings(loaded=bool(optimizer.state))  # before ranks take over a state of rank 0
@@ -296,7 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         overflow, scale = self._overflow(), self.__dict__.get("grad_scale")
         self._backward.check()
-        if self._watch is not None and self._watch.check(allowed=int(overflow is not None)):
+        if self._watch.check(allowed=int(overflow is not None)):
             self.loop.revise()
         self.flat.gather_gradients(self._backward.handed_from, leave=not self._searches and scale is None)
         self.clipping.begin()
