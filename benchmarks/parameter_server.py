@@ -1,9 +1,11 @@
-"""Pushes and pulls per second of one flockstep server with 4 workers, beside raw ZeroMQ in the same pattern.
+"""Pushes and pulls per second of one flockstep server with 4 workers, beside raw ZeroMQ and raw sockets in the same
+pattern.
 
-A push is an array of float32 from a worker to the server, a pull the array that the server answers with. Both ways use
-five processes on Unix sockets. Raw: four DEALER sockets and one ROUTER, which adds what arrives to its array and sends
-that back; nothing is checked, encoded or recorded. flockstep: `ps(asynchronous)` with plain SGD, from `train`, with a
-model whose gradient costs nothing to compute, and with its record. The two take turns, round after round.
+A push is an array of float32 from a worker to the server, a pull the array that the server answers with. All ways use
+five processes on Unix sockets. ZeroMQ: four DEALER sockets and one ROUTER, which adds what arrives to its array, and
+sends that back; sockets: the same by one loop over an epoll; nothing is checked, encoded or recorded. flockstep:
+`ps(asynchronous)` with plain SGD, from `train`, with a model whose gradient costs nothing to compute, and with its
+record. The three take turns, round after round.
 
     python benchmarks/parameter_server.py [--sizes 64KiB,1MiB,16MiB] [--rounds 5] [--mib 512] [--json]
 """
@@ -13,16 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import select
+import socket
 import statistics
 import tempfile
 import time
-from multiprocessing.synchronize import Barrier
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
@@ -75,31 +82,34 @@ def main() -> None:
     if options.json:
         print(json.dumps(results))
         return
-    headings = ("size", "raw /s", "flockstep /s", "raw GB/s", "flockstep GB/s", "flockstep/raw")
-    print("{:>7} {:>10} {:>13} {:>10} {:>15} {:>14}".format(*headings))
+    print("{:>7} {:>10} {:>12} {:>10} {:>12}".format("size", "way", "/s", "GB/s", "of ZeroMQ's"))
     for row in results:
-        print(
-            f"{row['size']:>7} {row['raw']:>10.0f} {row['flockstep']:>13.0f} {row['raw_gb']:>10.2f} "
-            f"{row['flockstep_gb']:>15.2f} {row['ratio']:>14.2f}"
-        )
+        for name, way in row["ways"].items():
+            print(f"{row['size']:>7} {name:>10} {way['rate']:>12.0f} {way['gb']:>10.2f} {way['ratio']:>12.2f}")
     print("/s: pushes, each answered by a pull; GB/s: both ways; medians over rounds; ratio: median of the rounds' own")
 
 
 def measure(size: str, rounds: int, nbytes: int) -> dict[str, Any]:
-    """Both ways at one size, in turn; the first round warms up."""
+    """All ways at one size, in turn; the first round warms up."""
     elements = int(size[:-3]) * UNITS[size[-3:]] // 4
     steps = max(24, min(1000, nbytes // (4 * elements * WORKERS)))
-    rates: dict[str, list[float]] = {"raw": [], "flockstep": []}
+    ways = {
+        "zeromq": partial(raw, zmq_server, zmq_worker),
+        "sockets": partial(raw, epoll_server, socket_worker),
+        "flockstep": ours,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name in sorted(rates, reverse=number % 2 == 0):
+        for name in sorted(ways, reverse=number % 2 == 0):
             with tempfile.TemporaryDirectory() as folder:
-                rate = (raw if name == "raw" else ours)(Path(folder), elements, steps)
+                rate = ways[name](Path(folder), elements, steps)
             if number:
                 rates[name].append(rate)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    gigabytes = {f"{name}_gb": rate * 2 * 4 * elements / 1e9 for name, rate in medians.items()}
-    ratios = [mine / theirs for mine, theirs in zip(rates["flockstep"], rates["raw"], strict=True)]
-    return {"size": size, "steps": steps, **medians, **gigabytes, "ratio": statistics.median(ratios)}
+    figures = {}
+    for name, values in rates.items():
+        ratios, rate = [a / b for a, b in zip(values, rates["zeromq"], strict=True)], statistics.median(values)
+        figures[name] = {"rate": rate, "gb": rate * 8 * elements / 1e9, "ratio": statistics.median(ratios)}
+    return {"size": size, "steps": steps, "ways": figures}
 
 
 def ours(folder: Path, elements: int, steps: int) -> float:
@@ -115,46 +125,99 @@ def ours(folder: Path, elements: int, steps: int) -> float:
     )
 
 
-def raw(folder: Path, elements: int, steps: int) -> float:
+def raw(server: Callable[..., None], worker: Callable[..., None], folder: Path, elements: int, steps: int) -> float:
     """Pushes per second without flockstep: all over the time of the slowest worker."""
     context = multiprocessing.get_context("spawn")
-    barrier, queue = context.Barrier(WORKERS), context.Queue()
-    address = f"ipc://{folder / 'server'}"
-    serve = context.Process(target=raw_server, args=(address, elements, steps))
-    arguments = [(address, rank, elements, steps, barrier, queue) for rank in range(WORKERS)]
-    processes = [serve, *(context.Process(target=raw_worker, args=args) for args in arguments)]
-    for process in processes:
+    listens, barrier, queue = context.Event(), context.Barrier(WORKERS), context.Queue()
+    address = str(folder / "server")
+    serve = context.Process(target=server, args=(address, elements, steps, listens))
+    serve.start()
+    listens.wait()
+    workers = [
+        context.Process(target=worker, args=(address, rank, elements, steps, (barrier, queue)))
+        for rank in range(WORKERS)
+    ]
+    for process in workers:
         process.start()
     seconds = [queue.get() for _ in range(WORKERS)]
-    for process in processes:
+    for process in (serve, *workers):
         process.join()
     return steps * WORKERS / max(seconds)
 
 
-def raw_server(address: str, elements: int, steps: int) -> None:
+def zmq_server(address: str, elements: int, steps: int, listens: Event) -> None:
     """Add what arrives, answer with the sum; every worker greets first, which is not timed."""
     total = np.zeros(elements, np.float32)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(address)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{address}")
+        listens.set()
         for _ in range(WORKERS * (steps + 1)):
-            sender, payload = socket.recv_multipart(copy=False)
+            sender, payload = router.recv_multipart(copy=False)
             total += np.frombuffer(payload.buffer, np.float32)
-            socket.send_multipart([sender, total])
+            router.send_multipart([sender, total])
 
 
-def raw_worker(address: str, rank: int, elements: int, steps: int, barrier: Barrier, queue: Any) -> None:
-    """Push and pull over a raw socket, without flockstep."""
+def zmq_worker(address: str, rank: int, elements: int, steps: int, timing: tuple[Barrier, Any]) -> None:
+    """Push and pull over a ZeroMQ socket."""
     gradient = np.zeros(elements, np.float32)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.ROUTING_ID, b"n%d" % rank)
-        socket.connect(address)
-        for step in range(steps + 1):
-            if step == 1:
-                barrier.wait()
-                start = time.perf_counter()
-            socket.send(gradient)
-            np.frombuffer(socket.recv(copy=False).buffer, np.float32)
-        queue.put(time.perf_counter() - start)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % rank)
+        dealer.connect(f"ipc://{address}")
+
+        def step() -> None:
+            dealer.send(gradient)
+            np.frombuffer(dealer.recv(copy=False).buffer, np.float32)
+
+        timed(step, steps, *timing)
+
+
+def epoll_server(address: str, elements: int, steps: int, listens: Event) -> None:
+    """As `zmq_server`, by one loop over an epoll: a socket whose room for one array is full is answered at once."""
+    total = np.zeros(elements, np.float32)
+    rooms: dict[int, tuple[socket.socket, FlatArray]] = {}
+    filled = dict[int, int]()
+    with select.epoll() as epoll, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(WORKERS)
+        listens.set()
+        while len(rooms) < WORKERS:
+            link, _ = listener.accept()
+            rooms[link.fileno()], filled[link.fileno()] = (link, np.empty(elements, np.float32)), 0
+            epoll.register(link, select.EPOLLIN)
+        left = WORKERS * (steps + 1)
+        while left:
+            for descriptor, _ in epoll.poll():
+                link, room = rooms[descriptor]
+                filled[descriptor] += link.recv_into(room.data.cast("B")[filled[descriptor] :])
+                if filled[descriptor] == room.nbytes:
+                    filled[descriptor], left = 0, left - 1
+                    total += room
+                    link.sendall(total.data)  # a worker that has pushed only reads, so this ends
+
+
+def socket_worker(address: str, rank: int, elements: int, steps: int, timing: tuple[Barrier, Any]) -> None:
+    """Push and pull over a socket."""
+    gradient, model = np.zeros(elements, np.float32), np.empty(elements, np.float32)
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(address)
+
+        def step() -> None:
+            link.sendall(gradient.data)
+            got = 0
+            while got < model.nbytes:
+                got += link.recv_into(model.data.cast("B")[got:])
+
+        timed(step, steps, *timing)
+
+
+def timed(step: Callable[[], None], steps: int, barrier: Barrier, queue: Any) -> None:
+    """Put the seconds of all steps but the first, which all workers take before, on the queue."""
+    step()
+    barrier.wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    queue.put(time.perf_counter() - start)
 
 
 if __name__ == "__main__":

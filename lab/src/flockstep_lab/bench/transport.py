@@ -120,6 +120,8 @@ class _BySocket(_Pushing):
         else:
             listening, self._socket = self._socket, self._socket.accept()[0]
             listening.close()
+        if not self._unix:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _pushed(self, array: FlatArray, calls: int) -> None:
         for _ in range(calls):
