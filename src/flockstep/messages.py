@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -69,6 +70,7 @@ have higher addresses.
 """
 
 
+@lru_cache(maxsize=1 << 12)
 def node_name(address: Address) -> str:
     """Return the name of a node for the user: "worker 3", "server 0", or "part 1" of the worker's own replica."""
     if address >= LAUNCHER:

@@ -310,19 +310,22 @@ class Node:
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
         """Send the same message to several nodes. The array is copied once."""
-        copy = None if array is None else self.freeze(array)
-        for address in to:
-            self._post(address, tag, copy, note, copied=True)
+        receivers = list(to)
+        if array is not None and len(receivers) > 1:
+            array = self.freeze(array)
+        for address in receivers:
+            self._post(address, tag, array, note, copied=len(receivers) > 1)
 
     def reply(self, message: Message, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send an array, a note or both as the reply to a request."""
         self._post(message.source, message.tag, array, note, reply_to=message.number)
 
-    def reply_all(self, requests: Iterable[Message], array: Array | None, note: AnyNote | None = None) -> None:
+    def reply_all(self, requests: Sequence[Message], array: Array | None, note: AnyNote | None = None) -> None:
         """Reply to several requests with the same array, which is copied once."""
-        copy = None if array is None else self.freeze(array)
+        if array is not None and len(requests) > 1:
+            array = self.freeze(array)
         for message in requests:
-            self._post(message.source, message.tag, copy, note, message.number, copied=True)
+            self._post(message.source, message.tag, array, note, message.number, copied=len(requests) > 1)
 
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:

@@ -140,6 +140,15 @@ def test_several_are_answered_with_one_copy():
     assert first.note == second.note == {"version": 4}
 
 
+@pytest.mark.parametrize("receivers", [[1], [1, 2]])
+def test_a_port_that_copies_is_given_the_array_itself_for_a_single_receiver(receivers):
+    hand, array = Hand(), np.array([1.0])
+    hand.node.port_copies = True
+    hand.node.send_all(iter(receivers), "model", array)
+    hand.node.reply_all([Message(to, "pull", number=3) for to in receivers], array)
+    assert [message.array is array for _, message in hand.sent] == [len(receivers) == 1] * 2 * len(receivers)
+
+
 def test_a_background_task_stays_in_its_channel_when_a_node_is_lost():
     async def goes_on(node):
         with pytest.raises(PeerLost, match="worker 1 was lost while worker 0 waited for 'first"):

@@ -583,7 +583,8 @@ class StreamBus:
                     self._flush(connection)
                 if what & ~select.EPOLLOUT and connection.open:
                     self._read(connection)
-                self._drain(connection)
+                if isinstance(connection.socket, SealedSocket):
+                    self._drain(connection)
             elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept()
             else:
@@ -594,11 +595,10 @@ class StreamBus:
 
     def _drain(self, connection: PeerLink) -> None:
         """Read what was decrypted already, and send what the encryption had held back."""
-        if isinstance(connection.socket, SealedSocket):
-            while connection.connected() and connection.has_input():
-                self._read(connection)
-            if connection.connected():
-                self._flush(connection)
+        while connection.connected() and connection.has_input():
+            self._read(connection)
+        if connection.connected():
+            self._flush(connection)
 
     def _watch(self, also: Collection[int]) -> None:
         for descriptor in self._also:
@@ -842,7 +842,12 @@ class StreamBus:
                 out.clear()
                 connection.waiting = 0
                 self._note_end(connection)
-        if connection.connected() and connection.armed != connection.has_output():
+        sealed = isinstance(connection.socket, SealedSocket)
+        if (
+            (out or sealed or connection.armed)
+            and connection.connected()
+            and connection.armed != connection.has_output()
+        ):
             connection.armed = not connection.armed
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
 

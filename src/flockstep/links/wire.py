@@ -256,8 +256,8 @@ def _array(
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes
         raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, but the header announced {nbytes}")
-    array = np.frombuffer(payload, dtype)
+    array = np.frombuffer(payload.toreadonly(), dtype)
     if sys.byteorder == "big":
         array = array.astype(dtype.newbyteorder("="))
-    array.flags.writeable = False
+        array.flags.writeable = False
     return array

@@ -38,6 +38,10 @@ WAIT_PERIOD = 1.0
 """Seconds that a worker waits for a message before it tells the supervisor which message is missing; also the time
 between two such reports.
 """
+LOOK_PERIOD = 0.02
+"""Seconds that a node waits for a message before it looks for what else it has to do, and whether the message can still
+arrive.
+"""
 COLLECT_PERIOD = 0.005
 """Interval in seconds at which a worker that computes without waiting handles the messages that have arrived."""
 GLANCE = 0.001
@@ -66,7 +70,7 @@ class NodeConnection(Messenger):
         self._leaving = False
         self._member = member
         self._survives = bool(strategy.traits.survives)
-        self._moved = self._collected = 0.0
+        self._moved = self._collected = self._due = 0.0
         self._flown = -math.inf
         """Time at which this node last sent its flight recorder because of a refused gradient."""
         self._noted: Wanted | Work | None = None
@@ -109,10 +113,7 @@ class NodeConnection(Messenger):
             PeerLost: the strategy cannot continue without a node that died.
             Interrupted: the supervisor ended the run.
         """
-        node = self.node
         while (wanted := runner.waiting) is not None and not isinstance(wanted, NeedGradient):
-            if node.address < 0 and self.leads:
-                self.snapshots.newest(node, self.now, runner.metrics.traffic.sent_bytes)
             if isinstance(wanted, NeedWork):
                 runner.go_on(self._join(wanted.work))
                 continue
@@ -123,18 +124,36 @@ class NodeConnection(Messenger):
     def wait_once(self, wanted: Wanted) -> None:
         """Deliver the next message, or wait a limited time for one, while this node waits for `wanted`.
 
+        Where messages arrive without a pause, `_look_around` is called from time to time only.
+
         Raises:
             PeerLost: this node cannot continue without a node that was lost.
         """
-        self._wanted = wanted
-        self._require_others()
-        self._tell_waiting()
-        self._note_waiting(wanted)
-        idle = not nodes.poll(self.node)
-        if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
+        now = self.now()
+        if wanted is not self._wanted:
+            self._wanted, self._due = wanted, min(self._due, now + LOOK_PERIOD)
+        seconds = self._due - now
+        if seconds <= 0 or self._left:
+            self._look_around(wanted)
+            self._due, seconds = now + WAIT_PERIOD, WAIT_PERIOD
+        idle = not (self.node.tasks and nodes.poll(self.node))
+        if (message := self._next(seconds if idle else GLANCE, wanted)) is not None:
             self.take(message)
         elif idle:
             self.reports.flush()
+
+    def _look_around(self, wanted: Wanted) -> None:
+        """Do what a waiting node does besides receiving messages.
+
+        Raises:
+            PeerLost: this node cannot continue without a node that was lost.
+        """
+        self._require_others()
+        self._tell_leaving()
+        self._tell_waiting()
+        self._note_waiting(wanted)
+        if self.node.address < 0 and self.leads:
+            self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)
 
     def _note_waiting(self, wanted: Wanted | Work) -> None:
         """Note once in the flight recorder what this node waits for."""
@@ -158,7 +177,6 @@ class NodeConnection(Messenger):
 
     def _next(self, seconds: float, wanted: Wanted | None = None) -> Message | None:
         """The next message; what the supervisor has asked for a checkpoint is answered when none has arrived."""
-        self._tell_leaving()
         if self.checkpoints.asked:
             if (message := self._receive(0, None, wanted)) is not None:
                 return message
@@ -170,6 +188,7 @@ class NodeConnection(Messenger):
         if (message := self._next(WAIT_PERIOD if not nodes.poll(self.node) else GLANCE)) is not None:
             self.take(message)
         self.retry()
+        self._tell_leaving()
         self._require_others()
 
     def tell(self, tag: str, note: Fields) -> None:
@@ -370,8 +389,9 @@ class NodeConnection(Messenger):
         """Deliver a message from a peer, or carry out an instruction of the supervisor."""
         super().take(message)
         if message.source != LAUNCHER:
-            for address in [message.source] if message.tag == LEAVE else self._left if self.replication else ():
-                self._release(address)
+            if self._left:
+                for address in [message.source] if message.tag == LEAVE else self._left if self.replication else ():
+                    self._release(address)
         elif message.tag == CHECKPOINT:
             self.checkpoints.hear(message.note)
         elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
