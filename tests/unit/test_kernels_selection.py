@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays import kernels
+from flockstep.arrays.kernels import numpy_selection
 from support.kernels import each_kind, plain
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -78,7 +79,10 @@ def test_nan_of_all_bits_is_the_largest_and_breaks_nothing(kind, dtype):
     k, made = kind
     bits = np.int32(0x7FFFFFFF) if dtype == "float32" else np.int64(0x7FFFFFFFFFFFFFFF)
     given = made(np.full(50, bits).view(dtype))
-    assert len(k.largest(given, 3)) == 3
+    assert plain(k.largest(given, 3)).tolist() == [0, 1, 2]
+    chosen = np.full(60, 77, np.uint32)  # the kernel gets room for one index more than it selects
+    numpy_selection._largest(numpy_selection.keys_of(plain(given)), 50, np.array([3]), chosen)
+    assert chosen[4:].tolist() == [77] * 56
 
 
 @each_kind

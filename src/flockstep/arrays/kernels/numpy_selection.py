@@ -342,12 +342,12 @@ def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
 
     These and all elements above the key are `wanted` elements. The key is found by bisection, without sorting.
     """
-    most: Any = np.int64(largest_bits(keys, least.dtype.type(-1)))
-    low: Any = np.int64(0)
-    high: Any = min(most, np.iinfo(np.int64).max - 1) + 1
+    most: Any = np.uint64(largest_bits(keys, least.dtype.type(-1)))
+    low: Any = np.uint64(0)
+    high: Any = most + np.uint64(1)  # unsigned, because the largest key may be the largest int64
     count: Any = len(keys)
-    while count != wanted and high - low > 1:
-        middle = low + (high - low) // 2
+    while count != wanted and high - low > np.uint64(1):
+        middle = low + (high - low) // np.uint64(2)
         least[0] = middle
         there = _count(keys, least)
         if there >= wanted:
@@ -355,11 +355,11 @@ def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
         else:
             high = middle
     if count == wanted:
-        return low, -1
-    if low == most:
-        return low, wanted
-    least[0] = low + 1
-    return low, wanted - _count(keys, least)
+        return np.int64(low), -1
+    if low < most:
+        least[0] = low + np.uint64(1)
+        wanted -= _count(keys, least)
+    return np.int64(low), wanted
 
 
 def _plain_largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
