@@ -147,7 +147,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
 ANYTHING = Wanted()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Mailbox:
     """The messages that have arrived at a node and that no program has requested yet.
 

@@ -162,6 +162,12 @@ def one_host(workers: int) -> Hosts:
 class Node:
     """One node of a run, a worker or a server, as the strategy's program sees it."""
 
+    __slots__ = (  # Python 3.11 looks attributes with defaults of the class, or behind 30 others, up in dicts
+        "__dict__", "__weakref__", "_channel", "_latest", "address", "at_boundary", "bad_gradients", "before",
+        "cluster", "departed", "freeze", "held", "hosts", "leaving", "lost", "mailbox", "notes", "params", "port",
+        "port_copies", "random", "reported_departures", "schema", "sent", "started", "state", "step", "taken", "tasks",
+        "view", "works_between_steps",
+    )  # fmt: skip
     address: Address
     """Address to which other nodes send messages for this node: the rank of a worker, or -1 - i for server i."""
     cluster: Cluster
@@ -176,9 +182,9 @@ class Node:
     """
     step: int
     """Number of steps that the node has taken since its program last began."""
-    works_between_steps = False
+    works_between_steps: bool
     """Whether the node has started a background task that may last longer than a step."""
-    bad_gradients = BadGradients()
+    bad_gradients: BadGradients
     """Settings for gradients that are not finite or too large."""
     view: View
     """The workers that take part in the run now. If there is a supervisor, the supervisor reports changes."""
@@ -197,6 +203,7 @@ class Node:
         self.random = random
         self.state = None
         self.step = 0
+        self.works_between_steps, self.bad_gradients = False, BadGradients()
         self.before = 0
         """Steps of the run before its programs last restarted with a model that a script loaded."""
         self.notes: Notes = {}
@@ -546,6 +553,8 @@ def missed(node: Node, wanted: Wanted) -> PeerLost:
 class Peer(Node):
     """One of `workers` nodes that send each other messages and take part in collectives."""
 
+    __slots__ = "rank", "rendezvous", "shared", "workers"
+
     def __init__(self, rank: int, cluster: Cluster, params: Array, random: np.random.Generator):
         super().__init__(rank, cluster, params, random)
         self.rank = rank
@@ -562,6 +571,11 @@ class Worker(Peer):
     """A node that computes gradients, as the strategy's program sees it. `step` is the number of gradients that the
     node has used.
     """
+
+    __slots__ = (
+        "_peers", "find_layers", "knows_finite", "loss", "optimizer", "overlaps", "revised", "samples", "stepper",
+        "steps", "train_size",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -758,6 +772,8 @@ class Worker(Peer):
 
 class Server(Node):
     """A node that holds the shared parameters, or slice number `index` of them, as the strategy's program sees it."""
+
+    __slots__ = "optimizer", "optimizer_state", "version"
 
     def __init__(self, index: int, cluster: Cluster, params: Array, random: np.random.Generator, optimizer: Optimizer):
         super().__init__(server(index), cluster, params, random)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from flockstep.errors import PeerLost
 from flockstep.messages import LAUNCHER as LAUNCHER
-from flockstep.messages import Message
 
 
 class Backlog(PeerLost):
     """Raised if the queue of a connected peer is full; the same message may be sent again later."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Traffic:
     """Counters of one node: payload bytes and messages sent and received, header bytes sent, connections refused.
 
@@ -30,18 +29,16 @@ class Traffic:
     resumed: int = 0
     corrupted: int = 0
 
-    def sent(self, message: Message, header_bytes: int) -> None:
+    def sent(self, payload_bytes: int, header_bytes: int) -> None:
         """Count one sent message and its bytes."""
         self.messages_sent += 1
-        if message.array is not None:
-            self.sent_bytes += message.array.nbytes
+        self.sent_bytes += payload_bytes
         self.header_bytes += header_bytes
 
-    def received(self, message: Message) -> None:
+    def received(self, payload_bytes: int) -> None:
         """Count one received message and its bytes."""
         self.messages_received += 1
-        if message.array is not None:
-            self.received_bytes += message.array.nbytes
+        self.received_bytes += payload_bytes
 
     def moved(self, sent: int, received: int, messages: int) -> None:
         """Count payload bytes that moved through shared memory, as if `messages` messages in each direction had carried

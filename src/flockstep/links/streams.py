@@ -369,7 +369,7 @@ class StreamBus:
             self._write(connection, header, array)
         if not connection.usable():
             raise self._unreachable(to)
-        self.traffic.sent(message, len(header))
+        self.traffic.sent(message.payload_bytes, len(header))
 
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
         """Return the next message; None if none arrived within `seconds` or a descriptor of `also` became readable.
@@ -396,7 +396,7 @@ class StreamBus:
             if not isinstance(message, Message):
                 raise message
             self._unread -= message.payload_bytes
-        self.traffic.received(message)
+        self.traffic.received(message.payload_bytes)
         return message
 
     def _wait(self, seconds: float | None, wanted: Wanted | None) -> None:

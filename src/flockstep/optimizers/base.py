@@ -14,7 +14,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
 
-@dataclass
+@dataclass(slots=True)
 class OptimizerState:
     """An optimizer's state between steps: a count of steps, and named arrays as long as the parameters."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 
-class StepEvent(msgspec.Struct, tag="step", frozen=True, forbid_unknown_fields=True):
+class StepEvent(msgspec.Struct, tag="step", frozen=True, gc=False, forbid_unknown_fields=True):
     """A worker used its gradient number `step`.
 
     Seconds, bytes and messages cover the time since the worker's previous step event.
@@ -29,7 +29,7 @@ class StepEvent(msgspec.Struct, tag="step", frozen=True, forbid_unknown_fields=T
     messages_received: int
 
 
-class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fields=True):
+class UpdateEvent(msgspec.Struct, tag="update", frozen=True, gc=False, forbid_unknown_fields=True):
     """`count` updates of worker `source` took effect on `node`; a `source` of None stands for every other worker.
 
     `weight` is the factor on the learning rate with which each of these gradients was applied (1/n under `bsp`, 1 under
@@ -44,7 +44,7 @@ class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fiel
     weight: float | None = None
 
 
-class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=True):
+class SpanEvent(msgspec.Struct, tag="span", frozen=True, gc=False, forbid_unknown_fields=True):
     """One activity of a node from `start` to `end`; `kind` is compute, wait or comm.
 
     Spans are recorded for the first steps only.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,23 +80,8 @@ class NodeMetrics:
         if self._copies is not None and self._copies != DEVICE_COPIES.nbytes:
             self._copies = DEVICE_COPIES.nbytes
             self.scalar(t, "device_bytes", self._copies)
-        compute, wait, comm, sent, received, out, into = self._at_last_step
-        self._at_last_step = a, b, c, d, e, f, g = self._totals()
-        self.emit(
-            StepEvent(
-                t,
-                self.address,
-                self.steps,
-                loss,
-                a - compute,
-                b - wait,
-                c - comm,
-                d - sent,
-                e - received,
-                f - out,
-                g - into,
-            )
-        )
+        before, self._at_last_step = self._at_last_step, self._totals()
+        self.emit(StepEvent(t, self.address, self.steps, loss, *map(operator.sub, self._at_last_step, before)))
 
     def updates(
         self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None
@@ -146,11 +132,12 @@ class NodeMetrics:
         self._at_last_step = tuple(kept["at_last_step"])
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:
-        seconds, traffic = self.seconds, self.traffic
+        compute, wait, comm = self.seconds.values()
+        traffic = self.traffic
         return (
-            seconds["compute"],
-            seconds["wait"],
-            seconds["comm"],
+            compute,
+            wait,
+            comm,
             traffic.sent_bytes,
             traffic.received_bytes,
             traffic.messages_sent,

@@ -24,7 +24,7 @@ from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.workloads.sampler import Sampler, SamplerState
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Plan:
     """The plan of one run: strategy, cluster, budget and seed. `parts[rank]` holds the indices of a worker's training
     samples.
@@ -170,15 +170,22 @@ class Batches:
         """
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)
-        block = self._rank if need.block is None else need.block
-        first = self._first[1]
-        turn = self._turns.get(block, first) if need.turn is None else first + need.turn
-        if block not in self._samplers or turn < self._turns[block]:
-            self._begin(block)
-        for skipped in range(self._turns[block], turn):
-            self._samplers[block].next(self._plan.batch_at(skipped))
-        self._turns[block] = turn + 1
+        block, turns = self._rank if need.block is None else need.block, self._turns
+        if block not in turns or need.turn is not None:
+            self._go_to(block, need.turn)
+        turn = turns[block]
+        turns[block] = turn + 1
         return self._samplers[block].next(self._plan.batch_at(turn))
+
+    def _go_to(self, block: int, turn: int | None) -> None:
+        """Continue a block of data at batch number `turn`; None begins the block."""
+        first = self._first[1]
+        target = first + (turn or 0)
+        if block not in self._turns or target < self._turns[block]:
+            self._begin(block, *self._first)
+        for skipped in range(self._turns[block], target):
+            self._samplers[block].next(self._plan.batch_at(skipped))
+        self._turns[block] = target
 
     def upcoming(self) -> Indices | None:
         """Return the indices of the batch that follows the last one, provided that the worker requests no other batch;
@@ -197,17 +204,13 @@ class Batches:
         """Continue to draw batches from a saved position."""
         self._first = state.get(FIRST_BATCH, self._first)
         for block, (saved, turn) in state.items():
-            if block == FIRST_BATCH:
-                continue
-            self._begin(block)
-            self._samplers[block].restore(saved)
-            self._turns[block] = turn
+            if block != FIRST_BATCH:
+                self._begin(block, saved, turn)
 
-    def _begin(self, block: int) -> None:
+    def _begin(self, block: int, state: SamplerState, turn: int) -> None:
         plan = self._plan
-        self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
-        self._samplers[block].restore(self._first[0])
-        self._turns[block] = self._first[1]
+        self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block, state)
+        self._turns[block] = turn
 
 
 def computed(

@@ -110,42 +110,51 @@ class Runner:
     `waiting` is the request whose answer the program awaits; None while the program runs.
     """
 
-    send_snapshot: Callable[..., None] | None = None
+    __slots__ = (  # Python 3.11 looks attributes with defaults of the class, or behind 30 others, up in dicts
+        "__dict__", "__weakref__", "_again", "_checked", "_checks", "_driver", "_params", "_program", "_serves",
+        "_settle", "_since", "_then", "at_rest", "clock", "counted", "done", "ended", "every", "history", "metrics",
+        "node", "partly", "progress", "quarantine", "recorded", "replaying", "replication", "script_requests", "send",
+        "send_snapshot", "source", "stepped", "strikes", "waiting", "wrong_gradients",
+    )  # fmt: skip
+    send_snapshot: Callable[..., None] | None
     """Function that sends a snapshot of the node's parameters at a tick of progress; None if no snapshots are sent."""
-    every = 0
+    every: int
     """Number of steps of a worker between two ticks of progress, at which the model is evaluated; 0 for no ticks."""
-    progress: Progress | None = None
+    progress: Progress | None
     """Number of steps that each worker has taken, as far as a server knows; it determines when the server sends a
     snapshot.
     """
-    source: Callable[[NeedGradient], None] | None = None
+    source: Callable[[NeedGradient], None] | None
     """Function that is called when the program waits for a gradient, or for another part of a gradient."""
-    stepped: Callable[[float | None], None] | None = None
+    stepped: Callable[[float | None], None] | None
     """Function that is called at every step of a worker, with the step's loss."""
-    ended: Callable[[], None] | None = None
+    ended: Callable[[], None] | None
     """Function that is called when the node's program has ended."""
-    script_requests: ScriptRequests | None = None
+    script_requests: ScriptRequests | None
     """Answers a script's requests to a server, which the server's program does not see; None on workers."""
-    history: History | None = None
+    history: History | None
     """The history from which the program can be restarted; None if no history is kept."""
-    replaying: bool = False
+    replaying: bool
     """Whether the program repeats inputs from its history, so that its requests must not take effect again."""
-    counted: bool = False
+    counted: bool
     """Whether the step of the next gradient is in the metrics already, because it is taken again."""
-    at_rest: bool = False
+    at_rest: bool
     """Whether the program has done nothing since it last reached a point from which it can restart."""
 
-    quarantine: Callable[[Address, str], None] | None = None
+    quarantine: Callable[[Address, str], None] | None
     """Function that removes a worker from the run; its arguments are the worker's address and the reason."""
-    wrong_gradients: WrongGradients | None = None
+    wrong_gradients: WrongGradients | None
     """Injected faults that change the worker's gradients; None if there are none."""
-    replication: Replication | None = None
+    replication: Replication | None
     """Handles the messages between the processes of a run whose servers have backups; None if there are no backups."""
 
     def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
         self._params = node.params
         self.metrics = metrics
+        self.every, self.replaying, self.counted, self.at_rest = 0, False, False, False
+        self.send_snapshot = self.source = self.stepped = self.ended = self.quarantine = None
+        self.progress = self.script_requests = self.history = self.wrong_gradients = self.replication = None
         self.recorded = metrics.emit is not None
         self.clock = clock
         self.waiting: Effect | None = None
@@ -160,6 +169,7 @@ class Runner:
         self._since = clock()
         """Time at which the node began its current activity: computing, waiting or running."""
         self._checked = 0
+        self._serves = isinstance(node, Server)
         self._settle: Callable[[], None] | None = None
         self._checks: frozenset[str] = frozenset()
         """Tags of messages whose arrays the program checks itself."""
@@ -332,11 +342,12 @@ class Runner:
         assert isinstance(node, Worker)
         if self.recorded:
             self.lap("compute")
-        reason = None if loss is None or math.isfinite(loss) or self.replaying else self._bad_loss(node, loss)
-        if reason is not None:
-            loss = None
-        elif loss is not None:
-            node.loss = loss
+        reason = None
+        if loss is not None:
+            if math.isfinite(loss) or self.replaying:
+                node.loss = loss
+            else:
+                reason, loss = self._bad_loss(node, loss), None
         first = begin
         # Elements before `begin` were not written, and a program may have changed parts that it has received.
         end = self._checked if self.partly else need.size(len(node.params)) if need.layers else len(node.params)
@@ -426,7 +437,7 @@ class Runner:
         node = self.node
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))
-        if isinstance(node, Server):
+        if self._serves:
             if (
                 self.script_requests is not None
                 and message.tag.endswith(CHANNEL)
@@ -438,7 +449,7 @@ class Runner:
                 require_finite_message(node, message, message.array)
             if self.progress is not None:
                 self.progress.heard(message)
-            if message.tag == OPTIMIZER and taken_over(node, message):
+            if message.tag == OPTIMIZER and isinstance(node, Server) and taken_over(node, message):
                 node.mailbox.hear(message)
                 return
         waiting = self.waiting
@@ -549,10 +560,11 @@ class Runner:
 
     def _need(self, need: NeedGradient) -> None:
         """Handle a program's request for a gradient."""
-        if not self.partly < need.share:
+        if self.partly and not self.partly < need.share:
             self.partly = 0.0
-        if self.every and not self.partly and self.send_snapshot and self.recorded and self.node.step % self.every == 0:
-            self.send_snapshot(self.node.step // self.every)
+        every, step = self.every, self.node.step
+        if every and step % every == 0 and not self.partly and self.send_snapshot and self.recorded:
+            self.send_snapshot(step // every)
         if self.source is not None:
             self.source(need)
 
@@ -574,7 +586,7 @@ class Runner:
     def _idle(self) -> None:
         """While a server waits, send due snapshots and answer requests."""
         if self.progress is not None and self.send_snapshot is not None and self.recorded:
-            for tick in self.progress.due():
+            while (tick := self.progress.due()) is not None:
                 self.send_snapshot(tick)
         if self.script_requests is not None and self.script_requests.asked:
             self._attend()
@@ -595,9 +607,10 @@ class Runner:
         """
         now, since, metrics = self.clock(), self._since, self.metrics
         if now > since:
-            slept, metrics.waited = min(metrics.waited, now - since), 0.0
+            slept = metrics.waited and min(metrics.waited, now - since)
             metrics.spent(kind, since, now - slept)
             if slept:
+                metrics.waited = 0.0
                 metrics.spent("wait", now - slept, now)
         self._since = now
 

@@ -254,7 +254,7 @@ def deciding(held: Sequence[slice]) -> list[int]:
     return indices
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """Number of steps that each worker has taken, as far as a server knows; it determines when the next tick of
     progress is due.
@@ -276,10 +276,9 @@ class Progress:
             self.total += step - before
             self.seen[source] = step
 
-    def due(self) -> list[int]:
-        """Return the ticks of progress that have been reached since the previous call."""
-        reached = []
-        while self.total >= self.tick * self.every * self.cluster.workers:
-            reached.append(self.tick)
-            self.tick += 1
-        return reached
+    def due(self) -> int | None:
+        """Return the first tick of progress that has been reached since the previous call; None if none has."""
+        if self.total < self.tick * self.every * self.cluster.workers:
+            return None
+        self.tick += 1
+        return self.tick - 1

@@ -108,7 +108,8 @@ class Simulation:
         self._steps = 0
         self._steppers: dict[int, LocalOptimizer] = {}
         self.runners: dict[Address, Runner] = {}
-        self._make_nodes()
+        with seldom():
+            self._make_nodes()
 
     @property
     def now(self) -> float:
@@ -217,18 +218,18 @@ class Simulation:
         rarely during later simulations.
         """
         for runner in self.runners.values():
-            vars(runner).clear()
+            runner.send_snapshot = runner.source = runner.ended = runner.replication = runner.node.at_boundary = None
+            del runner.node.port
         self.runners.clear()
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to the virtual network."""
-        metrics = self.runners[message.source].metrics
-        metrics.traffic.sent(message, HEADER_BYTES)
+        sender, receiver = self.runners[message.source].metrics, self.runners[to].metrics
+        queue, nbytes = self._queue, message.payload_bytes
+        sender.traffic.sent(nbytes, HEADER_BYTES)
         if not self._fault_injector.drops or not self._fault_injector.lost(to, message):
-            array, now = message.array, self._queue.now
-            nbytes = HEADER_BYTES if array is None else HEADER_BYTES + array.nbytes
-            arrive = partial(self._arrive, to, message, now)
-            carry(self._queue, self._fabric, metrics.address, self.runners[to].metrics.address, nbytes, arrive)
+            arrive = partial(self._arrive, to, message, queue.now)
+            carry(queue, self._fabric, sender.address, receiver.address, HEADER_BYTES + nbytes, arrive)
 
     def collect(self) -> None:
         """Do nothing, because messages are delivered at their time of arrival."""
@@ -295,7 +296,7 @@ class Simulation:
             runner = self._runner_of(self._make_worker(rank), rank)
             runner.every = plan.evaluate_every
             runner.source = partial(self._within.start or self._start_gradient, runner)
-            runner.stepped = self._stepped
+            runner.stepped = None if self._report is None else self._stepped
             runner.wrong_gradients = wrong_gradients(self._faults, rank)
         for address in plan.cluster.processes[plan.cluster.workers :]:
             runner = self._runner_of(self._make_server(-1 - plan.cluster.logical(address)), address)
@@ -307,6 +308,7 @@ class Simulation:
         stepper.lr = plan.lr_at(0)
         worker = self._gradients.nodes[rank] = plan.worker(model, rank, params, stepper)
         worker.hosts = self._within.hosts
+        worker.knows_finite = partial(self._gradients.finite.__contains__, rank)
         return worker
 
     def _make_server(self, index: int) -> Server:
@@ -394,7 +396,9 @@ class Simulation:
                 self._gradients.batches[rank].next(need)
             return
         if not runner.partly:  # otherwise the rest of the running gradient is wanted
-            stretch = self._gradients.ask(rank, need) / self.plan.batch * (1 + FORWARD * len(need.teachers))
+            stretch = self._gradients.ask(rank, need) / self.plan.batch
+            if need.teachers:
+                stretch *= 1 + FORWARD * len(need.teachers)
             self._clock.begin(rank, now, stretch)
         self._expect(runner, need.share)
         if need.unless is not None:
@@ -430,8 +434,8 @@ class Simulation:
         if not self._clock.fixed and self._clock.due(rank, self._queue.now, computing.share) > self._queue.now:
             self._expect(runner, computing.share)  # gradients that began meanwhile slow it down
             return
-        gradient = self._gradients.take(rank)
-        self.answer(rank, gradient, float(self._gradients.losses[rank]))
+        gradient, loss = self._gradients.take(rank)
+        self.answer(rank, gradient, loss)
 
     def address(self, address: Address) -> Address:
         """Return the address in the whole run of a node with the given address in this simulation."""
@@ -440,13 +444,14 @@ class Simulation:
     def answer(self, rank: int, gradient: FlatArray, loss: float) -> None:
         """Resume a worker's program with the gradient that the program waits for."""
         runner = self.runners[rank]
-        self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
+        if self.plan.timetable is not None:
+            self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
         runner.give(gradient, loss)
 
     def _stepped(self, loss: float | None) -> None:
+        assert self._report is not None
         self._steps += 1
-        if self._report is not None:
-            self._report(self._steps, self.now)
+        self._report(self._steps, self.now)
 
     def _arrive(self, to: Address, message: Message, sent_at: float) -> None:
         """Deliver a message to its receiver."""
@@ -455,7 +460,7 @@ class Simulation:
         runner = self.runners[to]
         if runner.node.tasks:
             self._gradients.keep(to)  # a background task may change the parameters that the gradient is of
-        runner.metrics.traffic.received(message)
+        runner.metrics.traffic.received(message.payload_bytes)
         runner.deliver(message, sent_at)
         waiting = runner.waiting
         if type(waiting) is NeedGradient and waiting.unless is not None:

@@ -76,8 +76,9 @@ class PartGradients(ReplicaGradients):
             self.runners[rank].close()
             self._dropped(rank)
 
-    def take(self, rank: int) -> FlatArray:
-        return self.runners[rank].part.gradient
+    def take(self, rank: int) -> tuple[FlatArray, float]:
+        program = self.runners[rank].part
+        return program.gradient, program.loss
 
 
 @dataclass(eq=False)
@@ -287,17 +288,18 @@ class SplitSimulation:
     def _send(self, part: int, rank: int, to: int, message: Message) -> None:
         """Send a message from one part of a replica to another over the network."""
         sender, receiver = self._runner(part, rank), self._runner(to, rank)
-        sender.metrics.traffic.sent(message, HEADER_BYTES)
-        self.bytes_between_parts += message.payload_bytes
+        nbytes = message.payload_bytes
+        sender.metrics.traffic.sent(nbytes, HEADER_BYTES)
+        self.bytes_between_parts += nbytes
 
         def arrive() -> None:
             if self._gradients[to].runners[rank].done:
                 return
-            receiver.metrics.traffic.received(message)
+            receiver.metrics.traffic.received(nbytes)
             self._gradients[to].runners[rank].deliver(message)
 
         ends = self.groups[part].address(rank), self.groups[to].address(rank)
-        carry(self._queue, self._fabric, *ends, HEADER_BYTES + message.payload_bytes, arrive)
+        carry(self._queue, self._fabric, *ends, HEADER_BYTES + nbytes, arrive)
 
     def _stepped(self, done: int, t: float) -> None:
         self._steps += 1

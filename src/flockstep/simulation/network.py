@@ -130,15 +130,17 @@ class Fabric:
 
     def advance(self, transit: Transit) -> None:
         """Reserve the next hop of a message, at the time `transit.time`."""
-        index, hops, now, nbytes = transit.hop, transit.hops, transit.time, transit.nbytes
-        hop = hops[index]
-        hop.free = finish = max(now, hop.free) + nbytes / hop.bandwidth
-        transit.hop = index = index + 1
-        if index == len(hops):
-            transit.time = finish
-            transit.done = True
+        index, now, nbytes = transit.hop, transit.time, transit.nbytes
+        hop, gaps = transit.hops[index], transit.gaps
+        transit.hop = index + 1
+        begins = hop.free
+        if begins < now:
+            begins = now
+        hop.free = finish = begins + nbytes / hop.bandwidth
+        if index == len(gaps):
+            transit.time, transit.done = finish, True
             return
-        latency, pace = transit.gaps[index - 1]
+        latency, pace = gaps[index]
         leaves = finish - nbytes / pace
         if leaves < now:  # bytes arrive more slowly than this hop could send: they leave as they arrive
             leaves = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -24,7 +25,7 @@ class EventQueue(Generic[E]):
     def __init__(self, start: float = 0.0) -> None:
         self.now = start
         self._heap: list[tuple[float, int, E]] = []
-        self._count = 0
+        self._count = itertools.count()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -43,8 +44,7 @@ class EventQueue(Generic[E]):
                 f"the time of an event must be finite and >= the current time ({self.now}), got {time}; schedule "
                 "the event at the current time"
             )
-        self._count = count = self._count + 1
-        heapq.heappush(self._heap, (time, count, event))
+        heapq.heappush(self._heap, (time, next(self._count), event))
 
     def run(self: EventQueue[Callable[[], None]]) -> None:
         """Call every event in order of time, including events that are scheduled by earlier events."""

@@ -55,7 +55,7 @@ class UnacknowledgedModel:
     model: FlatArray
 
 
-@dataclass
+@dataclass(slots=True)
 class GossipState:
     """A worker's state: its mass as an integer (alpha_i · 2^60 in the paper's symbols), and the models that peers have
     not acknowledged.

@@ -293,13 +293,18 @@ class ParameterServer(Strategy):
             state.reading[rank] = me.version
 
     def _view(self, me: Server, state: ServerState, moved: bool) -> ConsistencyView:
-        workers, live = me.cluster.workers, len(state.clocks) - len(state.done)
-
-        def waiting(rank: int) -> bool:
-            return any(push.rank == rank for push in state.pushes)
-
-        counts = state.slowest, workers, live, len(me.lost), me.version
-        return ConsistencyView(*counts, state.reading, me.params, state.kept, moved, waiting)
+        return ConsistencyView(
+            state.slowest,
+            me.cluster.workers,
+            len(state.clocks) - len(state.done),
+            len(me.lost),
+            me.version,
+            state.reading,
+            me.params,
+            state.kept,
+            moved,
+            state.waits,
+        )
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
         workers, before = me.cluster.workers, me.version

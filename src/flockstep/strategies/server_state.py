@@ -36,7 +36,7 @@ class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
     message: Message
 
 
-@dataclass
+@dataclass(slots=True)
 class PushState:
     """A worker's state: for each shard, the version that the worker has read, the feedback memory and, if the worker
     keeps copies of the parameters, the clock of each copy.
@@ -56,7 +56,7 @@ class PushState:
     """
 
 
-@dataclass
+@dataclass(slots=True)
 class ServerState:
     """A server's state: the clock of each live worker, the waiting pushes and reads, and the version with which each
     worker computes.
@@ -103,6 +103,10 @@ class ServerState:
                 self.slowest = min(clocks, default=slowest)
                 self.behind = clocks.count(self.slowest)
         return self.slowest != slowest
+
+    def waits(self, rank: int) -> bool:
+        """Return whether a gradient of worker `rank` waits."""
+        return any(push.rank == rank for push in self.pushes)
 
     def depart(self, rank: int, lost: bool) -> bool:
         """Record that a worker has left; return whether the slowest clock has advanced.

@@ -34,7 +34,10 @@ class Sampler:
     sample is drawn equally often, even from a shard smaller than a batch. The order depends only on seed and rank.
     """
 
-    def __init__(self, indices: Indices, batch: int, seed: int, rank: int) -> None:
+    def __init__(
+        self, indices: Indices, batch: int, seed: int, rank: int, state: SamplerState = SamplerState()
+    ) -> None:
+        """Begin at a position of the stream, which `restore` checks."""
         if len(indices) == 0:
             raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 sample, got 0; use fewer workers")
         require(batch >= 1, "batch", ">= 1", batch, "use 1 for single samples")
@@ -42,7 +45,10 @@ class Sampler:
         self._indices = np.asarray(indices, dtype=np.int64)
         self._batch, self._seed, self._rank = batch, seed, rank
         self._repeats = max(1, BLOCK // len(self._indices))
-        self._block, self._position, self._order = 0, 0, self._permutations(0)
+        self._block: int
+        self._position: int
+        self._order: Indices
+        self.restore(state)
 
     def next(self, batch: int | None = None) -> Indices:
         """Return the sample indices of the next batch, int64 (batch,), perhaps a view that must not be written to."""
@@ -73,9 +79,10 @@ class Sampler:
 
     def restore(self, state: SamplerState) -> None:
         """Continue as the sampler from which `state` was taken; the state of a larger shard is refused."""
-        if not (state.block >= 0 and 0 <= state.position <= len(self._order)):
+        size = self._repeats * len(self._indices)
+        if not (state.block >= 0 and 0 <= state.position <= size):
             raise ConfigurationError(
-                f"position must be in [0, {len(self._order)}] and block must be >= 0, got {state}; restore the state "
+                f"position must be in [0, {size}] and block must be >= 0, got {state}; restore the state "
                 "on the shard from which it was saved"
             )
         self._block, self._position = state.block, state.position

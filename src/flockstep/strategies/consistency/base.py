@@ -185,7 +185,7 @@ def by_timestamp(pushes: Sequence[Push], before: float = math.inf) -> list[list[
     rank.
     """
     groups: dict[int, list[Push]] = {}
-    for push in sorted(pushes, key=attrgetter("timestamp", "rank")):
-        if push.timestamp < before:
-            groups.setdefault(push.timestamp, []).append(push)
+    ready = [push for push in pushes if push.timestamp < before]
+    for push in sorted(ready, key=attrgetter("timestamp", "rank")):
+        groups.setdefault(push.timestamp, []).append(push)
     return list(groups.values())

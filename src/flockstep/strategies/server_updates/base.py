@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar, Literal, Protocol
 
 from flockstep.expression import Component
@@ -76,8 +75,8 @@ def rate_of(group: Iterable[Rated]) -> float:
 
     The rates differ if the gradients are of different steps of a schedule.
     """
-    rates = [*map(attrgetter("lr"), group)]
-    return rates[0] if len(set(rates)) == 1 else math.fsum(rates) / len(rates)
+    rates = [one.lr for one in group]
+    return rates[0] if rates.count(rates[0]) == len(rates) else math.fsum(rates) / len(rates)
 
 
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:
