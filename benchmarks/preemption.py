@@ -1,21 +1,23 @@
-"""Time to a target accuracy while workers are killed and come back, against two ways that start everyone again.
+"""Time to a target accuracy while workers of a script are killed and come back, beside torchft and torchrun.
 
-A worker is killed every `--every` seconds, and two thirds of that time later a worker joins. All ways train the job
-`digits` by synchronous SGD, with the same interval of checkpoints:
+A worker is killed every `--every` seconds, and two thirds of that time later a worker joins. Ways, with one script
+(`preemption_script.py`) and synchronous SGD:
 
-    flockstep   flockstep train --min-workers --max-workers: the other workers continue from the newest checkpoint at
-                once, with one worker less until another one joins (flockstep join)
-    restart     flockstep train without these options: flockstep resume -n starts everyone again with the workers that
-                there are, from the newest checkpoint after a death, and from a checkpoint of that time for a joiner
-    torchrun    DistributedDataParallel on gloo under torchrun --max-restarts, which starts everyone again with all
-                workers, so that nobody has to join
+    steady      flockstep launch, in which nobody dies
+    flockstep   flockstep launch --min-workers 1 --max-workers N: the others take the step again, without new processes;
+                `flockstep join` starts a worker
+    torchft     torchft 0.2.0 on gloo (pip install torchft==0.2.0) with its lighthouse, as its README starts them, but
+                for the time after which a heartbeat is missed, 1 s in place of 5
+    torchrun    DistributedDataParallel on gloo under torchrun --max-restarts, which starts all workers again from a
+                checkpoint of every tenth step, so that nobody has to join
 
 A step takes at least `--step` seconds, in which the process sleeps as it would for a GPU, because all workers share the
 cores of this machine. The clock starts with the first step, and ends at the first evaluation that reaches the target.
 The time until the next fault begins when the workers train again after the last one, which favors ways that start
-slowly: on a busy machine they would otherwise never come to a checkpoint. Needs Linux.
+slowly. Worker-seconds are the seconds times the workers that trained. A pause is the longest time between two steps of
+a worker that goes on (of all workers where nobody does), less a usual step. Needs Linux.
 
-    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,restart,torchrun] [--json]
+    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,torchft] [--json]
 
 A way that needs more than 10 minutes is given up. A short trial: --workers 2 --every 6 --step 0.05.
 """
@@ -27,28 +29,23 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from flockstep.records.checkpoints import MANIFEST
-from flockstep.records.events import EvaluationEvent
-from flockstep.records.folder import RunFolder
-from support.processes import COMMAND, MEMORY, RealRun, alive, content, status, wait_until
+from support.ports import free_port
+from support.processes import COMMAND, alive, wait_until
 
-JOB = f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nfrom preemption_job import paced\n"
-SCRIPT = Path(__file__).with_name("preemption_ddp.py")
-CHECKPOINTS, EVALUATIONS = 10, 5
-"""Steps between two checkpoints, and between two evaluations."""
+SCRIPT = Path(__file__).with_name("preemption_script.py")
 LONGEST = 600.0
 """Seconds after which a way that has not reached the target is given up."""
 
@@ -66,202 +63,198 @@ def main() -> None:
     found = {}
     for name in options.ways.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = measured(WAYS[name](Path(folder), options), options.every)
+            found[name] = Race(WAYS[name](Path(folder), options), options).run()
         print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
-    ratios = {n: found["flockstep"]["seconds"] / one["seconds"] for n, one in found.items() if "flockstep" in found}
     if options.json:
-        print(json.dumps({**vars(options), "found": found, "ratios": ratios}))
+        print(json.dumps({**vars(options), "found": found}))
         return
     print(f"{options.workers} workers, one killed every {options.every:g} s, steps of {options.step:g} s")
-    print("way         seconds to target  deaths  joins  flockstep's time of it")
-    for name, one in found.items():
-        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
-        print(f"{name:<11} {one['seconds']:>17.1f} {one['deaths']:>7} {one['joins']:>6}  {ratio:>22}")
+    names = list(next(iter(found.values())))
+    print("way       " + "".join(f"{name:>16}" for name in names))
+    for way, figures in found.items():
+        print(f"{way:<10}" + "".join(f"{figures[name]:>16.2f}" for name in names))
 
 
-def measured(way: Way, every: float) -> dict[str, float | int]:
-    """Seconds until a way reaches the target, and the number of workers that were killed and that joined."""
-    deaths = joins = 0
-    try:
-        way.begin()
-        wait_until(way.trains, LONGEST, "the first step")
-        began = since = time.monotonic()
-        wait, trains = every, True
-        while not way.reached():
-            now = time.monotonic()
-            if now - began > LONGEST:
-                raise SystemExit(f"{type(way).__name__} has not reached the target in {LONGEST:g} s")
-            if not trains:
-                since, trains = now, way.trains()
-            elif now - since > wait and deaths == joins:
-                deaths, wait, trains = deaths + 1, every * 2 / 3, False
-                way.kill()
-            elif now - since > wait:
-                joins, wait, trains = joins + 1, every / 3, False
-                way.join()
-            time.sleep(0.05)
-        return {"seconds": time.monotonic() - began, "deaths": deaths, "joins": joins}
-    finally:
-        way.end()
+class Way:
+    """Starts the script's workers, each of which writes its steps to the file `times-PID`."""
 
-
-class Way(ABC):
-    """A way to train while workers are killed and come back."""
+    faults = True
+    """Whether workers are killed."""
+    restarts = False
+    """Whether the way starts all workers again after a death, so that nobody has to join."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
-        self.folder, self.workers, self.target, self.step = folder, options.workers, options.target, options.step
-        self.random = np.random.default_rng(0)
+        self.folder, self.workers = folder, options.workers
+        self.words = [str(SCRIPT), str(folder), str(options.target), str(options.step)]
+        self.words.insert(1, type(self).__name__.lower().replace("steady", "flockstep"))
+        self.started: list[subprocess.Popen[bytes]] = []
 
-    @abstractmethod
     def begin(self) -> None:
         """Start all workers."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def trains(self) -> bool:
-        """Whether the workers have taken a step since they were started, or since the last fault."""
-
-    @abstractmethod
-    def reached(self) -> bool:
-        """Whether an evaluation has reached the target."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill a worker."""
-
-    @abstractmethod
     def join(self) -> None:
         """Let a worker join."""
 
-    @abstractmethod
+    def start(self, *words: str, **variables: str) -> None:
+        """Start a command in a session of its own."""
+        with (self.folder / "log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **variables}
+            self.started.append(
+                subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+
     def end(self) -> None:
         """End all processes."""
+        pids = [int(file.name.removeprefix("times-")) for file in self.folder.glob("times-*")]
+        for one in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGTERM)
+        for pid in filter(alive, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for one in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
 
 
 class Flockstep(Way):
     """Workers leave and join the run that goes on."""
 
-    options: ClassVar[tuple[str, ...]] = ("--min-workers", "1", "--max-workers", "{workers}")
+    def begin(self) -> None:
+        more = ["--min-workers", "1", "--max-workers", str(self.workers), "--out", str(self.folder / "run")]
+        self.start(*COMMAND, "launch", "-n", str(self.workers), *more, *self.words)
+
+    def join(self) -> None:
+        self.start(*COMMAND, "join", str(self.folder / "run"))
+
+
+class Steady(Flockstep):
+    """The same without faults."""
+
+    faults = False
+
+
+class Torchft(Way):
+    """Each worker is a replica group; a lighthouse tells them who lives."""
 
     def begin(self) -> None:
-        self.record = RunFolder(self.folder / "run")
-        more = [option.format(workers=self.workers) for option in self.options]
-        often = ["--checkpoint-every", str(CHECKPOINTS), "--evaluate-every", str(EVALUATIONS), "--epochs", "1000"]
-        job = self.folder / "job.py"
-        job.write_text(f"{JOB}\ndef job():\n    return paced({self.step})\n")
-        words = ["train", str(job), "-s", "all_reduce", "-n", str(self.workers), *MEMORY, *often, *more]
-        self.run = RealRun([*words, "--target", str(self.target)], self.record.path, torch=True, afresh=True)
-        self.joining: list[subprocess.Popen[bytes]] = []
-        self.present, self.least = self.workers, 1
-
-    def trains(self) -> bool:
-        if not self.run.going():
-            raise SystemExit(f"the run ended: {self.run.err}")
-        steps = self.run.steps(0)
-        return steps >= self.least and len(self._workers()) == self.present and self._checkpoint()
-
-    def _checkpoint(self) -> bool:
-        """Whether there is a checkpoint to go back to."""
-        return any(self.record.path.glob(f"checkpoints/*/{MANIFEST}"))
-
-    def _workers(self) -> list[int]:
-        return [pid for name, pid in self.run.working().items() if name.startswith("worker")]
-
-    def reached(self) -> bool:
-        with contextlib.suppress(OSError):  # files are joined when workers change
-            for event in self.record.read_events():
-                if isinstance(event, EvaluationEvent) and event.metric >= self.target:
-                    return True
-        return False
-
-    def kill(self) -> None:
-        pid = int(self.random.choice(self._workers()))
-        self.present -= 1
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not alive(pid), LONGEST, "the worker's end")
+        port = free_port()
+        self.lighthouse = f"http://localhost:{port}"
+        given = ["--bind", f"[::]:{port}", "--min_replicas", "1", "--heartbeat_timeout_ms", "1000"]
+        self.start(str(Path(sys.executable).with_name("torchft_lighthouse")), *given, "--join_timeout_ms", "10000")
+        for number in range(self.workers):
+            self._replica(number)
 
     def join(self) -> None:
-        self.present += 1
-        self.joining.append(subprocess.Popen([*COMMAND, "join", str(self.record.path)], stdout=subprocess.DEVNULL))
+        dead = next(number for number, one in enumerate(self.started[1:]) if one.poll() is not None)
+        self._replica(dead)
+        self.started[1 + dead] = self.started.pop()
 
-    def end(self) -> None:
-        self.run.close()
-        for one in self.joining:
-            one.wait()
-
-
-class Restart(Flockstep):
-    """All processes are started again whenever the workers change."""
-
-    options = ()
-
-    def kill(self) -> None:
-        super().kill()
-        self._resume()
-
-    def join(self) -> None:
-        self.present += 1
-        os.kill(self.run.main.pid, signal.SIGTERM)  # takes a checkpoint
-        self._resume()
-
-    def _resume(self) -> None:
-        wait_until(lambda: not self.run.going(), LONGEST, "the end of the run")
-        self.run.close()
-        self.run = RealRun(["resume", "-n", str(self.present)], self.record.path, torch=True, afresh=True)
+    def _replica(self, number: int) -> None:
+        given = {"TORCHFT_LIGHTHOUSE": self.lighthouse, "REPLICA": str(number), "REPLICAS": str(self.workers)}
+        self.start(sys.executable, *self.words, **given)
 
 
 class Torchrun(Way):
-    """DistributedDataParallel under torchrun, which starts all workers again when one has died."""
+    """torchrun starts all workers again when one has died."""
+
+    restarts = True
 
     def begin(self) -> None:
         where = ["--nproc-per-node", str(self.workers), "--max-restarts", "1000", "--standalone"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *where]
-        more = map(str, (self.folder, CHECKPOINTS, EVALUATIONS, self.target, self.step))
-        settings = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        environment = {**os.environ, **settings}  # in the shared store workers would find addresses of dead ones
-        command = [*torchrun, "--monitor-interval", "0.1", str(SCRIPT), *more]
-        self.killed = -1
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        more = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+        }  # in the shared store workers would find addresses of dead ones
+        torchrun = ["-m", "torch.distributed.run", *where, "--monitor-interval", "0.1"]
+        self.start(sys.executable, *torchrun, *self.words, **more)
 
-    def trains(self) -> bool:
-        if self.process.poll() is not None and not self.reached():
-            raise SystemExit((self.folder / "log").read_text()[-2000:])
-        return self._restarts() > self.killed and len(self._workers()) == self.workers
 
-    def _restarts(self) -> int:
-        """Number of restarts before the workers that have taken the last step; -1 if none has taken a step."""
-        return int(content(self.folder / "stepped") or -1)
+class Race:
+    """One way from its first step to the target, with its faults."""
 
-    def _workers(self) -> list[int]:
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-        return sorted(pid for pid in pids if status(pid)[1:2] == [str(self.process.pid)] and alive(pid))
+    def __init__(self, way: Way, options: argparse.Namespace):
+        self._way, self._every, self._step = way, options.every, options.step
+        self._random = np.random.default_rng(0)
+        self._present = options.workers
+        self._faults: list[tuple[float, str]] = []
 
-    def reached(self) -> bool:
-        return (self.folder / "reached").exists()
-
-    def kill(self) -> None:
-        self.killed = self._restarts()
-        os.kill(int(self.random.choice(self._workers())), signal.SIGKILL)
-
-    def join(self) -> None:
-        """Nothing has to join, because torchrun has started all workers again."""
-
-    def end(self) -> None:
-        workers = self._workers()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
+    def run(self) -> dict[str, float]:
+        """Seconds and worker-seconds until the target, number of deaths and joins, and pauses in seconds."""
         try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for pid in filter(alive, workers):  # they have sessions of their own
-            os.kill(pid, signal.SIGKILL)
+            self._way.begin()
+            wait_until(lambda: self._trains(0.0), LONGEST, "the first step")
+            began = since = time.time()
+            wait, trains = self._every, True
+            while not (self._way.folder / "reached").exists():
+                now = time.time()
+                if now - began > LONGEST:
+                    raise SystemExit(f"the target was not reached in {LONGEST:g} s:\n{self._log()}")
+                if not trains:
+                    since, trains = now, self._trains(self._faults[-1][0])
+                elif self._way.faults and now - since > wait:
+                    kills = not self._faults or self._faults[-1][1] == "join"
+                    (self._kill if kills else self._join)()
+                    wait, trains = self._every * (2 / 3 if kills else 1 / 3), False
+                time.sleep(0.02)
+            return self._figures(began, time.time())
+        finally:
+            self._way.end()
+
+    def _log(self) -> str:
+        return (self._way.folder / "log").read_text()[-2000:]
+
+    def _times(self) -> dict[int, list[float]]:
+        """Process → seconds at which it completed its steps."""
+        files = self._way.folder.glob("times-*")
+        lines = {int(file.name.removeprefix("times-")): file.read_text().splitlines(keepends=True) for file in files}
+        return {pid: [float(line) for line in own if line.endswith("\n")] for pid, own in lines.items()}
+
+    def _trains(self, after: float) -> bool:
+        """Whether all workers that there should be have taken a step after the given second."""
+        if self._way.started[0].poll() is not None and not (self._way.folder / "reached").exists():
+            raise SystemExit(f"the run ended:\n{self._log()}")
+        stepping = [pid for pid, own in self._times().items() if own and own[-1] > after and alive(pid)]
+        return len(stepping) >= (self._present if self._way.faults else 1)
+
+    def _kill(self) -> None:
+        pid = int(self._random.choice(sorted(filter(alive, self._times()))))
+        self._faults.append((time.time(), "death"))
+        os.kill(pid, signal.SIGKILL)
+        self._present -= not self._way.restarts
+
+    def _join(self) -> None:
+        self._faults.append((time.time(), "join"))
+        self._way.join()
+        self._present += not self._way.restarts
+
+    def _figures(self, began: float, ended: float) -> dict[str, float]:
+        times = self._times()
+        usual = statistics.median(b - a for own in times.values() for a, b in pairwise(own))
+        pauses: dict[str, list[float]] = {"death": [0.0], "join": [0.0]}
+        for (at, kind), (end, _) in pairwise([*self._faults, (ended, "")]):
+            going = [own for own in times.values() if own and own[0] < at < own[-1]]
+            everyone = sorted(second for own in times.values() for second in own)
+            for own in going or [everyone]:
+                gaps = [b - a for a, b in pairwise(own) if b > at and a < end]
+                pauses[kind].append(max(gaps, default=0.0) - usual)
+        steps = [b - a for own in times.values() for a, b in pairwise(own) if b > began]
+        return {
+            "seconds": ended - began,
+            "worker-seconds": sum(steps),
+            "deaths": sum(kind == "death" for _, kind in self._faults),
+            "joins": sum(kind == "join" for _, kind in self._faults),
+            "pause of death": max(pauses["death"]),
+            "pause of join": max(pauses["join"]),
+            "usual step": usual,
+        }
 
 
 WAYS: dict[str, Callable[[Path, argparse.Namespace], Way]] = {
+    "steady": Steady,
     "flockstep": Flockstep,
-    "restart": Restart,
+    "torchft": Torchft,
     "torchrun": Torchrun,
 }
 
