@@ -81,6 +81,18 @@ def test_only_an_encrypted_connection_goes_through_more_than_the_socket(make: Ma
         assert isinstance(connection.socket, socket.socket) == (transport == "tcp")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems allow other sizes")
+def test_the_system_chooses_the_buffers_of_a_tcp_connection_and_not_of_a_unix_socket(make: Make) -> None:
+    for transport, family in (("tcp", socket.AF_INET), ("ipc", socket.AF_UNIX)):
+        (connection,) = introduced(make, transport)[1]._peers.values()
+        with socket.socket(family) as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, streams.LOCAL_BUFFER)
+            largest = other.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert isinstance(connection.socket, socket.socket)
+        size = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert (size != largest) == (transport == "tcp")
+
+
 @LINUX
 def test_a_small_array_needs_no_slot_of_shared_memory(make: Make) -> None:
     first, second = introduced(make, "shared_memory")

@@ -75,8 +75,8 @@ AHEAD = 1 << 26
 UNREAD = 1 << 28
 """Largest number of bytes of messages that are received before the program asks for them."""
 LOCAL_BUFFER = 1 << 20
-"""Size in bytes of the system's buffers between nodes on one host; with larger buffers, data in transit no longer fits
-the processor's caches. Between hosts the system chooses the size from the link's delay.
+"""Size in bytes of the system's buffers of a Unix socket; with larger buffers, data in transit no longer fits the
+processor's caches. Over TCP the system chooses the size from throughput and delay, which a fixed size would prevent.
 """
 USUAL_HEADER = 256
 """Number of bytes of the first read of a message if a large payload is expected: only enough for the header, so that
@@ -624,7 +624,7 @@ class StreamBus:
 
     def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> PeerLink:
         sock.setblocking(False)
-        if self._is_here(host):
+        if not host:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
         purpose = f"{self._me.run} {node_name(self._me.address if wanted is None else wanted)}"
