@@ -69,3 +69,12 @@ def test_a_script_ends_with_its_launcher_before_it_joins(tmp_path: Path) -> None
     os.kill(run.main.pid, signal.SIGKILL)
     wait_until(lambda: not any(alive(int(content(file))) for file in files), PATIENCE, "the scripts have ended")
     assert run.main.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_what_the_first_optimizer_of_pytorch_imports_is_imported_before_the_fork(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    script.write_text('import sys\nopen(sys.argv[1], "w").write(str("torch._dynamo" in sys.modules))\n')
+    words = ["launch", "-n", "1", str(script), str(tmp_path / "seen")]
+    RealRun(words, tmp_path / "run", torch=True, afresh=True).end()
+    assert (tmp_path / "seen").read_text() == "True"

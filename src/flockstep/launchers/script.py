@@ -334,10 +334,10 @@ class ScriptExecutable(Executable):
         threads = config.threads or (None if _threads_chosen() else 1)
         environment = unbuffered(common_environment(config.threads, config.workers, len(self._ranks)))
         self._program = ScriptProgram(self._script, tuple(self._arguments), environment, threads)
-        # PyTorch takes seconds to import; a text that does not contain its name hardly needs it, and JAX or NumPy
-        # alone should not wait for it.
+        # PyTorch takes seconds to import, and `torch._dynamo`, which its first optimizer imports, a second more; a text
+        # that does not contain its name hardly needs them, and JAX or NumPy alone should not wait for them.
         text = _file_of(self._script, self._arguments).read_bytes()
-        torch = ["flockstep.runtime.torch_loop"] if b"torch" in text else []
+        torch = ["flockstep.runtime.torch_loop", "torch._dynamo"] if b"torch" in text else []
         kernels = [KERNELS] if Transport.parse(config.transport or "shared_memory").zero_copy else []
         early = {name: value for name, value in environment.items() if name in EARLY}
         start_fork_server([script_main.__module__, *kernels, *torch], early)
