@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -203,12 +204,7 @@ class SharedGroup:
         """Return the bytes sent, the bytes received and the messages in each direction that a ring all-reduce of
         `array` would cost.
         """
-        n, rank, size = self.workers, self.rank, len(array)
-        sizes = [part.stop - part.start for part in slices(size, n)]
-        sent = 2 * size - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]
-        received = 2 * size - sizes[rank] - sizes[(rank + 1) % n]
-        messages = 2 * (n - 1) * ring_pieces(sizes[0] * array.itemsize)
-        return (sent * array.itemsize, received * array.itemsize, messages) if n > 1 else (0, 0, 0)
+        return _moved_on_ring(self.workers, self.rank, len(array), array.itemsize)
 
     def moved_in_shares(self, array: FlatArray, shares: int) -> tuple[int, int]:
         """Return the bytes and the messages in each direction that `reduce_scatter` and `all_gather` would cost if each
@@ -264,6 +260,15 @@ def ring_pieces(chunk: int) -> int:
     A chunk is divided so that each message fits into the processor's caches between one worker's sum and the next.
     """
     return max(1, -(-chunk // PIECE))
+
+
+@lru_cache(maxsize=256)
+def _moved_on_ring(n: int, rank: int, size: int, itemsize: int) -> tuple[int, int, int]:
+    sizes = [part.stop - part.start for part in slices(size, n)]
+    sent = 2 * size - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]
+    received = 2 * size - sizes[rank] - sizes[(rank + 1) % n]
+    messages = 2 * (n - 1) * ring_pieces(sizes[0] * itemsize)
+    return (sent * itemsize, received * itemsize, messages) if n > 1 else (0, 0, 0)
 
 
 def warm_up() -> None:

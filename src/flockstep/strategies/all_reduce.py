@@ -97,7 +97,8 @@ class AllReduce(Strategy):
                 gradient = await self._mean(me, await me.gradient())
             elif not tried:
                 gradient = await me.gradient()
-                await self.collective.average(me, gradient)
+                if me.workers > 1:
+                    await self.collective.divided_sum(me, gradient, me.workers)
             else:
                 scratch = me.shared.empty(len(me.params) + AHEAD, me.params) if scratch is None else scratch
                 overlaps = kept.trial.next or not me.step
