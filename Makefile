@@ -95,7 +95,7 @@ package: $(READY)
 	for file in dist/flockstep-*; do \
 		rm -rf build/package && $(PYTHON) -m venv build/package && \
 		build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $$file && \
-		(cd build/package && bin/flockstep doctor) || exit 1; \
+		(cd build/package && bin/flockstep doctor --full) || exit 1; \
 	done
 	build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) dist/flockstep_lab-*.whl
 	cd build/package && bin/flockstep reproduce A15 --strict

@@ -1,4 +1,4 @@
-"""The command `flockstep doctor`, which tries every part of flockstep in a separate process with a time limit."""
+"""The command `flockstep doctor`, which tries the parts of flockstep, each in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Diagnosis:
     facts: dict[str, str]
     tried: tuple[SelfTestResult, ...]
     untried: tuple[SelfTest, ...] = ()
-    """Names of the tests that were not run because the user interrupted the command."""
+    """The tests that were not run, because they were not asked for or because the user interrupted the command."""
     interrupted: str | None = None
     """Sentence for the user that says that the tests were interrupted; None if all tests were run."""
 
@@ -101,18 +101,22 @@ class Diagnosis:
         broken = [one.name for one in self.tried if one.core and one.status != "works"]
         lines += ["", "what to do:", *todo] if todo else []
         if self.untried:
-            lines += ["", f"not tried: {', '.join(one.name for one in self.untried)}"]
+            how = "" if self.interrupted else " (flockstep doctor --full tries all parts)"
+            lines += ["", f"not tried: {', '.join(one.name for one in self.untried)}{how}"]
         if broken or self.works:
             lines += ["", f"flockstep does not work here: {', '.join(broken)}" if broken else "The core works."]
         return "\n".join(lines)
 
 
-def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = silent, limit: float = LIMIT) -> Diagnosis:
-    """Test every part of flockstep, one part after another, until the user interrupts the tests.
+def examine(
+    tests: Iterable[SelfTest] | None = None, say: ProgressCallback = silent, *, full: bool = True, limit: float = LIMIT
+) -> Diagnosis:
+    """Test the parts of flockstep, one part after another, until the user interrupts the tests.
 
     Args:
         tests: the tests to run; None for the tests of all parts.
         say: function that is called with the name of each part before the part is tested.
+        full: whether parts are tested without which flockstep can be used; otherwise only whether they are installed.
         limit: time limit of a test in seconds.
     """
     wanted, tried = list(usual() if tests is None else tests), list[SelfTestResult]()
@@ -120,6 +124,8 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
     try:
         with tempfile.TemporaryDirectory(prefix="flockstep-") as place:
             for test in wanted:
+                if not (full or test.core) and _program(test) is not None:
+                    continue
                 say(test.name)
                 start, works = time.monotonic(), {one.name for one in tried if one.status == "works"}
                 status, detail = _outcome(test, works, Path(place), limit)
@@ -127,7 +133,8 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
                 tried.append(SelfTestResult(test.name, test.group, test.core, status, detail, fix, seconds))
     except KeyboardInterrupt as stop:
         interrupted = f"{str(stop) or 'interrupted'}; {len(tried)} of {len(wanted)} parts were tried"
-    return Diagnosis(facts(), tuple(tried), tuple(wanted[len(tried) :]), interrupted)
+    known = {one.name for one in tried}
+    return Diagnosis(facts(), tuple(tried), tuple(one for one in wanted if one.name not in known), interrupted)
 
 
 def facts() -> dict[str, str]:
@@ -288,16 +295,21 @@ def _read_settings(output: str) -> str:
     return "can read its configuration; connections to hosts are tried when a run starts"
 
 
+def _program(test: SelfTest) -> str | None:
+    """The program that runs a test; None if the part is not installed."""
+    if test.module is not None and util.find_spec(test.module) is None:
+        return None
+    return shutil.which(test.program or sys.executable, path=SEARCHED)
+
+
 def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tuple[CheckStatus, str]:
+    if (program := _program(test)) is None:
+        return "missing", "not installed"
     if lacking := [name for name in test.needs if name not in works]:
         return "missing", f"needs {', '.join(lacking)}"
-    program = shutil.which(test.program or sys.executable, path=SEARCHED)
-    if program is None or (test.module is not None and util.find_spec(test.module) is None):
-        return "missing", "not installed"
     environment = {
         **os.environ,
         "KERAS_BACKEND": os.environ.get("KERAS_BACKEND", "torch" if util.find_spec("torch") else "jax"),
-        "NUMBA_CACHE_DIR": str(place / "kernels"),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(place),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # of Open MPI: two processes, even on one core

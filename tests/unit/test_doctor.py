@@ -149,12 +149,12 @@ def test_the_exit_code_is_that_of_the_core(
 ) -> None:
     broken = SelfTest("extra", "extras", ("-c", "1/0"), fix="install more")
     monkeypatch.setattr(doctor, "usual", lambda: [python("base", code, core=True, fix="mend it"), broken])
-    assert run(["doctor"]) == exit_code
+    assert run(["doctor", "--full"]) == exit_code
     out = capsys.readouterr().out
     assert end in out
     assert "  - extra: install more" in out
     assert ("  - base: mend it" in out) == bool(exit_code)
-    assert run(["doctor", "--json"]) == exit_code
+    assert run(["doctor", "--full", "--json"]) == exit_code
     document = json.loads(capsys.readouterr().out)
     assert document["works"] == (exit_code == 0)
     assert [one["status"] for one in document["tried"]] == ["fails" if exit_code else "works", "fails"]
@@ -171,15 +171,27 @@ def test_what_was_tried_before_an_interruption_is_shown(
     late = SelfTest("late", "extras", ("-c", "1/0"), core=core)
     tests = [python("base", "print('fine')", core=True), SelfTest("slow", "extras", ("-c", ""), judge=stop), late]
     monkeypatch.setattr(doctor, "usual", lambda: tests)
-    assert run(["doctor"]) == 130
+    assert run(["doctor", "--full"]) == 130
     out, err = capsys.readouterr()
     assert "works    base  fine" in out
     assert "not tried: slow, late" in out
     assert ("The core works." in out) == (not core)
     assert err.endswith("flockstep: interrupted; 1 of 3 parts were tried\n")
-    assert run(["doctor", "--json"]) == 130
+    assert run(["doctor", "--full", "--json"]) == 130
     document = json.loads(capsys.readouterr().out)
     assert (document["works"], document["untried"]) == (not core, ["slow", "late"])
+
+
+def test_only_the_core_is_tried_without_full_and_the_others_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, absent = (SelfTest(name, "extras", ("-c", "1/0"), fix="get it", module=name) for name in ("json", "no_json"))
+    monkeypatch.setattr(doctor, "usual", lambda: [python("base", "", core=True), here, absent])
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "not tried: json (flockstep doctor --full tries all parts)\n\nThe core works." in out
+    assert "  missing  no_json  not installed" in out
+    assert "  - no_json: get it" in out
 
 
 def test_nothing_tried_is_a_core_that_works() -> None:

@@ -206,13 +206,16 @@ def _complete(install: bool) -> None:
     print(f"{shell} completion is in {file}; it takes effect in a new shell")
 
 
-def doctor(as_json: Json = False) -> None:
-    """Test the installation: try every transport, launcher and extra, and say what to install."""
+def doctor(
+    full: Annotated[bool, Opt("Also try every transport, launcher and extra that is installed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Test the installation: try the core, and say what to install."""
     from flockstep.cli import show
     from flockstep.doctor import examine
 
     with show.status() as say:
-        report = examine(say=say)
+        report = examine(say=say, full=full)
     if as_json:
         show.json(report.document())
     else:
