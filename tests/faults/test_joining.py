@@ -127,17 +127,17 @@ def test_a_worker_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
 DIES = """
 import os
 from pathlib import Path
-from flockstep.runtime import process
+from flockstep.runtime.member import Member
 
-be_ready = process._be_ready
+begin = Member.begin
 
-def die(member, kept, *more):
+def die(member):
     if member.node_spec.address == 2 and Path({file!r}).exists():
         os.unlink({file!r})
         os._exit(9)
-    be_ready(member, kept, *more)
+    begin(member)
 
-process._be_ready = die
+Member.begin = die
 """
 
 

@@ -453,8 +453,8 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 
 def require_one_machine(config: RunConfig) -> None:
-    """Raise `ConfigurationError` if a run on several hosts asks for something that only works on one machine: workers
-    that wait for another coordinator, or checkpoints of a split model.
+    """Raise `ConfigurationError` if a run on several hosts asks for checkpoints of a split model, which one machine
+    alone can take.
     """
     if config.partition is not None and config.checkpoint_every is not None:
         raise ConfigurationError(

@@ -216,6 +216,7 @@ def fork(target: Callable[..., Any], arguments: Sequence[object], preload: Seque
     If the fork server does not run yet, the server imports `preload`, and PyTorch if this process has imported PyTorch.
     """
     with _fork_server(preload, {}) as context:
+        ensure_running()  # before the process is made, which then knows the folder of the server's socket
         process = context.Process(target=target, args=tuple(arguments), name=NODE)
         process.start()
     return Forked(process)

@@ -88,9 +88,7 @@ class InitialParts:
 
 
 class Executable:
-    """What the workers of a run execute: a declared job or a user's script. `start` may be called after `prepare` or
-    `resized`, and `begin`.
-    """
+    """What the workers of a run execute: a declared job or a script. Processes are started once it is prepared."""
 
     joins = JOINS_SCRIPT
     """What a worker does before it joins, after "it is still"."""

@@ -232,8 +232,8 @@ class NodeChanges:
         return ""
 
     def goes_on_after(self, address: Address, reason: str) -> bool:
-        """Return whether the run continues from its newest checkpoint after the loss of a server, or of a worker that
-        its strategy needs.
+        """Let the run continue after the loss of a server, or of a worker that its strategy needs, with the step in
+        hand or from the newest checkpoint; return whether it can.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
         may = self._least is not None or self._joining >= self._peers.missed

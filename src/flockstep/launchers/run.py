@@ -42,8 +42,8 @@ from flockstep.strategies.base import ResultPolicy
 
 
 class NodesChanged(Interrupted):
-    """Raised when the nodes of a run change. The processes of a job's other workers wait to continue; scripts have
-    ended, and begin again.
+    """Raised when the nodes of a run change. The processes of a job's other workers wait to continue, as do those of a
+    script that go on `at_once`; other scripts have ended, and begin again.
     """
 
     def __init__(self, change: Change, supervisor: Supervisor):

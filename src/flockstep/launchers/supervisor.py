@@ -177,7 +177,7 @@ class Supervisor:
         return child
 
     def _stop_for(self, gone: set[int], reason: str) -> None:
-        """End the scripts, which begin again with other workers, or let the workers of a job wait for this."""
+        """Let the processes that go on wait for the run with other workers, or end scripts, which begin again then."""
         change = self.outcome.change
         if self._executable.script and not (change is not None and change.at_once):
             self._end_all(Interrupted(f"the script begins again with other workers: {reason}"))

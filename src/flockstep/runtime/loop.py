@@ -295,10 +295,14 @@ class Loop:
         return self._worker.bad_gradients
 
     @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one, and none can join while its process lives."""
+        return self.workers == 1 and not self._repeats
+
+    @property
     def only_steps(self) -> bool:
         """Whether only this worker's optimizer ever reads this worker's gradients."""
-        alone = self.workers == 1 and not self._repeats and self.bad_gradients.max_norm is None
-        return alone and self.strategy.steps_alone
+        return self.alone and self.bad_gradients.max_norm is None and self.strategy.steps_alone
 
     def know_finite(self, known: Callable[[], bool]) -> None:
         """Ask `known` before each step whether the whole gradient is known to be finite."""

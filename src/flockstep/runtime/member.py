@@ -10,6 +10,9 @@ node → supervisor   "ready"; supervisor → node "go": the time on the supervi
 node → supervisor   "alive" after some time without a message; sending it fails if the link is broken
 node → supervisor   "events" for the record; "waiting": what the node waits for; "unfinished", "done" or "failed";
                     "quarantine": a worker to remove from the run;
+                    "gradient", "settings", "data": digests that the supervisor compares between workers;
+                    "checkpoint": how far the node is with one; "flight": its last messages, after a fault;
+                    "call", "communicator": a further call of `distribute`, and that of `join`, begins
                     "snapshot", followed by its parameters in one or more "part" messages
 supervisor → node   "taken" for each "part"
 node → supervisor   "leave": a signal asks this worker to leave the run
@@ -26,6 +29,8 @@ import atexit
 import contextlib
 import dataclasses
 import math
+import multiprocessing
+import multiprocessing.util
 import os
 import re
 import select
@@ -711,7 +716,8 @@ def die_with(pid: int, *directories: str) -> None:
     """End this process as soon as process `pid` of this host has ended, for any reason; with 0, do nothing.
 
     First, the folders `directories` of the supervisor's sockets are removed, because a supervisor that was killed
-    leaves them behind; the folders of another call with the same `pid` replace them. A signal on the parent's death
+    leaves them behind, and that of its fork server's socket, which a forked process knows; the folders of another call
+    with the same `pid` replace them. A signal on the parent's death
     would not work: forked workers are children of a fork server, which outlives a killed supervisor.
     """
 
@@ -731,7 +737,8 @@ def die_with(pid: int, *directories: str) -> None:
     def watch() -> None:
         has_ended(None)
         # One thread for all calls: a second one would end the process while the first one still removes a folder.
-        for directory in _folders_of[pid]:
+        forked = multiprocessing.parent_process() is not None
+        for directory in (*_folders_of[pid], *([multiprocessing.util.get_temp_dir()] if forked else ())):
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 

@@ -1,7 +1,7 @@
 """A node's part in a run, from meeting to leaving, and the parts that this process has in runs.
 
 Whatever takes part in a run does so in the same order: `meet` the other nodes, make the node, `load` its state, `begin`
-together with all others, `connect` the node to the messages, `start` its program, and `leave`. What differs is who
+together with all others, which connects the node to the messages, `start` its program, and `leave`. What differs is who
 gives the gradients: a job's engine, a part of a split model, or a script. A process of a job has one session, a script
 has one for each call of `distribute`, and a script with a communicator alone has one without a program.
 """

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from flockstep.errors import ConfigurationError
 from flockstep.runtime.epochs import PrivateBatches, ShardedBatches, count_of, epochs_of
-from flockstep.runtime.node_spec import place_of_script, require_own_process
+from flockstep.runtime.node_spec import place_of_script, require_own_process, spec_from_environment
 
 B = TypeVar("B")
 
@@ -53,7 +53,8 @@ def shard(
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
     rank, workers = place_of_script()
     require_own_process("shard")
-    if workers == 1:
+    spec = spec_from_environment()
+    if workers == 1 and not (spec is not None and spec.changes):  # others that join get a part of the next pass
         return loader
     part: Any = None
     if not private and "torch.utils.data" in sys.modules:  # otherwise nobody has made a DataLoader

@@ -40,7 +40,7 @@ class Consent:
         self._combined = traits.clips != "own"
         self._on_workers = not traits.server_optimizer
         self._alike = traits.alike
-        self._needed = loop.workers > 1 and traits.in_step
+        self._needed = not loop.alone and traits.in_step
         if self._needed:
             self._live.add(self)
         self.joining = self._by_active = False

@@ -116,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         if self._searches:
             _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
-        alone = self.loop.workers == 1
+        alone = self.loop.alone
         self.clipping = Clipping(flat, strategy, alone)
         require_separate_statistics(module, self.loop.workers)
         require_unwrapped(module, self.loop.workers)
