@@ -461,3 +461,37 @@ def test_swapped_arguments_of_distribute_are_refused_with_their_order() -> None:
         flockstep.distribute(optimizer, model, "all_reduce")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"the optimizer .* must be a torch.optim.Optimizer, got generator"):
         flockstep.distribute(model, model.parameters(), "all_reduce")  # type: ignore[arg-type]
+
+
+class Odd(nn.Module):
+    """A sparse gradient, a parameter that only some steps use, and one in another order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4, sparse=True)
+        self.filters = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.sometimes = nn.Linear(4, 4)
+
+    def forward(self, number: int) -> torch.Tensor:
+        x = self.words(torch.tensor([number % 5, 1]))
+        x = self.sometimes(x) if number % 3 else x
+        return x.square().mean() + self.filters(x.repeat(2, 2).reshape(1, 1, 4, 8)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bucketed", "local_sgd(2)"])
+def test_gradients_of_every_kind_step_as_in_plain_torch_once_they_are_gathered_in_one_call(strategy: str) -> None:
+    """Which is so after the first ten steps; a worker alone under `all_reduce` never gathers those that are dense."""
+    torch.manual_seed(0)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(14):
+        for one, stepper in ((model, optimizer), (plain, theirs)):
+            stepper.zero_grad()
+            one(number).backward()
+            one(number + 1).backward()
+            stepper.step()
+    optimizer.finish()
+    for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-6)  # a dense sum of a sparse gradient rounds otherwise
