@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import types
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -624,9 +625,10 @@ class Worker(Peer):
     def peers(self) -> list[int]:
         """Ranks of the other workers that are not lost, in ascending order."""
         if self._peers is None or self._peers[0] is not self.view:
-            self._peers = self.view, list(self.view.ranks)
-            if self.address in self.view.ranks:
-                self._peers[1].remove(self.address)
+            self._peers = self.view, (peers := list(self.view.ranks))
+            at = bisect_left(peers, self.address)
+            if peers[at : at + 1] == [self.address]:
+                del peers[at]
         return self._peers[1]
 
     @property

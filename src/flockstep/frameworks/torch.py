@@ -21,7 +21,7 @@ from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.streams import SampleColumn
-from flockstep.frameworks.torch_call import called, combined, distance, evaluate
+from flockstep.frameworks.torch_call import Substituted, called, combined, distance, evaluate
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
@@ -119,8 +119,10 @@ class TorchEngine(TensorEngine):
         self._chunk = LARGEST_CHUNK
         self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
+        substituted = Substituted(self.module)
+
         def loss_of(params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return self.loss(called(self.module, params, x), y)
+            return self.loss(substituted(params, x), y)
 
         self._forward: Callable[..., torch.Tensor] = vmap(loss_of, randomness="error")
         self._batch_size = job.batch

@@ -150,7 +150,8 @@ class Tracker:
         if address in self._idle or self._repeats(address, tick):
             return
         params = to_host(params)
-        entry = self._ticks.setdefault(tick, Tick(set(self._alive)))
+        if (entry := self._ticks.get(tick)) is None:  # a set of all nodes for each of them would take n² time
+            entry = self._ticks[tick] = Tick(set(self._alive))
         entry.missing.discard(address)
         entry.t = max(entry.t, t)
         if address >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from flockstep.arrays.namespace import copied
@@ -61,7 +62,7 @@ class LocalSGD(Strategy):
                 f"weighting must be equal or samples, got {self.weighting}; leave it out for equal"
             )
 
-    @property
+    @cached_property
     def schedule(self) -> SynchronizationSchedule:
         """The averaging schedule; a `period` that is a number is a fixed schedule."""
         return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)

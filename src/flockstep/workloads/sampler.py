@@ -90,7 +90,7 @@ class Sampler:
 
     def _permutations(self, block: int) -> Indices:
         stream = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, self._rank, block))
-        rows = np.tile(self._indices, (self._repeats, 1))
+        rows = self._indices[None].repeat(self._repeats, axis=0)
         return np.random.default_rng(stream).permuted(rows, axis=1).reshape(-1)
 
 
