@@ -61,10 +61,17 @@ print(flockstep.rank(), "of", flockstep.workers())
 """
 
 
-def run(folder: Path, strategy: str, dies_at: dict[int, int], in_meeting: Sequence[int] = (), *more: str) -> Ended:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", *more, str(script), strategy]
+def run(
+    folder: Path,
+    strategy: str,
+    dies_at: dict[int, int],
+    in_meeting: Sequence[int] = (),
+    *more: str,
+    script: str = SCRIPT,
+) -> Ended:
+    file = folder / "script.py"
+    file.write_text(script)
+    words = ["launch", "-n", str(WORKERS), "--min-workers", "1", *more, str(file), strategy]
     return RealRun([*words, str(dies_at), str(list(in_meeting))], folder / "run", torch=True).end()
 
 
@@ -153,6 +160,23 @@ def test_two_workers_die_in_one_step(one: int, other: int, tmp_path: Path) -> No
 def test_a_worker_dies_while_the_others_meet_again(rank: int, tmp_path: Path) -> None:
     dead = (rank + 1) % WORKERS
     check(tmp_path, run(tmp_path, RING, {dead: 6}, [rank]), [dead, rank])
+
+
+EVERY_STEP = SCRIPT.replace(f"reached += step == {DEADLY}", "reached += 1").replace(f"step == {DEADLY} and ", "")
+
+
+@pytest.mark.parametrize("seed", few(range(334), 0, 1))
+def test_three_of_four_workers_die_at_moments_that_a_seed_draws(seed: int, tmp_path: Path) -> None:
+    """1,002 deaths in all; no run is lost while one worker lives."""
+    draw = np.random.default_rng(seed)
+    strategy = str(draw.choice([RING, "all_reduce", "bucketed", "fused", "two_way", *CODED]))
+    dies_at = {int(rank): int(draw.integers(1, 61)) for rank in draw.permutation(WORKERS)[:3]}
+    ended = run(tmp_path, strategy, dies_at, script=EVERY_STEP)
+    assert ended.code == 0, (strategy, dies_at, ended.err)
+    ends = {int(file.stem.removeprefix("end-")): file.read_bytes() for file in tmp_path.glob("end-*.npy")}
+    assert set(ends) >= set(range(WORKERS)) - set(dies_at), (strategy, dies_at)
+    assert len(set(ends.values())) == 1, (strategy, dies_at)
+    assert RunFolder(tmp_path / "run").read_config().workers == len(ends)
 
 
 def test_a_worker_that_gets_sigterm_leaves_and_no_step_is_repeated(tmp_path: Path) -> None:
