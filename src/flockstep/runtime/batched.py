@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flockstep.arrays.namespace import empty, first_not_finite, namespace, take_rows
+from flockstep.arrays.namespace import empty, namespace, take_rows
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
 from flockstep.nodes import Node
@@ -27,8 +27,7 @@ class ReplicaGradients(ABC):
         initial = model.initial()
         self.params = namespace(initial).tile(initial, (n, 1))
         self.batches = [Batches(plan, rank) for rank in range(n)]
-        self.finite: set[int] = set()
-        """Ranks of the workers whose last gradient is known to be finite."""
+        self.losses = [0.0] * n
         self.nodes: dict[int, Node] = {}
         """Rank → worker."""
         self._plan = plan
@@ -53,10 +52,8 @@ class ReplicaGradients(ABC):
         """Cancel the pending gradient request of one worker."""
 
     @abstractmethod
-    def take(self, rank: int) -> tuple[FlatArray, float]:
-        """Return the gradient (K,) that a worker has requested, which is valid until the worker's next request, and
-        its loss.
-        """
+    def take(self, rank: int) -> FlatArray:
+        """Return the gradient (K,) that a worker has requested; the array is valid until the worker's next request."""
 
 
 class BatchedGradients(ReplicaGradients):
@@ -68,7 +65,6 @@ class BatchedGradients(ReplicaGradients):
         self._batch = plan.batch
         self._pool = _Pool(self.params[0])
         self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
-        self._losses: dict[int, float] = {}
 
     def ask(self, rank: int, need: NeedGradient) -> int:
         self._pool.give_back(rank)
@@ -86,10 +82,10 @@ class BatchedGradients(ReplicaGradients):
         if rank in self._needs:
             self._compute()
 
-    def take(self, rank: int) -> tuple[FlatArray, float]:
+    def take(self, rank: int) -> FlatArray:
         if rank in self._needs:
             self._compute()
-        return self._pool.row(rank), self._losses[rank]
+        return self._pool.row(rank)
 
     def _compute(self) -> None:
         """Compute all requested gradients; requests with equal numbers of samples are computed together."""
@@ -109,19 +105,14 @@ class BatchedGradients(ReplicaGradients):
     def _compute_together(self, ranks: list[int], needs: dict[int, tuple[NeedGradient, Indices]]) -> None:
         steps = [self.nodes[rank].step for rank in ranks]
         indices = np.concatenate([needs[rank][1] for rank in ranks]).reshape(len(ranks), len(needs[ranks[0]][1]))
-        params, out = self._pool.gather(self.params, ranks), self._pool.take(ranks)
-        losses = self._engine.gradients(params, indices, out, ranks, steps)
-        self._losses.update(zip(ranks, losses.tolist(), strict=True))
-        if first_not_finite(out.reshape(-1)) < 0:  # one look at all rows costs less than one at each
-            self.finite.update(ranks)
-        else:
-            self.finite.difference_update(ranks)
+        params = self._pool.gather(self.params, ranks)
+        losses = self._engine.gradients(params, indices, self._pool.take(ranks), ranks, steps)
+        for rank, loss in zip(ranks, losses.tolist(), strict=True):
+            self.losses[rank] = loss
 
     def _compute_alone(self, rank: int, need: NeedGradient, indices: Indices) -> None:
         out = self._pool.take([rank])[0]
-        step = self.nodes[rank].step
-        self._losses[rank] = computed(self._engine, need, self.params[rank], indices, out, rank, step)
-        self.finite.discard(rank)
+        self.losses[rank] = computed(self._engine, need, self.params[rank], indices, out, rank, self.nodes[rank].step)
 
 
 class _Pool:

@@ -308,7 +308,6 @@ class Simulation:
         stepper.lr = plan.lr_at(0)
         worker = self._gradients.nodes[rank] = plan.worker(model, rank, params, stepper)
         worker.hosts = self._within.hosts
-        worker.knows_finite = partial(self._gradients.finite.__contains__, rank)
         return worker
 
     def _make_server(self, index: int) -> Server:
@@ -434,8 +433,7 @@ class Simulation:
         if not self._clock.fixed and self._clock.due(rank, self._queue.now, computing.share) > self._queue.now:
             self._expect(runner, computing.share)  # gradients that began meanwhile slow it down
             return
-        gradient, loss = self._gradients.take(rank)
-        self.answer(rank, gradient, loss)
+        self.answer(rank, self._gradients.take(rank), self._gradients.losses[rank])
 
     def address(self, address: Address) -> Address:
         """Return the address in the whole run of a node with the given address in this simulation."""

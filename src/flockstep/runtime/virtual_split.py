@@ -76,9 +76,8 @@ class PartGradients(ReplicaGradients):
             self.runners[rank].close()
             self._dropped(rank)
 
-    def take(self, rank: int) -> tuple[FlatArray, float]:
-        program = self.runners[rank].part
-        return program.gradient, program.loss
+    def take(self, rank: int) -> FlatArray:
+        return self.runners[rank].part.gradient
 
 
 @dataclass(eq=False)
