@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -495,3 +496,25 @@ def test_gradients_of_every_kind_step_as_in_plain_torch_once_they_are_gathered_i
     optimizer.finish()
     for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-6)  # a dense sum of a sparse gradient rounds otherwise
+
+
+def test_a_worker_alone_takes_no_step_along_a_gradient_whose_loss_is_refused() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = flockstep.distribute(model, sgd, "all_reduce", on_bad_gradient="skip")
+    before = model.weight.detach().clone()
+    for loss, moves in ((math.nan, False), (1.0, True)):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.record_loss(loss)
+        optimizer.step()
+        assert torch.equal(model.weight, before) is not moves
+
+
+def test_a_gradient_whose_elements_share_memory_steps_as_in_plain_torch() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), "all_reduce")
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones(()).expand(1, 2)
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5)

@@ -453,8 +453,8 @@ def native(flat: torch.Tensor) -> FlatArray:
 
 def all_finite(gradients: list[torch.Tensor]) -> bool:
     """Return whether all elements of the gradients are known to be finite, in one pass, as `GradScaler` finds out."""
-    if any(one.layout != torch.strided or one.requires_grad for one in gradients):
-        return False
+    if any(one.layout != torch.strided or one.requires_grad or 0 in one.stride() for one in gradients):
+        return False  # torch cannot write where elements share memory
     if not gradients:
         return True
     found, scale = gradients[0].new_zeros((), dtype=torch.float32), gradients[0].new_ones((), dtype=torch.float32)

@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import _forkserver, ensure_running
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.records.scratch import place_of_sockets
-from flockstep.runtime.member import SILENT
+from flockstep.runtime.member import SILENT, of_fork_server
 from flockstep.runtime.place import SECRET
 from flockstep.runtime.process_group import OPENED, REASON
 from flockstep.system import STOPS
@@ -209,6 +210,12 @@ def end_fork_server() -> None:
     server._stop()
 
 
+def _forked(folder: str | None, target: Callable[..., Any], *arguments: object) -> None:
+    """Run a function in a process that removes the fork server's folder if it outlives the launcher."""
+    of_fork_server[:] = [] if folder is None else [folder]
+    target(*arguments)
+
+
 def fork(target: Callable[..., Any], arguments: Sequence[object], preload: Sequence[str] = ()) -> Forked:
     """Run `target(*arguments)`, whose arguments are plain values, in a forked process. Signals that stop a run are
     blocked there until the process ignores them.
@@ -217,7 +224,9 @@ def fork(target: Callable[..., Any], arguments: Sequence[object], preload: Seque
     """
     with _fork_server(preload, {}) as context:
         ensure_running()  # before the process is made, which then knows the folder of the server's socket
-        process = context.Process(target=target, args=tuple(arguments), name=NODE)
+        # A launcher that multiprocessing has started shares the folder with its parent, who still needs it.
+        folder = get_temp_dir() if multiprocessing.parent_process() is None else None
+        process = context.Process(target=_forked, args=(folder, target, *arguments), name=NODE)
         process.start()
     return Forked(process)
 

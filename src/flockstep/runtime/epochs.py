@@ -254,7 +254,7 @@ class ShardedBatches(EpochBatches[B]):
         digests = list(map(digest_of, turn))
         tell_data(self._epochs.number, self.what, " ".join(digests), self.certain)
         loading = getattr(self._batches, "num_workers", 0)
-        if loading > 1 and self._rank == 0 and digests[0] == digests[1] and not self._warned:
+        if loading > 1 and self._rank == 0 and digests[:1] == digests[1:2] and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the {loading} processes of the loader read the same batches, so every sample occurs {loading} times "

@@ -29,8 +29,6 @@ import atexit
 import contextlib
 import dataclasses
 import math
-import multiprocessing
-import multiprocessing.util
 import os
 import re
 import select
@@ -708,6 +706,8 @@ def stopped(message: Message) -> Exception:
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
+of_fork_server: list[str] = []
+"""Folder of the fork server that has forked this process for a launcher, if the launcher alone uses it."""
 _folders_of: dict[int, tuple[str, ...]] = {}
 """Process → folders to be removed at its end, by a thread of this process."""
 
@@ -716,9 +716,8 @@ def die_with(pid: int, *directories: str) -> None:
     """End this process as soon as process `pid` of this host has ended, for any reason; with 0, do nothing.
 
     First, the folders `directories` of the supervisor's sockets are removed, because a supervisor that was killed
-    leaves them behind, and that of its fork server's socket, which a forked process knows; the folders of another call
-    with the same `pid` replace them. A signal on the parent's death
-    would not work: forked workers are children of a fork server, which outlives a killed supervisor.
+    leaves them behind, and `of_fork_server`; the folders of another call with the same `pid` replace them. A signal on
+    the parent's death would not work: forked workers are children of a fork server, which outlives a killed supervisor.
     """
 
     def has_ended(seconds: float | None) -> bool:
@@ -737,8 +736,7 @@ def die_with(pid: int, *directories: str) -> None:
     def watch() -> None:
         has_ended(None)
         # One thread for all calls: a second one would end the process while the first one still removes a folder.
-        forked = multiprocessing.parent_process() is not None
-        for directory in (*_folders_of[pid], *([multiprocessing.util.get_temp_dir()] if forked else ())):
+        for directory in (*_folders_of[pid], *of_fork_server):
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 

@@ -16,7 +16,7 @@ B = TypeVar("B")
 def shard(
     loader: Iterable[B], epoch: int | None = None, private: bool = False, *, seed: int | None = None
 ) -> Iterable[B]:
-    """Return this worker's part of `loader`; without several workers, `loader` itself.
+    """Return this worker's part of `loader`; with one worker whom no other can join, `loader` itself.
 
     All workers must read the same data, of which each gets a part; `private` is for data that only this worker reads. A
     `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a

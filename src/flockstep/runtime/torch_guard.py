@@ -63,6 +63,9 @@ class Guard:
         self._flat, self._optimizer, self._server_side = flat, optimizer, server_side
         self._names = {id(p): entry.name for entry, p in zip(flat.schema.entries, flat.parameters, strict=True)}
         self._all = list(flat.module.parameters())
+        names = [entry.name.rpartition(".") for entry in flat.schema.entries]
+        self._owners = [(flat.module.get_submodule(owner), name) for owner, _, name in names]
+        """Where the module holds each parameter."""
         self._structure, self._checks = self._seen(), 0
         firsts = [entry.offset for entry in flat.schema.entries if entry.size]
         places = np.unique([*range(0, flat.schema.size, max(1, flat.schema.size // COMPARED)), *firsts])
@@ -149,11 +152,10 @@ class Guard:
             )
 
     def _seen(self) -> list[int]:
-        """Which of the first parameters are trained now, and the number of parameters in each of the optimizer's
-        groups.
-        """
+        """Which of the first parameters are trained now, and which objects the module and the optimizer hold."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [one.requires_grad for one in self._all] + [len(group["params"]) for group in groups]
+        held = [id(one) for group in groups for one in group["params"]]
+        return [one.requires_grad for one in self._all] + [id(getattr(*place)) for place in self._owners] + held
 
     def check_structure(self) -> None:
         """Raise `ConfigurationError` if the trained or the optimizer's parameters differ from the first ones."""

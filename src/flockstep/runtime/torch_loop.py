@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -298,7 +299,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backward.check()
         if self._watch.check(allowed=int(overflow is not None)):
             self.loop.revise()
-        self.flat.gather_gradients(self._backward.handed_from, leave=not self._searches and scale is None)
+        # What is refused for its loss becomes zeros in the flat array.
+        leave = not self._searches and scale is None and math.isfinite(self.loop.loss or 0.0)
+        self.flat.gather_gradients(self._backward.handed_from, leave)
         self.clipping.begin()
         skips = self._consent.skips(overflow)
         if overflow is not None:
