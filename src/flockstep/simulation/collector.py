@@ -49,7 +49,4 @@ def seldom() -> Iterator[None]:
         with _Inside.lock:
             _Inside.count -= 1
             if not _Inside.count:
-                if not gc.get_freeze_count():  # what lives now counts as old, so that no pass over it follows
-                    gc.freeze()
-                    gc.unfreeze()
                 gc.set_threshold(*_Inside.before)
