@@ -5,6 +5,7 @@
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes; a million damaged frames and a hundred thousand damaged files
 # make nightly  the whole suite, a million damaged frames and a hundred thousand damaged files, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
+# make bench    what flockstep costs beside others, into docs/explanation/performance.md; under 20 minutes of a quiet machine
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there; then the wheel of flockstep-lab
 # make docs     rewrite the generated tables in README.md and docs/, and draw the README's picture
@@ -30,7 +31,7 @@ PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 # The processes that tests start share the compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test test-newest test-all check format docs tutorials site package fuzz nightly mutants clean
+.PHONY: help venv demo test test-newest test-all check format docs tutorials site package bench fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -99,6 +100,10 @@ package: $(READY)
 	done
 	build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) dist/flockstep_lab-*.whl
 	cd build/package && bin/flockstep reproduce A15 --strict
+
+bench: $(READY)
+	$(BIN)/python benchmarks/all.py
+	$(BIN)/python docs/generate.py
 
 fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch]' --group fuzz

@@ -108,6 +108,7 @@ def worker(out: Path, model: str, store: str, rounds: int) -> None:
         shares = dict(zip(WAYS, (1000 * processor / workers).tolist(), strict=True))
         out.write_text(json.dumps({**json.loads(out.read_text()), "processor": shares}))
     dist.barrier()
+    ways.clear()  # DDP holds the process group, whose end may hang when it comes last
     dist.destroy_process_group()
 
 

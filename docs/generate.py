@@ -49,6 +49,7 @@ import scenarios
 ROOT = Path(__file__).parents[1]
 ATTACKERS = ROOT / "benchmarks" / "attackers.json"
 SLOW_LINKS = ROOT / "benchmarks" / "slow_links.json"
+PERFORMANCE = ROOT / "benchmarks" / "performance.json"
 WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
 OPTIMIZATIONS, SCHEDULINGS = typing.get_args(Optimization), typing.get_args(Scheduling)
@@ -248,6 +249,14 @@ def _slow_cells(row: dict[str, Any]) -> Iterator[str]:
     yield from ("not reached" if seconds is None else f"{seconds:.{int(seconds < 10)}f}" for seconds in (ours, theirs))
     yield "–" if ours is None or theirs is None else f"{theirs / ours:.1f}"
     yield ", ".join(str(sum(time is not None for time in rates.values())) for rates in row["rates"])
+
+
+def performance() -> str:
+    """What flockstep costs beside others: the rows that benchmarks/all.py has kept."""
+    found = json.loads(PERFORMANCE.read_text("utf-8"))
+    machine = ", ".join(f"{name} {text}" for name, text in found["machine"].items())
+    rows = [tuple(row) for part in found["rows"].values() for row in part]
+    return f"{machine}\n\n{table(('work', 'beside', 'flockstep'), rows)}"
 
 
 def attackers() -> str:
@@ -475,6 +484,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "home": home,
     "limits": limits,
     "resizing": resizing,
+    "performance": performance,
     "slow-links": slow_links,
     "attackers": attackers,
     "events": event_fields,
