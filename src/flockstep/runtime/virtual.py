@@ -228,7 +228,7 @@ class Simulation:
         queue, nbytes = self._queue, message.payload_bytes
         sender.traffic.sent(nbytes, HEADER_BYTES)
         if not self._fault_injector.drops or not self._fault_injector.lost(to, message):
-            arrive = partial(self._arrive, to, message, nbytes, queue.now)
+            arrive = partial(self._arrive, to, message, queue.now)
             carry(queue, self._fabric, sender.address, receiver.address, HEADER_BYTES + nbytes, arrive)
 
     def collect(self) -> None:
@@ -451,14 +451,14 @@ class Simulation:
         self._steps += 1
         self._report(self._steps, self.now)
 
-    def _arrive(self, to: Address, message: Message, nbytes: int, sent_at: float) -> None:
+    def _arrive(self, to: Address, message: Message, sent_at: float) -> None:
         """Deliver a message to its receiver."""
         if to in self._dead:
             return
         runner = self.runners[to]
         if runner.node.tasks:
             self._gradients.keep(to)  # a background task may change the parameters that the gradient is of
-        runner.metrics.traffic.received(nbytes)
+        runner.metrics.traffic.received(0 if message.array is None else message.array.nbytes)
         runner.deliver(message, sent_at)
         waiting = runner.waiting
         if type(waiting) is NeedGradient and waiting.unless is not None:
