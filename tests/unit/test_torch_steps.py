@@ -19,6 +19,7 @@ from torch import nn  # noqa: E402
 import flockstep  # noqa: E402
 from flockstep.errors import CompositionError, ConfigurationError, Diverged  # noqa: E402
 from flockstep.frameworks.torch_groups import ELEMENTWISE  # noqa: E402
+from flockstep.runtime.epochs import EpochCount, ShardedBatches  # noqa: E402
 
 SELVES, SERVERS = ["all_reduce", "local_sgd"], ["bsp", "asgd", "ps(consistency=ssp(3), shards=2)"]
 
@@ -518,3 +519,12 @@ def test_a_gradient_whose_elements_share_memory_steps_as_in_plain_torch() -> Non
     model.weight.grad = torch.ones(()).expand(1, 2)
     optimizer.step()
     assert torch.equal(model.weight, before - 0.5)
+
+
+def test_two_loading_processes_serve_a_worker_whom_others_may_join() -> None:
+    """Its first batches are compared with those that other workers would get, of whom there is none yet."""
+
+    class Batches(list[int]):
+        num_workers = 2
+
+    assert list(ShardedBatches(Batches([3, 4, 5]), 0, 1, EpochCount())) == [3, 4, 5]

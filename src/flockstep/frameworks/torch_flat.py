@@ -214,9 +214,10 @@ class FlatModule:
 
     def drop_absent_everywhere(self) -> None:
         """Set `.grad` to None for each parameter whose gradient is -0, because no rank had one; see `signs`."""
-        if self.grads[self._firsts].all():  # the usual case: there is no zero
+        firsts = self.grads[self._firsts]
+        if firsts.all():  # the usual case: there is no zero
             return
-        first = as_tensor(self.grads[self._firsts])
+        first = as_tensor(firsts)
         for index in ((first == 0) & first.signbit()).nonzero().flatten().tolist():
             if not self._grad_views[index].any():  # a mean that is too small for the dtype is -0, too
                 self.parameters[index].grad = None
