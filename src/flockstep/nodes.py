@@ -574,8 +574,8 @@ class Worker(Peer):
     """
 
     __slots__ = (
-        "_peers", "find_layers", "knows_finite", "loss", "optimizer", "overlaps", "revised", "samples", "stepper",
-        "steps", "train_size",
+        "_peers", "find_layers", "knows_finite", "loss", "on_hold", "optimizer", "overlaps", "revised", "samples",
+        "stepper", "steps", "train_size",
     )  # fmt: skip
 
     def __init__(
@@ -602,6 +602,8 @@ class Worker(Peer):
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
+        self.on_hold: Callable[[bool], object] = bool
+        """Called by `hold`; set by the driver."""
         self.knows_finite: Callable[[], bool] = bool
         """Function that returns whether the whole gradient is known to be finite, so that it need not be looked at;
         set by the driver.
@@ -635,6 +637,12 @@ class Worker(Peer):
     def server_addresses(self) -> list[Address]:
         """Addresses of the servers, by index, for `send` and `request`; server i of k holds the i-th of k slices."""
         return [*map(server, range(self.cluster.servers))]
+
+    def hold(self, ended: bool = False) -> None:
+        """Mark where an exchange between replicas begins, or has `ended`: there the program goes on from its state if
+        other workers are lost before the next step.
+        """
+        self.on_hold(ended)
 
     @property
     def training(self) -> bool:

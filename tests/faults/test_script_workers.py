@@ -274,7 +274,7 @@ def test_bad_options_are_refused(
 
 
 def test_a_strategy_that_goes_back_to_a_checkpoint_needs_checkpoints(tmp_path: Path) -> None:
-    words = ["launch", "-n", "2", "--min-workers", "1", write_script(tmp_path), "local_sgd", "1"]
+    words = ["launch", "-n", "2", "--min-workers", "1", write_script(tmp_path), "dpsgd", "1"]
     ended = RealRun(words, tmp_path / "run", torch=True).end()
     assert ended.code == 2
     assert "min_workers needs checkpoints" in ended.err

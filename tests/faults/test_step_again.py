@@ -75,16 +75,17 @@ def run(
     return RealRun([*words, str(dies_at), str(list(in_meeting))], folder / "run", torch=True).end()
 
 
+def gradient_of(rank: int, step: int, weights: np.ndarray) -> np.ndarray:
+    stream = np.random.default_rng((rank, step))
+    x, y = (stream.standard_normal(shape).astype(np.float32) for shape in ((5, 6), (5, 2)))
+    return 2 / y.size * (x @ weights.T - y).T @ x
+
+
 def trained(members: Sequence[Sequence[int]]) -> np.ndarray:
     """Weights and momentum after steps that use the gradients of these members, by their first ranks."""
     weights, velocity = np.full((2, 6), 0.25), np.zeros((2, 6))
     for step, used in enumerate(members):
-        gradients = []
-        for rank in used:
-            stream = np.random.default_rng((rank, step))
-            x, y = (stream.standard_normal(shape).astype(np.float32) for shape in ((5, 6), (5, 2)))
-            gradients.append(2 / y.size * (x @ weights.T - y).T @ x)
-        velocity = MOMENTUM * velocity + np.mean(gradients, axis=0)
+        velocity = MOMENTUM * velocity + np.mean([gradient_of(rank, step, weights) for rank in used], axis=0)
         weights = weights - RATE * velocity
     return np.stack([weights, velocity])
 
@@ -138,6 +139,32 @@ CODED = [
 @pytest.mark.parametrize("strategy", few(CODED, "powersgd(rank=1)"))
 def test_a_worker_dies_in_a_step_whose_gradients_are_encoded(strategy: str, point: int, tmp_path: Path) -> None:
     check(tmp_path, run(tmp_path, strategy, {3: point}), [3], exact=False)
+
+
+@pytest.mark.parametrize("point", few(range(1, 14), 3, 9))
+def test_a_worker_dies_in_a_round_of_local_steps(point: int, tmp_path: Path) -> None:
+    """Local steps stay as they are, and the exchange at the end of the round is completed by all who live, or by
+    nobody.
+    """
+    period = DEADLY + 1
+    ended = run(tmp_path, f"local_sgd({period}, collective=ring)", {1: point})
+    assert ended.code == 0, ended.err
+    survivors, possible = [0, 2, 3], []
+    for last in (survivors, list(range(WORKERS))):
+        replicas = {rank: (np.full((2, 6), 0.25), np.zeros((2, 6))) for rank in range(WORKERS)}
+        for step in range(STEPS):
+            for rank, (weights, velocity) in replicas.items():
+                velocity = MOMENTUM * velocity + gradient_of(rank, step, weights)
+                replicas[rank] = weights - RATE * velocity, velocity
+            if (step + 1) % period == 0 or step + 1 == STEPS:
+                used = last if step + 1 == period else survivors
+                mean = np.mean([replicas[rank][0] for rank in used], axis=0)
+                replicas = {rank: (mean, velocity) for rank, (_, velocity) in replicas.items()}
+        possible.append(replicas)
+    ends = {rank: np.load(tmp_path / f"end-{rank}.npy") for rank in survivors}
+    assert len({array[0].tobytes() for array in ends.values()}) == 1
+    fits = [all(np.allclose(ends[r], np.stack(one[r]), rtol=0, atol=1e-5) for r in survivors) for one in possible]
+    assert fits.count(True) == 1
 
 
 def test_a_worker_that_hangs_is_left_out(tmp_path: Path) -> None:

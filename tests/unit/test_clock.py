@@ -70,7 +70,7 @@ def node_spec(address: int) -> NodeSpec:
 
 def test_a_worker_collects_garbage_before_the_clock_starts(order: list[str]) -> None:
     make = entry._Maker(None)
-    assert process.run_worker(node_spec(0), lambda: make(CONFIG)) == 1
+    assert process.JobWorker().run(node_spec(0), lambda: make(CONFIG)) == 1
     assert order == ["compute a gradient", "keep what is there", "join", "collect garbage", "begin"]
     engine, again = make(CONFIG)[0], make(dataclasses.replace(CONFIG, workers=3))
     assert again[0] is engine, "a worker that continues with others has data and model"

@@ -6,6 +6,7 @@ import pytest
 
 from flockstep.launchers.evaluation import SnapshotEvaluation
 from flockstep.records.snapshots import LAST, Snapshot
+from support.jobs import run_of
 
 
 class Noted:
@@ -29,7 +30,7 @@ class Noted:
 )
 def test_without_a_supervisor_only_the_result_is_settled(ended: bool, done: list[object]) -> None:
     tracker = Noted()
-    evaluation = SnapshotEvaluation(tracker)  # type: ignore[arg-type]
+    evaluation = SnapshotEvaluation(lambda config: tracker, run_of(1))  # type: ignore[arg-type, return-value]
     rest = [Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0) for tick in (1.0, 2.0, LAST, 3.0, None)]
     evaluation.finish(rest, ended)
     assert evaluation.errors == []

@@ -186,20 +186,28 @@ def resized_run(
         CompositionError: the strategy has no rule for another number of workers.
     """
     require_resizable(plan.strategy)
-    wanted = replace(config, workers=workers, steps=None)  # refuses what is no number of workers
-    steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
     kept = {shard.node: read_cut(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
     manifest = checkpoint.manifest
     order = sorted(manifest.steps, key=lambda rank: (rank in gone, rank))
     faults = faults_after(plan, kept, order, workers)
-    _, now, again = prepare(replace(wanted, steps=steps, faults=faults), None, built)
-    changed = replace(config, workers=workers, steps=again.steps, faults=faults)
+    now, changed = with_workers(built, replace(config, faults=faults), workers)
     states = resized_checkpoint(built.engine, plan, now, kept, order, manifest.lost.values())
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
     if lost := len({one.tick for one in manifest.unevaluated(evaluated)}):
         notes.append(f"evaluations were dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))
+
+
+def with_workers(built: BuiltJob, config: RunConfig, workers: int) -> tuple[Plan, RunConfig]:
+    """Return the plan and the configuration of a job's run with another number of workers, which together use as many
+    samples.
+    """
+    wanted = replace(config, workers=workers, steps=None)  # refuses what is no number of workers
+    assert config.steps is not None
+    steps = None if config.schedule else math.ceil(config.workers * config.steps / workers)
+    _, plan, again = prepare(replace(wanted, steps=steps), None, built)
+    return plan, replace(config, workers=workers, steps=again.steps)
 
 
 def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int] = ()) -> ResizedRun:

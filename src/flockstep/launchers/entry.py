@@ -23,7 +23,7 @@ from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import RunConfig
 from flockstep.runtime.member import NodeSpec, die_with, on_same_host
 from flockstep.runtime.plan import Plan
-from flockstep.runtime.process import run_server, run_worker, warm_up
+from flockstep.runtime.process import JobWorker, run_server, warm_up
 from flockstep.runtime.setup import BuiltJob, digest, prepare, require_unchanged
 from flockstep.runtime.signals import leave_to_supervisor
 from flockstep.workloads.own_data import OwnData
@@ -91,11 +91,12 @@ def _work(part: Part, make: _Maker, leaving: Event, *folders: str) -> NoReturn:
 
     `folders` are removed when the coordinator ends, as is the folder of its sockets.
     """
+    worker = JobWorker()
     while True:
         node_spec, found = part.node_spec, RunConfig.from_toml(part.config, "the run's configuration")
         die_with(node_spec.supervisor, node_spec.directory, *folders)
         asked = leaving if found.min_workers is not None else Event()
-        ended = run_worker(node_spec, partial(make, found, node_spec.facts), asked.is_set)
+        ended = worker.run(node_spec, partial(make, found, node_spec.facts), asked.is_set)
         if isinstance(ended, int):
             sys.exit(ended)
         assert ended.node_spec is not None

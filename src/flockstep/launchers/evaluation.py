@@ -26,15 +26,14 @@ import numpy as np
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import FlockstepError, RunError, in_short, of_kind
-from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
 from flockstep.messages import Address
 from flockstep.partitions.split_facts import SplitFacts
+from flockstep.records.config import RunConfig
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
-from flockstep.runtime.plan import Plan
 from flockstep.runtime.setup import BuiltJob, prepare
 from flockstep.runtime.signals import leave_to_supervisor
 from flockstep.runtime.snapshot_tracker import SnapshotTick, SnapshotTracker
@@ -46,6 +45,9 @@ YIELD = 10
 """Niceness of the evaluating process while workers train (on Linux); a worker on the same core then gets nine tenths of
 the core.
 """
+
+ToEvaluate = Snapshot | Address | RunConfig
+"""What the evaluating process is told: a node's snapshot, the loss of a node, or how the run goes on."""
 
 
 class SnapshotHandler:
@@ -63,6 +65,9 @@ class SnapshotHandler:
     def finish(self) -> FlockstepError | None:
         """Wait until all snapshots are evaluated; return the error with which an evaluation failed, or None."""
         return None
+
+    def go_on(self, config: RunConfig) -> None:
+        """Handle snapshots of other workers from now on, with which the run goes on by this configuration."""
 
     def close(self) -> None:
         """End the evaluating process if it still runs, because the run's record is lost."""
@@ -132,6 +137,10 @@ class Evaluator(SnapshotHandler):
         """Tell the evaluating process that a node is lost, so that it stops waiting for the node."""
         self._sender.submit(self._feed.send, address)
 
+    def go_on(self, config: RunConfig) -> None:
+        if self._child is not None:  # it reads the record's configuration when it begins
+            self._sender.submit(self._feed.send, config)
+
     def finish(self) -> FlockstepError | None:
         """Tell the evaluating process that the run has ended, wait for it, and return the exception with which an
         evaluation failed, or None.
@@ -178,25 +187,29 @@ def evaluate(
 def _evaluate(record: RunFolder, own: OwnData | None, split: SplitFacts | None, feed: Connection) -> None:
     config = record.read_config()
 
-    def build() -> tuple[Engine, Plan]:
+    def build() -> BuiltJob:
         # A model that the launcher has cut is neither cut nor compared with its parts again.
         facts = split
         if split is not None and not split.obstacle:
             facts = dataclasses.replace(split, obstacle="this process evaluates the whole model")
-        engine, plan, _ = prepare(config, own, BuiltJob.of(config, own, facts))
-        release()
-        return engine, plan
+        return BuiltJob.of(config, own, facts)
 
     meanwhile = ThreadPoolExecutor(1, "flockstep-evaluation", _lower)
-    engine, plan = meanwhile.submit(build).result()
+    built = meanwhile.submit(build).result()
     with EventWriter(record.node_events_file(None)) as events:
 
-        def keep(tick: SnapshotTick, params: FlatArray) -> None:
-            record.write_result(*engine.as_saved(params))
-            events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
+        def tracker(config: RunConfig) -> SnapshotTracker:
+            engine, plan, _ = prepare(config, own, built)
+            release()
 
-        evaluation = SnapshotEvaluation(SnapshotTracker(engine, plan, events.write, keep))
-        messages: deque[tuple[Snapshot | Address, Future[None]]] = deque()
+            def keep(tick: SnapshotTick, params: FlatArray) -> None:
+                record.write_result(*engine.as_saved(params))
+                events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
+
+            return SnapshotTracker(engine, plan, events.write, keep)
+
+        evaluation = SnapshotEvaluation(tracker, config)
+        messages: deque[tuple[ToEvaluate, Future[None]]] = deque()
         ended = False
         with contextlib.suppress(EOFError, OSError):  # the supervisor is gone
             while (message := feed.recv()) is not None:
@@ -224,18 +237,21 @@ def _lower() -> None:
 class SnapshotEvaluation:
     """Evaluates snapshots, and keeps errors for the end: the result is stored even if the job's metric fails."""
 
-    def __init__(self, tracker: SnapshotTracker):
+    def __init__(self, tracker: Callable[[RunConfig], SnapshotTracker], config: RunConfig):
+        """`tracker` makes what evaluates the snapshots of a run with this configuration."""
         self.errors: list[Exception] = []
-        self._tracker = tracker
+        self._make, self._tracker = tracker, tracker(config)
 
-    def handle(self, message: Snapshot | Address) -> None:
-        """Evaluate what a snapshot completes, or no longer wait for a lost node."""
+    def handle(self, message: ToEvaluate) -> None:
+        """Evaluate what a snapshot completes, or no longer wait for a lost node, or for any node of the run before."""
         if isinstance(message, Snapshot):
             self._attempt(partial(self._tracker.add_snapshot, message))
+        elif isinstance(message, RunConfig):
+            self._tracker = self._make(message)
         else:
             self._attempt(partial(self._tracker.lose, message))
 
-    def finish(self, rest: Iterable[Snapshot | Address], ended: bool) -> None:
+    def finish(self, rest: Iterable[ToEvaluate], ended: bool) -> None:
         """Handle the rest of the messages, and choose the result. If the supervisor died (`ended` is false), only the
         newest snapshots are evaluated.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +130,10 @@ class Executable:
         """
         raise NotImplementedError
 
+    def without_stop(self, config: RunConfig, workers: int) -> RunConfig:
+        """Return the configuration of the run with another number of workers, which go on with the step in hand."""
+        return replace(config, workers=workers)
+
     def require_possible(self, strategy: Strategy, repeats: bool) -> None:
         """Check that workers may leave or join the run, if the user wants that, under the strategy that the first
         process has declared; `repeats`: see `Hello`.
@@ -144,7 +148,6 @@ class Executable:
 
     def go_on(self, config: RunConfig, remaining: Mapping[int, int]) -> None:
         """Prepare to start workers beside those whose processes go on; `remaining`: new rank → former rank of these."""
-        raise NotImplementedError
 
     def start(self, node_spec: NodeSpec) -> Child | None:
         """Start a process of this host as the worker that `node_spec` describes; return None if something else does."""

@@ -110,13 +110,14 @@ class SupervisedRun:
             if left is not None:
                 left.supervisor.close()
                 left.supervisor.members.newcomers.end()
+                left.supervisor.collection.evaluation.close()
 
     def without(self, left: NodesChanged) -> RunConfig:
         """Let the record go on with the workers that live, which go on with what their processes hold; return the
         run's configuration from now on.
         """
         former, outcome = unnamed(self.record.read_config()), left.supervisor.outcome
-        config = dataclasses.replace(former, workers=left.workers)
+        config = self.executable.without_stop(former, left.workers)
         keep_configs(self.record, former, config)
         text = f"{left}; {left.others} continued with the step in hand"
         on_stderr(text)
@@ -270,7 +271,11 @@ class RunSegment:
         else:
             executable.go_on(self.config, left.remaining)
         try:
-            evaluation = executable.evaluation(path)
+            if left is None or not left.at_once:
+                evaluation = executable.evaluation(path)
+            else:
+                evaluation = left.supervisor.collection.evaluation
+                evaluation.go_on(self.config)
             if executable.checkpoints:
                 checkpoints = Checkpointer(
                     path,
@@ -295,7 +300,6 @@ class RunSegment:
             if left is not None and left.at_once:
                 left.supervisor.hear_rest()  # also if the run has failed before all had met
         if change is not None and stay:
-            evaluation.close()
             notes = [] if checkpoints is None else checkpoints.notes
             for paused in self._pause(supervisor):
                 record.note(paused.seconds, [paused.text, *notes])

@@ -193,11 +193,14 @@ class Supervisor:
         self.admission.control.close()
 
     def hear_rest(self) -> None:
-        """Keep the events that nodes sent before they left for a change."""
+        """Keep the events that nodes sent before they left for a change; a snapshot that not all of them sent is
+        dropped.
+        """
         for link in self.peers.links.values():
             with contextlib.suppress(ProtocolError):
                 while (message := link.receive()) is not None:
-                    self.collection.take(message, link)
+                    if message.tag not in ("snapshot", "part"):
+                        self.collection.take(message, link)
 
     def close(self) -> None:
         """End the remaining processes of a run that continues with other workers, and close the connections."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,13 @@ from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine
 from flockstep.launchers.children import KERNELS, Child, fork, refuse_program
-from flockstep.launchers.continuing import ResizedRun, require_interval, require_limits, resized_run
+from flockstep.launchers.continuing import (
+    ResizedRun,
+    require_interval,
+    require_limits,
+    resized_run,
+    with_workers,
+)
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.evaluation import Evaluator, SnapshotHandler
 from flockstep.launchers.executable import Executable, InitialParts, Show
@@ -29,6 +35,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.plan import Plan
+from flockstep.runtime.process import repeats_steps
 from flockstep.runtime.resizing import require_resizable
 from flockstep.runtime.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
 from flockstep.split.splitting import without_whole
@@ -85,7 +92,8 @@ def train(
         require_checkpoints(job.plan.strategy)
     if config.min_workers is not None or config.max_workers is not None:
         require_limits(config)
-        require_interval(config)
+        if not repeats_steps(job.plan):
+            require_interval(config)
         require_checkpoints(job.plan.strategy)
         require_resizable(job.plan.strategy, "leave out --min-workers and --max-workers")
     record = RunFolder(folder)
@@ -205,6 +213,15 @@ class JobExecutable(Executable):
         change = resized_run(checkpoint, self._built, self.plan, config, workers, gone, evaluated_in(record))
         self._follow(change.plan)
         return change
+
+    def without_stop(self, config: RunConfig, workers: int) -> RunConfig:
+        assert self._built is not None
+        plan, config = with_workers(self._built, config, workers)
+        self._follow(plan)
+        return config
+
+    def go_on(self, config: RunConfig, remaining: Mapping[int, int]) -> None:
+        self._config = config
 
     def _follow(self, plan: Plan) -> None:
         self.plan, self.steps, self.every, self.policy = plan, plan.steps, plan.evaluate_every, plan.result

@@ -1,43 +1,90 @@
-"""A script's step with the workers that live, after others were lost.
+"""Goes on with the workers that live, after others were lost, from what their processes hold.
 
-Between two steps all replicas are equal. So if some workers had completed the step in hand when others were lost, the
-rest step along the gradient of one of them; if none had, all take the step again with the gradients that they hold.
+If replicas are equal between two steps, and some workers had completed the step in hand, the rest step along the
+gradient of one of them; if none had, all take the step again with the gradients that they hold. If replicas are equal
+only where a round has ended, local steps stay as they are, and the same holds for the exchange at the end of a round.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flockstep.arrays.namespace import copied, to_device_of
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Fields
+from flockstep.messages import SCRIPT, Fields
 from flockstep.nodes import Worker
-from flockstep.optimizers.base import OptimizerState
-from flockstep.programs import Stepper
+from flockstep.programs import Effect, Stepper
 from flockstep.runtime.payloads import receive_pieces, send_pieces
 from flockstep.runtime.program_restart import notes_of_all
+from flockstep.runtime.runner import Runner
 from flockstep.runtime.state import from_bytes, to_bytes
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.resizing import FormerWorker
 
-if TYPE_CHECKING:
-    from flockstep.runtime.checkpoints import ScriptCheckpoints
-    from flockstep.runtime.torch_keeper import TorchKeeper
+T = TypeVar("T")
 
 
-class HeldStep:
-    """What a worker needs to take its last step again, or to let others take it: the gradient and the strategy's state
-    before the step, and the gradient along which all optimizers step.
+class HeldWork:
+    """What a worker holds to go on with the workers that live: beginning of the exchange in hand, result of the last
+    one.
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        self.stepper = KeepingStepper(stepper)
+        self.stepper = stepper
         self.totals: Mapping[str, Any] = {}
         """Totals of the worker's metrics when other workers were lost."""
+
+    @property
+    def completed(self) -> bool:
+        """Whether the step in hand needs its gradient no more."""
+        raise NotImplementedError
+
+    def watch(self, worker: Worker) -> None:
+        """Hold what `worker` begins exchanges with from now on."""
+
+    def keep(self, worker: Worker, gradient: FlatArray) -> None:
+        """Note that a worker begins its next step with a gradient (K,)."""
+
+    def put_back(self, gradient: FlatArray) -> bool:
+        """Write the gradient of the step in hand to the flat array (K,); return whether this worker holds it."""
+        return False
+
+    def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
+        """Give a new worker the place of a former one between two steps."""
+        worker.before, worker.loss, worker.knows_finite = former.before, former.loss, former.knows_finite
+        worker.step = former.step
+        worker.random.bit_generator.state = former.random.bit_generator.state
+
+    def ended(self, worker: Worker) -> int:
+        """Number of the last exchange that a worker has completed."""
+        raise NotImplementedError
+
+    def join(self, ended: int) -> None:
+        """Count exchanges from the last one on that others have completed."""
+
+    def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
+        """Field of the strategy's state → value, for the fields with which a worker that joins begins."""
+        raise NotImplementedError
+
+    def result(self, worker: Worker, strategy: Strategy) -> tuple[FlatArray, dict[str, Any]]:
+        """The array (K,), and fields of the strategy's state, with which others complete the last exchange."""
+        raise NotImplementedError
+
+    def take(self, worker: Worker, array: FlatArray, fields: Mapping[str, Any], strategy: Strategy) -> None:
+        """Complete the last exchange with the result of another worker."""
+        raise NotImplementedError
+
+
+class HeldStep(HeldWork):
+    """The gradient and the strategy's state before the step in hand, and the gradient along which all step."""
+
+    stepper: KeepingStepper
+
+    def __init__(self, stepper: Stepper) -> None:
+        super().__init__(KeepingStepper(stepper))
         self._gradient: FlatArray | None = None
         self._state: Any = None
         self._reached: Any = None
@@ -47,36 +94,105 @@ class HeldStep:
         """Steps that the worker's optimizer had taken before."""
 
     def keep(self, worker: Worker, gradient: FlatArray) -> None:
-        """Copy what the next step of a worker begins with, because collectives sum gradients in their place."""
+        """Copy what the next step begins with, because collectives sum gradients in their place."""
         self._gradient = kept(gradient, self._gradient)
         self._state, self._step, self._before = copy.deepcopy(worker.state), worker.step, self.stepper.steps
 
-    def put_back(self, gradient: FlatArray) -> None:
-        """Write the gradient of the step to the flat array (K,)."""
+    def put_back(self, gradient: FlatArray) -> bool:
         gradient[:] = self._gradient
+        return True
 
     @property
     def completed(self) -> bool:
-        """Whether the worker's optimizer has taken the step."""
         return self.stepper.steps > self._before
 
     def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
-        """Give a new worker the place of a former one between two steps: behind the step if it was completed."""
-        worker.before, worker.loss, worker.knows_finite = former.before, former.loss, former.knows_finite
-        worker.step = former.step if self.completed else self._step
-        worker.random.bit_generator.state = former.random.bit_generator.state
+        super().go_on(worker, former, strategy)
         self._reached = former.state
-        self.give_state(worker, strategy, former.state if self.completed else self._state)
+        if not self.completed:
+            worker.step = self._step
+        strategy.go_on(worker, copy.deepcopy(former.state if self.completed else self._state))
 
-    def give_state(self, worker: Worker, strategy: Strategy, state: Any = None) -> None:
-        """Give a worker the strategy's state, by the rule for another number of workers; None: that of a step in which
-        the worker has done its part.
-        """
-        state = copy.deepcopy(self._reached if state is None else state)
-        worker.state = state
-        worker.state = strategy.worker_state(worker)
-        own = FormerWorker(worker.rank, worker.params, worker.step, state, OptimizerState())
-        strategy.take_over(worker, [own] * worker.workers)
+    def ended(self, worker: Worker) -> int:
+        return worker.step
+
+    def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
+        return {name: getattr(worker.state, name) for name in strategy.resizing.common}
+
+    def result(self, worker: Worker, strategy: Strategy) -> tuple[FlatArray, dict[str, Any]]:
+        assert self.stepper.gradient is not None
+        return self.stepper.gradient, self.shared(worker, strategy)
+
+    def take(self, worker: Worker, array: FlatArray, fields: Mapping[str, Any], strategy: Strategy) -> None:
+        worker.step += 1
+        strategy.go_on(worker, copy.deepcopy(self._reached))  # the worker has done its part of the step
+        set_fields(worker.state, fields)
+        worker.optimizer_step(array)
+
+
+class HeldRound(HeldWork):
+    """The replica and the strategy's state where the last exchange between replicas began, and where one has ended."""
+
+    _began: tuple[FlatArray, Any] | None = None
+    _result: tuple[FlatArray, Any] | None = None
+    _exchanges = False
+    """Whether the worker is in an exchange."""
+    _ended = 0
+    """Number of exchanges that have ended."""
+    _worker: Worker
+    _at = -1
+    """Steps of the worker before the step in hand."""
+
+    def watch(self, worker: Worker) -> None:
+        self._worker, worker.on_hold = worker, self._hold
+
+    def _hold(self, ended: bool) -> None:
+        worker, former = self._worker, self._result if ended else self._began
+        now = kept(worker.params, former[0] if former else None), copy.deepcopy(worker.state)
+        self._exchanges = not ended
+        if ended:
+            self._result, self._ended = now, self._ended + 1
+        else:
+            self._began = now
+
+    def keep(self, worker: Worker, gradient: FlatArray) -> None:
+        self._at = worker.step
+
+    @property
+    def completed(self) -> bool:
+        return self._worker.step > self._at
+
+    def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
+        super().go_on(worker, former, strategy)
+        state = former.state
+        if self._exchanges and self._began is not None:
+            worker.params[:], state = self._began
+        strategy.go_on(worker, copy.deepcopy(state))
+        self.watch(worker)
+
+    def ended(self, worker: Worker) -> int:
+        return self._ended
+
+    def join(self, ended: int) -> None:
+        self._ended = ended
+
+    def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
+        return dict(vars(worker.state))
+
+    def result(self, worker: Worker, strategy: Strategy) -> tuple[FlatArray, dict[str, Any]]:
+        assert self._result is not None
+        return self._result[0], vars(self._result[1])
+
+    def take(self, worker: Worker, array: FlatArray, fields: Mapping[str, Any], strategy: Strategy) -> None:
+        worker.params[:] = array
+        set_fields(worker.state, fields)
+        strategy.go_on(worker, worker.state)
+        self._hold(ended=True)
+
+
+def held_of(strategy: Strategy, stepper: Stepper) -> HeldWork:
+    """Return what holds a worker's part in exchanges under a strategy."""
+    return HeldRound(stepper) if strategy.repeats == "round" else HeldStep(stepper)
 
 
 class KeepingStepper:
@@ -116,58 +232,73 @@ def kept(array: FlatArray, place: FlatArray | None) -> FlatArray:
     return place
 
 
-async def stand(me: Worker, exchanges: int, joins: bool) -> dict[int, Fields]:
-    """Return rank → the numbers of steps and of exchanges between steps that each worker has completed; a worker that
-    `joins` has no model.
+def beside(runner: Runner, worker: Worker, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+    """Run `program(worker)` on every worker while their own programs wait or have not begun; return its result here.
+
+    Its messages travel in the channel `name`, so that no strategy's program receives them.
     """
-    step = -1 if joins else me.step
-    return await notes_of_all(me, "stand", {"step": step, "exchanges": 0 if joins else exchanges})
+    returned = list[T]()
+
+    async def to_the_end() -> None:
+        returned.append(await worker.finished(worker.background(SCRIPT + name, program(worker))))
+
+    runner.aside(to_the_end())
+    return returned[0]
 
 
-async def catch_up(me: Worker, stands: Mapping[int, Fields], held: HeldStep, strategy: Strategy) -> bool:
-    """Let workers that had not completed the last step take it along the gradient of one that had; return whether this
-    is one of them.
+async def stand(me: Worker, ended: int, also: Fields) -> dict[int, Fields]:
+    """Return rank → the last exchange that each worker has completed, its step, and what it says `also`; a worker that
+    joins has completed none: -1.
     """
-    steps = {rank: int(one["step"]) for rank, one in stands.items()}
-    most, source = first_of(steps)
-    behind = [rank for rank, step in steps.items() if 0 <= step < most]
-    common = strategy.resizing.common
+    return await notes_of_all(me, "stand", {"ended": ended, "step": me.step, **also})
+
+
+async def catch_up(me: Worker, stands: Mapping[int, Fields], held: HeldWork, strategy: Strategy) -> bool:
+    """Let workers that had not completed the last exchange complete it with the result of one that had; return whether
+    this is one of them.
+    """
+    most, source = first_of(stands)
+    behind = [rank for rank, one in stands.items() if 0 <= int(one["ended"]) < most]
     if me.rank == source and behind:
-        state = {name: getattr(me.state, name) for name in common}
-        taken = {"gradient": held.stepper.gradient, "common": state}
+        array, fields = held.result(me, strategy)
+        taken = {"array": array, "fields": fields}
         send_pieces(me, behind, "step", np.frombuffer(to_bytes(taken), np.uint8))
     if me.rank not in behind:
         return False
     taken = from_bytes((await receive_pieces(me, source, "step")).tobytes())
-    me.step = most
-    held.give_state(me, strategy)
-    for name, value in taken["common"].items():
-        setattr(me.state, name, value)
-    me.optimizer_step(to_device_of(taken["gradient"], me.params))
+    held.take(me, to_device_of(taken["array"], me.params), taken["fields"], strategy)
     return True
 
 
 async def join(
-    me: Worker, stands: Mapping[int, Fields], strategy: Strategy, keeper: TorchKeeper, script: ScriptCheckpoints
+    me: Worker,
+    stands: Mapping[int, Fields],
+    held: HeldWork,
+    strategy: Strategy,
+    give: Callable[[], dict[str, Any]],
+    take: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Give workers that join the model, the optimizer's state and the place of the script of one that has trained."""
-    steps = {rank: int(one["step"]) for rank, one in stands.items()}
-    most, source = first_of(steps)
-    joining = [rank for rank, step in steps.items() if step < 0]
+    """Let workers that join `take` what one that has trained can `give` besides its steps and the strategy's state."""
+    ended, source = first_of(stands)
+    joining = [rank for rank, one in stands.items() if int(one["ended"]) < 0]
     if me.rank == source and joining:
-        common = {name: getattr(me.state, name) for name in strategy.resizing.common}
-        whole = {"params": me.params, "optimizer": keeper.at_boundary(), "before": me.before, "place": script.place()}
-        send_pieces(me, joining, "model", np.frombuffer(to_bytes({**whole, "common": common}), np.uint8))
+        whole = {**give(), "step": me.step, "before": me.before, "shared": held.shared(me, strategy)}
+        send_pieces(me, joining, "model", np.frombuffer(to_bytes(whole), np.uint8))
     elif me.rank in joining:
         taken = from_bytes((await receive_pieces(me, source, "model")).tobytes())
-        keeper.take(taken["params"], taken["optimizer"])
-        for name, value in taken["common"].items():
-            setattr(me.state, name, value)
-        me.step, me.before = most, taken["before"]
-        script.join(taken["place"])
+        set_fields(me.state, taken.pop("shared"))
+        me.step, me.before = taken.pop("step"), taken.pop("before")
+        held.join(ended)
+        take(taken)
 
 
-def first_of(steps: Mapping[int, int]) -> tuple[int, int]:
-    """Return the largest number of steps, and the lowest rank that has taken so many."""
-    most = max(steps.values())
-    return most, min(rank for rank, step in steps.items() if step == most)
+def first_of(stands: Mapping[int, Fields]) -> tuple[int, int]:
+    """Return the last exchange that a worker has completed, and the lowest rank that has."""
+    most = max(int(one["ended"]) for one in stands.values())
+    return most, min(rank for rank, one in stands.items() if one["ended"] == most)
+
+
+def set_fields(state: Any, values: Mapping[str, Any]) -> None:
+    """Set fields of a strategy's state."""
+    for name, value in values.items():
+        setattr(state, name, value)

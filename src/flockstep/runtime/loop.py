@@ -32,7 +32,7 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.change import HeldStep, catch_up, join, stand
+from flockstep.runtime.change import beside, catch_up, held_of, join, stand
 from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.epochs import deal_as_before, deals_data
@@ -144,7 +144,7 @@ class Loop:
         self._process = os.getpid()
         self._params, self._schema, self._stepper, self._optimizer = params, schema, stepper, server_optimizer
         self._of = of_framework or OfFramework()
-        self._held = HeldStep(stepper)
+        self._held = held_of(strategy, stepper)
         self._again: BeginAgain | None = None
         """Why the next step begins with other workers; None if the run goes on with the same."""
         self._exchanges, self._leaving = 0, threading.Event()
@@ -168,7 +168,7 @@ class Loop:
         spec = node_spec if node_spec is not None and node_spec.call == 1 else None
         self.joined = spec is not None and spec.joins
         """Whether this worker has joined others that were training."""
-        self._repeats = spec is not None and spec.changes and strategy.repeats and self._of.keeper is not None
+        self._repeats = spec is not None and spec.changes and bool(strategy.repeats) and self._of.keeper is not None
         if node_spec is None:
             self._alone()
         else:
@@ -408,13 +408,7 @@ class Loop:
         return returned
 
     def _run(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        worker, returned = self._worker, list[T]()
-
-        async def to_the_end() -> None:
-            returned.append(await worker.finished(worker.background(SCRIPT + name, program(worker))))
-
-        self._runner.aside(to_the_end())
-        return returned[0]
+        return beside(self._runner, self._worker, name, program)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -558,10 +552,12 @@ class Loop:
         return last[0] if last else None
 
     def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
-        """Let the script take part in checkpoints; see `ScriptCheckpoints.checkpoint`."""
-        assert self.checkpoints is not None
-        with self._noting_change():
-            self.checkpoints.checkpoint(extra, deals_data())
+        """Let the script take part in checkpoints; see `ScriptCheckpoints.checkpoint`. If the workers have changed, all
+        meet here: a worker that joins then computes its first gradient while the others compute theirs.
+        """
+        checkpoints = self.checkpoints
+        assert checkpoints is not None
+        self._with_the_living(lambda: checkpoints.checkpoint(extra, deals_data()))
 
     def _with_the_living(self, act: Callable[[], T], exchange: str = "") -> T:
         """Do what all workers do now, and do it again with those that live whenever others are lost meanwhile, or were
@@ -616,36 +612,48 @@ class Loop:
         self._together(session, self._worker)
         if keeper.refusal:  # said to the supervisor of those who go on
             raise RunError(f"a worker was lost, and the others cannot go on: {keeper.refusal}")
-        taken = self._catch_up(exchange)
+        self._catch_up(exchange)
         self._begin()
         if not self._held.completed:
             self._held.put_back(self.gradients)
-        if taken and self.watch is not None:
+        if self.watch is not None:
             self.watch.note()
 
-    def _catch_up(self, exchange: str = "") -> bool:
-        """Take the step that another worker has completed, if there is one; return whether there was. A worker that has
-        joined takes over its model.
+    def _catch_up(self, exchange: str = "") -> None:
+        """Complete the step or round that another worker has completed, if there is one. A worker that has joined takes
+        over its model.
         """
         keeper, own, strategy, script = self._of.keeper, self._exchanges, self.strategy, self.checkpoints
+        held = self._held
         assert keeper is not None
         assert script is not None
-        stands = self._run("stand", lambda me: stand(me, own, self.joined and not self._began))
-        taken = self._run("step", lambda me: catch_up(me, stands, self._held, strategy))
-        self._run("model", lambda me: join(me, stands, strategy, keeper, script))
+        joins = self.joined and not self._began
+
+        def give() -> dict[str, Any]:
+            return {"params": self._worker.params, "optimizer": keeper.at_boundary(), "place": script.place()}
+
+        def take(taken: dict[str, Any]) -> None:
+            keeper.take(taken["params"], taken["optimizer"])
+            script.join(taken["place"])
+
+        ended, exchanges = (-1, 0) if joins else (held.ended(self._worker), own)
+        stands = self._run("stand", lambda me: stand(me, ended, {"exchanges": exchanges}))
+        self._run("step", lambda me: catch_up(me, stands, held, strategy))
+        self._run("model", lambda me: join(me, stands, held, strategy, give, take))
         exchanges = max(int(one["exchanges"]) for one in stands.values())
         if exchange and exchanges > own:
             raise RunError(
                 f"a worker was lost at the end of {exchange}, which not all of the others had completed; resume the run"
             )
         metrics, step = self._runner.metrics, self._worker.run_step
-        if self.joined and not self._began:
+        if joins:
             self._exchanges, metrics.steps = exchanges, step
         else:
-            deal_as_before(step, None if any(int(one["step"]) < 0 for one in stands.values()) else self._dealt)
+            most = max(step, *(self._worker.before + int(one["step"]) for one in stands.values()))
+            someone = any(int(one["ended"]) < 0 for one in stands.values())
+            deal_as_before(most, None if someone else self._dealt)
         self._dealt, self._began = (self.rank, self.workers), True
         self._runner.counted = metrics.steps > step
-        return taken
 
     def _alone(self) -> None:
         """Run the worker and the servers in this process."""
@@ -681,6 +689,8 @@ class Loop:
         )
         if former is not None:
             self._held.go_on(worker, former, strategy)
+        elif self._repeats:
+            self._held.watch(worker)
         with self._telling():
             kept = self._load(session, worker)
             connection = session.begin(lambda member: NodeConnection(member, worker, strategy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,10 @@ class Plan:
     def samples_at(self, step: int) -> int:
         """Number of samples that a worker has used in its first `step` gradients."""
         return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
+
+    def steps_of(self, samples: int) -> int:
+        """Number of steps, before the last one, in which all workers together use at most so many samples."""
+        return bisect_right(range(1, self.steps), samples, key=lambda n: self.samples_at(n) * self.cluster.workers)
 
     def layers(self, engine: TrainedModel) -> tuple[FactoredWeight, ...]:
         """The layers whose gradients can be computed as factors.
@@ -194,6 +199,11 @@ class Batches:
         if (sampler := self._samplers.get(self._rank)) is None:
             return None
         return sampler.peek(self._plan.batch_at(self._turns[self._rank]))
+
+    @property
+    def block(self) -> int:
+        """Number of the newest block of permutations of which a batch was drawn; -1 before the first batch."""
+        return max((sampler.state().block for sampler in self._samplers.values()), default=self._first[0].block - 1)
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
         """Return, for every block of data that the worker has read, block → position in the block."""

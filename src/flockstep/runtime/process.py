@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from flockstep.arrays.memory import release
+from flockstep.arrays.namespace import to_device_of
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.frameworks.base import Engine
-from flockstep.messages import node_name
+from flockstep.messages import Fields, node_name
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
 from flockstep.records.failpoints import reach
+from flockstep.runtime.change import HeldWork, beside, catch_up, first_of, held_of, join, stand
 from flockstep.runtime.fault_injector import wrong_gradients
 from flockstep.runtime.member import BeginAgain, NodeSpec
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.part_group import PartGroup, groups_of
-from flockstep.runtime.plan import Batches, LocalOptimizer, Plan, computed
+from flockstep.runtime.plan import FIRST_BATCH, Batches, LocalOptimizer, Plan, computed
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.real_part import PartConnection
 from flockstep.runtime.runner import Runner
@@ -28,51 +31,152 @@ from flockstep.runtime.settings import room_for
 from flockstep.split.parts import notes_between
 from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import Strategy
+from flockstep.workloads.sampler import SamplerState
 
 
-def run_worker(
-    node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]], asked_to_leave: Callable[[], bool] = lambda: False
-) -> int | BeginAgain:
-    """Take part in a run as a worker; return the exit code of the process, or the specification with which the process
-    continues the run.
+class JobWorker:
+    """A worker of a declared job, over all changes of the run's workers that its process lives through."""
 
-    `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave` returns
-    whether a signal has asked this worker to leave the run.
-    """
-    with np.errstate(over="ignore", invalid="ignore"), Session(node_spec) as session:
-        # An overflow shows as a loss that is not finite.
-        engine, plan = make()
-        if plan.split is not None:
-            _run_part(session, engine, plan, plan.split)
-        else:
-            _run_whole(session, engine, plan, asked_to_leave)
-    return session.again or session.exit_code
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        """The worker that this process was before the last change."""
+        self._plan: Plan
+        """The plan by which its steps are counted."""
+        self._batches: Batches
+        self._stepper: LocalOptimizer
+        self._held: HeldWork
+        self._loss: float | None = None
+        """Loss of the step in hand."""
+
+    def run(
+        self, node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]], asked_to_leave: Callable[[], bool] = bool
+    ) -> int | BeginAgain:
+        """Take part in a run; return the exit code of the process, or the specification with which the process
+        continues the run.
+
+        `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave` returns
+        whether a signal has asked this worker to leave the run.
+        """
+        with np.errstate(over="ignore", invalid="ignore"), Session(node_spec) as session:
+            # An overflow shows as a loss that is not finite.
+            engine, plan = make()
+            if plan.split is not None:
+                _run_part(session, engine, plan, plan.split)
+            else:
+                self._run_whole(session, engine, plan, asked_to_leave)
+        return session.again or session.exit_code
+
+    def _run_whole(self, session: Session, engine: Engine, plan: Plan, asked_to_leave: Callable[[], bool]) -> None:
+        """Take part in a run as a worker that holds a whole replica."""
+        strategy, node_spec, former = plan.strategy, session.node_spec, self._worker
+        if node_spec.checkpoint:  # the state comes from there, not from this process
+            former = None
+        rank, repeats = node_spec.address, node_spec.changes and repeats_steps(plan)
+        largest = max(engine.buffers(rank).nbytes, strategy.largest_message)
+        params = engine.home() if former is None else former.params
+        _, initial = session.meet(
+            strategy, plan.optimizer.on_servers, engine.schema, params, largest=largest, repeats=repeats
+        )
+        if former is None:
+            params[:] = initial
+        del initial
+        worker = self._made(engine, plan, rank, params, repeats, former)
+        release()
+        session.load(worker)
+        connection = session.begin(lambda member: NodeConnection(member, worker, strategy, plan.evaluate_every))
+        self._worker = worker
+        connection.asked_to_leave = asked_to_leave
+        connection.runner.wrong_gradients = wrong_gradients(plan.faults, rank)
+        gradient = connection.home(np.zeros(params.shape, params.dtype))
+        ours, batches = connection.checkpoints, Batches(plan, rank)
+        ours.stepper, ours.batches = self._stepper, batches
+        ours.buffers = connection.snapshots.buffers = lambda: engine.buffers(rank)
+        if former is not None or node_spec.joins:
+            self._catch_up(engine, plan, connection.runner, batches, joins=former is None)
+        self._plan, self._batches = plan, batches
+        session.start(
+            lambda: connection.runner.begin(strategy.worker(worker), partial(strategy.finish, worker)),
+            partial(engine.restore_buffers, rank),
+            stops=strategy.traits.restarts,
+        )
+        try:
+            self._train(engine, plan, connection.runner, gradient, repeats)
+        except BeginAgain:
+            self._held.totals = connection.runner.metrics.kept()
+            raise
+        session.leave()
+
+    def _made(
+        self, engine: Engine, plan: Plan, rank: int, params: FlatArray, repeats: bool, former: Worker | None
+    ) -> Worker:
+        """Return the worker of this run, which goes on where `former` was if there is one."""
+        if former is None:
+            self._stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+            self._stepper.lr = plan.lr_at(0)
+            self._held = held_of(plan.strategy, self._stepper)
+        worker = plan.worker(engine, rank, params, self._held.stepper if repeats else self._stepper)
+        if former is not None:
+            self._held.go_on(worker, former, plan.strategy)
+            engine.restore_buffers(rank, engine.buffers(former.rank))
+        elif repeats:
+            self._held.watch(worker)
+        return worker
+
+    def _catch_up(self, engine: Engine, plan: Plan, runner: Runner, batches: Batches, joins: bool) -> None:
+        """Take the step that another worker has completed, if there is one, and count steps by the plan `plan` from now
+        on. A worker that `joins` takes over the model.
+        """
+        worker, held, strategy = self._worker, self._held, plan.strategy
+        assert worker is not None
+
+        def give() -> dict[str, Any]:
+            buffers = engine.buffers(worker.rank)
+            return {"params": worker.params, "optimizer": self._stepper.state, "buffers": buffers}
+
+        def take(taken: dict[str, Any]) -> None:
+            worker.params[:], self._stepper.state = to_device_of(taken["params"], worker.params), taken["optimizer"]
+            engine.restore_buffers(worker.rank, taken["buffers"])
+
+        own: Fields = {"samples": 0, "block": -1}
+        if not joins:
+            samples = self._plan.samples_at(worker.run_step) * self._plan.cluster.workers
+            own = {"samples": samples, "block": self._batches.block}
+        ended = -1 if joins else held.ended(worker)
+        stands = beside(runner, worker, "stand", lambda me: stand(me, ended, own))
+        beside(runner, worker, "step", lambda me: catch_up(me, stands, held, strategy))
+        beside(runner, worker, "model", lambda me: join(me, stands, held, strategy, give, take))
+        # All must count alike, also if some have counted by a plan in between, which was given up.
+        first = stands[first_of(stands)[1]]
+        worker.before = plan.steps_of(int(first["samples"])) - int(first["step"])
+        worker.steps = plan.steps - worker.before
+        block = max(int(one["block"]) for one in stands.values())
+        batches.restore({FIRST_BATCH: (SamplerState(block + 1), worker.run_step + (not held.completed))})
+        runner.metrics.restore({**(runner.metrics.kept() if joins else held.totals), "steps": worker.run_step})
+
+    def _train(self, engine: Engine, plan: Plan, runner: Runner, gradient: FlatArray, repeats: bool) -> None:
+        worker, held, stepper, batches = self._worker, self._held, self._stepper, self._batches
+        assert worker is not None
+        going = runner.advance()
+        while going:
+            need = runner.waiting
+            assert isinstance(need, NeedGradient)
+            stepper.lr = plan.lr_at(worker.run_step)
+            # If others were lost in the middle of this step, it is taken again.
+            if not repeats or held.completed or not held.put_back(gradient):
+                indices = batches.next(need)
+                if worker.run_step + 1 < plan.steps and (upcoming := batches.upcoming()) is not None:
+                    engine.prefetch(indices)
+                    engine.prefetch(upcoming)
+                self._loss = computed(engine, need, worker.params, indices, gradient, worker.rank, worker.step)
+            reach("gradient.computed")
+            if repeats:
+                held.keep(worker, gradient)
+            going = runner.advance(gradient, self._loss)
 
 
-def _run_whole(session: Session, engine: Engine, plan: Plan, asked_to_leave: Callable[[], bool]) -> None:
-    """Take part in a run as a worker that holds a whole replica."""
-    strategy, rank = plan.strategy, session.node_spec.address
-    largest, params = max(engine.buffers(rank).nbytes, strategy.largest_message), engine.home()
-    _, params[:] = session.meet(strategy, plan.optimizer.on_servers, engine.schema, params, largest=largest)
-    stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
-    stepper.lr = plan.lr_at(0)
-    worker = plan.worker(engine, rank, params, stepper)
-    release()
-    session.load(worker)
-    connection = session.begin(lambda member: NodeConnection(member, worker, strategy, plan.evaluate_every))
-    connection.asked_to_leave = asked_to_leave
-    connection.runner.wrong_gradients = wrong_gradients(plan.faults, rank)
-    gradient = connection.home(np.zeros(params.shape, params.dtype))
-    ours, batches = connection.checkpoints, Batches(plan, rank)
-    ours.stepper, ours.batches = stepper, batches
-    ours.buffers = connection.snapshots.buffers = lambda: engine.buffers(rank)
-    session.start(
-        lambda: connection.runner.begin(strategy.worker(worker), partial(strategy.finish, worker)),
-        partial(engine.restore_buffers, rank),
-        stops=strategy.traits.restarts,
-    )
-    _train(engine, worker, stepper, batches, connection.runner, plan, gradient)
-    session.leave()
+def repeats_steps(plan: Plan) -> bool:
+    """Whether the workers of a job that live take a step again when others are lost."""
+    return bool(plan.strategy.repeats) and plan.split is None and not plan.faults
 
 
 def _run_part(session: Session, engine: Engine, plan: Plan, split: SplitModel) -> None:
@@ -136,30 +240,6 @@ def run_server(
         connection.drive(connection.runner)
         session.leave()
     return session.exit_code
-
-
-def _train(
-    engine: Engine,
-    worker: Worker,
-    stepper: LocalOptimizer,
-    batches: Batches,
-    runner: Runner,
-    plan: Plan,
-    gradient: FlatArray,
-) -> None:
-    value: FlatArray | None = None
-    loss: float | None = None
-    while runner.advance(value, loss):
-        need = runner.waiting
-        assert isinstance(need, NeedGradient)
-        stepper.lr = plan.lr_at(worker.run_step)
-        indices = batches.next(need)
-        if worker.run_step + 1 < plan.steps and (upcoming := batches.upcoming()) is not None:
-            engine.prefetch(indices)
-            engine.prefetch(upcoming)
-        loss = computed(engine, need, worker.params, indices, gradient, worker.rank, worker.step)
-        reach("gradient.computed")
-        value = gradient
 
 
 def warm_up(engine: Engine, batch: int) -> None:

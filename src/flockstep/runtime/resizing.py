@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -66,8 +65,7 @@ def resized_checkpoint(
         for address, (former_address, one) in _renamed({old: (old, one) for old, one in kept.items()}, order).items()
     }
     steps = [*lost, *(one.before + one.step for address, one in kept.items() if address >= 0)]
-    samples = sum(map(plan.samples_at, steps))
-    before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
+    before = now.steps_of(sum(map(plan.samples_at, steps)))
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
 

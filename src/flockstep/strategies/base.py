@@ -15,6 +15,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 from flockstep.messages import Message, Notes
 from flockstep.nodes import Cluster, Server, Worker
+from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.resizing import FormerWorker, Resizing, keep
 from flockstep.strategies.traits import Clips as Clips
 from flockstep.strategies.traits import ResultPolicy as ResultPolicy
@@ -185,10 +186,22 @@ class Strategy(Component):
         return former.params, 1.0
 
     @property
-    def repeats(self) -> bool:
-        """Whether a step can be taken again after a death: replicas are equal, and step once along each gradient."""
+    def repeats(self) -> Literal["", "step", "round"]:
+        """What workers that live take again when others are lost, with what their processes hold: the step in hand, if
+        replicas are equal and step once along each gradient; the exchange of a `round`, where a program calls
+        `Worker.hold`; or nothing, so that the run goes back to a checkpoint.
+        """
         rule, traits = self.resizing, self.traits
-        return traits.alike and traits.in_step and not (rule.steps_at_end or rule.refused)
+        alike = traits.alike and traits.in_step and not (rule.steps_at_end or rule.refused)
+        return "step" if alike else ""
+
+    def go_on(self, me: Worker, state: Any) -> None:
+        """Set the state of a worker that goes on with `state`, in the middle of a run, beside another number of
+        workers.
+        """
+        me.state = state
+        me.state = self.worker_state(me)
+        self.take_over(me, [FormerWorker(me.rank, me.params, me.step, state, OptimizerState())] * me.workers)
 
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
         """Set the state of a worker after the number of workers has changed, by the rule that `resizing` returns.

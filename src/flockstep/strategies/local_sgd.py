@@ -32,6 +32,8 @@ class LocalSgdState:
     model: FlatArray | None = None
     """The parameters (K,) from which all replicas started after the last average; None without an outer optimizer."""
     outer_state: Any = None
+    due: bool = False
+    """Whether the worker is in an average, which is taken again if others are lost in it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class LocalSGD(Strategy):
     def steps_alone(self) -> bool:
         return type(self).worker is LocalSGD.worker
 
+    @property
+    def repeats(self) -> Literal["", "step", "round"]:
+        return "round"
+
     resizing = Resizing(replicas="own", common=("model", "outer_state"))
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
@@ -96,6 +102,10 @@ class LocalSGD(Strategy):
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
         super().take_over(me, former)
         self.outer_optimizer.resize(me.state.outer_state, me.workers)
+
+    def go_on(self, me: Worker, state: LocalSgdState) -> None:
+        me.state = state
+        self.outer_optimizer.resize(state.outer_state, me.workers)
 
     def worker_state(self, me: Worker) -> LocalSgdState:
         """Return the state of a worker before the first average. When a new model replaces the old model, the
@@ -112,6 +122,8 @@ class LocalSGD(Strategy):
         state: LocalSgdState = me.state
         if state.model is not None and 0 < state.met == me.step:
             me.params[:] = state.model  # a run that continues after its result was taken
+        if state.due:
+            await self.meet(me, state)
         while me.training:
             me.optimizer_step(await me.gradient())
             await self.after_step(me, me.state)
@@ -120,9 +132,14 @@ class LocalSGD(Strategy):
         """Average the replicas if the schedule says that an average is due, and let the outer optimizer take its
         step.
         """
+        if self.schedule.due(me, state.period, me.step - state.met):
+            await self.meet(me, state)
+
+    async def meet(self, me: Worker, state: LocalSgdState) -> None:
+        """Average the replicas, and let the outer optimizer take its step."""
+        state.due = True
+        me.hold()
         since = me.step - state.met
-        if not self.schedule.due(me, state.period, since):
-            return
         if self.weighting == "samples":
             me.params *= me.workers * me.samples / me.train_size
         await self.collective.average(me, me.params)
@@ -134,6 +151,8 @@ class LocalSGD(Strategy):
         me.record_round(since)
         state.met = me.step
         await self.schedule.met(me, state.period, self.collective)
+        state.due = False
+        me.hold(ended=True)
 
     async def finish(self, me: Worker) -> None:
         """Take the outer optimizer's result if the last step ended with an average, then leave the run."""
