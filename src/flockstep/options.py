@@ -222,8 +222,8 @@ class CheckpointOptions:
     keep: int | None = _output("Number of checkpoints to keep (default: 2).", least=1, advice="2 is usual").default()
     min_workers: int | None = _processes(
         "Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
-        "worker is lost the other workers go back to the newest checkpoint; PyTorch scripts with a strategy such as "
-        "all_reduce go on with the step in hand, without checkpoints.",
+        "worker is lost the other workers go on with the step or round in hand under strategies such as all_reduce "
+        "and local_sgd, without checkpoints, and otherwise go back to the newest checkpoint.",
         least=1,
         advice="use for example 2",
     ).default()

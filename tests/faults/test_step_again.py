@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -457,6 +458,20 @@ def test_a_worker_joins_scripts_whose_processes_go_on(
     for rank, first in enumerate([0] * workers + [joined]):
         steps = [event.step for event in record.read_events() if isinstance(event, StepEvent) and event.rank == rank]
         assert steps == list(range(first + 1, last + 1))
+
+
+def test_a_worker_that_joins_and_fails_before_its_first_step_ends_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    fails = "if saved['step']:\n    raise ValueError('no data here')\n"
+    script.write_text(JOINED.replace("step, me = saved", fails + "step, me = saved"))
+    run = RealRun(["launch", "-n", "2", "--max-workers", "3", str(script)], tmp_path / "run", torch=True)
+    run.wait_for_work(10)
+    run_command(["join", str(tmp_path / "run")])
+    wait_until(lambda: RunFolder(run.record).read_config().workers == 2, PATIENCE, "the others go on")
+    end_scheduled_script(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert re.search("worker 2 failed before its first step: .*ValueError: no data here", ended.err)
 
 
 def test_fewer_workers_than_the_least_end_the_run(tmp_path: Path) -> None:

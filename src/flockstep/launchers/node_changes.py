@@ -231,12 +231,17 @@ class NodeChanges:
             return str(error)
         return ""
 
+    def is_new(self, address: Address) -> bool:
+        """Whether a worker has joined and taken no step yet, so that the run can do without it."""
+        return address in self._joining and self._peers[address].step == 0
+
     def goes_on_after(self, address: Address, reason: str) -> bool:
         """Let the run continue after the loss of a server, or of a worker that its strategy needs, with the step in
         hand or from the newest checkpoint; return whether it can.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
-        may = self._least is not None or self._joining >= self._peers.missed
+        new = all(map(self.is_new, self._peers.missed))
+        may = self._least is not None or new
         at_once = may and address >= 0 and self._at_once()
         if (newest is None and not at_once) or address in self._peers.done:
             return False
@@ -256,7 +261,7 @@ class NodeChanges:
             survives = strategy is not None and strategy.traits.deaths(self._peers.workers) >= len(self._peers.missed)
             if survives and began:
                 return False
-            if self._least is None and (began or not self._joining >= self._peers.missed):
+            if not may:
                 return False
             if self._why_not_with(self._staying + joined):
                 return False

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -595,7 +595,11 @@ class Supervisor:
         self.members.requests.confirm(text)
         self._hosts.confirm(text)
 
-    def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
+    def _fail(self, address: Address, kind: str, reason: str, trace: str) -> None:
+        """End the run with the error of a node, unless it is a worker that has joined and taken no step yet."""
+        if self._changes.is_new(address):
+            self._lose(address, f"{node_name(address)} failed before its first step: {reason}")
+            return
         self.peers[address].state = "failed"
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
