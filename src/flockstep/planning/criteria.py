@@ -155,7 +155,9 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
     if not is_synchronous(found.strategy):
         said.append(f"updates are {number(lateness(found, site), 2)} versions late on average")
     if not is_central(found.strategy):
-        said.append(f"workers have separate models, which synchronize every {number(horizon(found, site), 2)} steps")
+        steps = max(1, round(horizon(found, site)))
+        after = "1 step" if steps == 1 else f"about {steps:,} steps"
+        said.append(f"workers have separate models, and a worker's step has reached all of them after {after}")
     return tuple(said)
 
 
