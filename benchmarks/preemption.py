@@ -17,7 +17,7 @@ The time until the next fault begins when the workers train again after the last
 slowly. Worker-seconds are the seconds times the workers that trained. A pause is the longest time between two steps of
 a worker that goes on (of all workers where nobody does), less a usual step. Needs Linux.
 
-    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,torchft] [--json]
+    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,torchft] [--seeds 3] [--json]
 
 A way that needs more than 10 minutes is given up. A short trial: --workers 2 --every 6 --step 0.05.
 """
@@ -57,14 +57,17 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.5, help="shortest time of a step in seconds")
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each way, each with data in another order")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends what was started
-    found = {}
-    for name in options.ways.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            found[name] = Race(WAYS[name](Path(folder), options), options).run()
-        print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in options.ways.split(",")}
+    for options.seed in range(options.seeds):
+        for name, done in runs.items():
+            with tempfile.TemporaryDirectory() as folder:
+                done.append(Race(WAYS[name](Path(folder), options), options).run())
+            print(f"{name}: {json.dumps(done[-1])}", file=sys.stderr, flush=True)
+    found = {name: {key: statistics.median(one[key] for one in done) for key in done[0]} for name, done in runs.items()}
     if options.json:
         print(json.dumps({**vars(options), "found": found}))
         return
@@ -85,7 +88,7 @@ class Way:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.workers = folder, options.workers
-        self.words = [str(SCRIPT), str(folder), str(options.target), str(options.step)]
+        self.words = [str(SCRIPT), str(folder), str(options.target), str(options.step), str(options.seed)]
         self.words.insert(1, type(self).__name__.lower().replace("steady", "flockstep"))
         self.started: list[subprocess.Popen[bytes]] = []
 

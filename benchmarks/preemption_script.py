@@ -1,4 +1,4 @@
-"""The training script of `preemption.py`: preemption_script.py WAY FOLDER TARGET STEP. It trains the workload `digits`
+"""The training script of `preemption.py`: preemption_script.py WAY FOLDER TARGET STEP SEED. It trains the workload `digits`
 by SGD, evaluates every fifth step, and writes the time of each step to a file of its process.
 """
 
@@ -122,7 +122,7 @@ WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
-def main(way: str, folder: Path, target: float, seconds: float) -> None:
+def main(way: str, folder: Path, target: float, seconds: float, seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     digits = Digits().job(0)
@@ -134,7 +134,7 @@ def main(way: str, folder: Path, target: float, seconds: float) -> None:
         run.keep()
         rank, workers = run.place
         epoch, batch = divmod(run.step, len(train_x) // (workers * digits.batch))
-        order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(1000 * seed + epoch))
         start = (batch * workers + rank) * digits.batch
         index = order[start : start + digits.batch]
         run.optimizer.zero_grad()
@@ -152,4 +152,4 @@ def main(way: str, folder: Path, target: float, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:5]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:5]), int(sys.argv[5]))

@@ -6,6 +6,7 @@ Each process notes the mean of the samples of each of its gradients, from which 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from itertools import combinations
@@ -46,7 +47,7 @@ def joined(member, *arguments, **named):
 def hook(name):
     global reached
     reached += taken == DEADLY
-    if reached and reached == DIES_AT.get(me):
+    if reached and reached == DIES_AT.get(me) and not (HERE / "go").exists():
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Noted(QuadraticModel):
@@ -79,8 +80,8 @@ DILOCO = f"local_sgd({PERIOD}, collective=ring, outer_optimizer=nesterov(lr=0.7,
 
 def begin(folder: Path, strategy: str, dies_at: dict[int, int], deadly: int, hold: bool = False, *more: str) -> RealRun:
     (folder / "job.py").write_text(JOB.format(dies_at=dies_at, deadly=deadly, hold=hold, rate=RATE))
-    words = ["train", str(folder / "job.py"), "-s", strategy, "-n", str(WORKERS), "--min-workers", "1"]
-    return RealRun([*words, "--steps", str(STEPS), "--evaluate-every", "6", *more], folder / "run")
+    words = ["train", str(folder / "job.py"), "-s", strategy, "-n", str(WORKERS), *(more or ("--min-workers", "1"))]
+    return RealRun([*words, "--steps", str(STEPS), "--evaluate-every", "6"], folder / "run")
 
 
 def means_of(folder: Path) -> dict[int, np.ndarray]:
@@ -196,3 +197,19 @@ def test_a_worker_joins_a_job_whose_others_go_on(
         members = [range(WORKERS)] * joined + [range(WORKERS + 1)] * (steps - joined)
         assert np.allclose(record.read_result()[0], averaged(means, members), rtol=0, atol=1e-5)
     assert len(set(record.read_summary().hashes.values())) == 1 or strategy == LOCAL
+
+
+def test_too_few_workers_complete_the_step_and_end_with_a_checkpoint(tmp_path: Path) -> None:
+    ended = begin(tmp_path, "all_reduce(collective=ring)", {1: 4}, 9, True, "--min-workers", "4").end()
+    assert ended.code == 130
+    assert re.search("worker 1 was killed by SIGKILL.*, and the 3 remaining workers are fewer than", ended.err)
+    before, steps = means_of(tmp_path), {}
+    (tmp_path / "go").touch()
+    ended = RealRun(["resume"], tmp_path / "run").end()
+    assert ended.code == 0, ended.err
+    record, means = RunFolder(tmp_path / "run"), means_of(tmp_path)
+    survivors = [0, 2, 3]
+    for rank in survivors:  # ranks are counted anew, and files are named by the first rank of each process
+        steps[rank] = np.concatenate([before[rank], means[survivors.index(rank)][len(before[survivors.index(rank)]) :]])
+    members = [range(WORKERS)] * 8 + [survivors] * (len(steps[0]) - 8)
+    assert np.allclose(record.read_result()[0], averaged({**steps, 1: before[1]}, members), rtol=0, atol=1e-5)

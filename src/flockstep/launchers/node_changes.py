@@ -39,6 +39,8 @@ class Members:
     """When the run began, on the monotonic clock, if the workers go on with what their processes hold."""
     step: int = 0
     """The step from which they go on."""
+    ends: str = ""
+    """Why the run ends with a checkpoint as soon as it goes on; empty if it does not."""
     hear_rest: Callable[[], None] = lambda: None
     """Keeps what they still send to the supervisor of the workers before."""
     back_to: int | None = None
@@ -71,7 +73,7 @@ class NodeChanges:
         self._requests, self._newcomers = members.requests, members.newcomers
         self._least, self._most = config.min_workers, config.max_workers
         self._joining, self._back_to, self._began_at_once = members.joining, members.back_to, members.went is not None
-        self._leavers = set[int]()
+        self._ends, self._leavers = members.ends, set[int]()
         self._losses: list[str] = []
         """Clauses about the lost nodes without which the run is about to continue."""
 
@@ -89,7 +91,12 @@ class NodeChanges:
     def look(self) -> None:
         """If workers leave or join, or a lost process is to be replaced, take a checkpoint, and change the nodes once
         it is complete.
+
+        Raises:
+            KeyboardInterrupt: too few workers are left, so that the run ends.
         """
+        if self._ends and self._peers.running:
+            raise KeyboardInterrupt(self._ends)
         checkpoints = self._checkpoints
         if checkpoints is None or not self._peers.running or self._outcome.change is not None:
             return
@@ -139,9 +146,10 @@ class NodeChanges:
         self._requests.refuse(f"no worker can join now: {why}")
         self._hosts.refuse_joiners(f"no worker can join now: {why}")
 
-    def _change(self, loss: str, joined: int, at_once: bool = False) -> None:
+    def _change(self, loss: str, joined: int, at_once: bool = False, ends: str = "") -> None:
         """Continue without the workers that leave or were lost, and with those that join; `loss`: a clause about a lost
         node, which is added to those of other losses, or empty. `at_once`: no process goes back to a checkpoint.
+        `ends`: why the run then ends with a checkpoint.
         """
         if joined > self._hosts.prepared:
             self._requests.admit()
@@ -153,7 +161,7 @@ class NodeChanges:
         gone = self._leavers | (set(range(self._peers.workers)) - set(self._peers.view.ranks))
         newest = None if self._checkpoints is None else self._checkpoints.newest
         renamed = newest is not None and bool(newest.lost)
-        self._outcome.change = Change(gone, reason, joined, renamed, at_once)
+        self._outcome.change = Change(gone, reason, joined, renamed, at_once, ends and f"{reason}, and {ends}")
 
     def _at_once(self) -> bool:
         """Whether the scripts that live can go on from the step in hand, with what their processes hold."""
@@ -224,6 +232,12 @@ class NodeChanges:
         """Why the run cannot continue with this number of workers; empty if it can."""
         if self._least is not None and workers < self._least:
             return f"the {workers} remaining workers are fewer than --min-workers {self._least}"
+        return self._why_impossible_with(workers)
+
+    def _why_impossible_with(self, workers: int) -> str:
+        """Why no run can go on with this number of workers under the strategy; empty if one can."""
+        if workers < 1:
+            return "no worker is left"
         try:
             if self._outcome.strategy is not None:
                 self._outcome.strategy.check(workers)
@@ -245,7 +259,7 @@ class NodeChanges:
         at_once = may and address >= 0 and self._at_once()
         if (newest is None and not at_once) or address in self._peers.done:
             return False
-        began, strategy = self._peers.went is not None, self._outcome.strategy
+        began, strategy, ends = self._peers.went is not None, self._outcome.strategy, ""
         change = self._outcome.change  # of another node that was lost just now
         joined = change.joined if change is not None else self._joiners() if began and not at_once else 0
         if address < 0:
@@ -263,7 +277,10 @@ class NodeChanges:
                 return False
             if not may:
                 return False
-            if self._why_not_with(self._staying + joined):
+            ends = self._why_not_with(self._staying + joined)
+            # Too few for --min-workers can still complete the step in hand, so that nothing is lost.
+            saved = at_once and self._checkpoints is not None and not self._checkpoints.missing
+            if ends and (not saved or self._why_impossible_with(self._staying)):
                 return False
-        self._change(reason, joined, at_once)
+        self._change(reason, joined, at_once, ends)
         return True

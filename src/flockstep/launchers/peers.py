@@ -162,7 +162,9 @@ class Change:
     renamed: bool = False
     """Whether ranks change although the number of workers stays, because the newest checkpoint lacks lost workers."""
     at_once: bool = False
-    """Whether scripts go on with what their processes hold, so that the run does not go back to a checkpoint."""
+    """Whether workers go on with what their processes hold, so that the run does not go back to a checkpoint."""
+    ends: str = ""
+    """Why the run then ends with a checkpoint; empty if it goes on."""
     since: float = field(default_factory=time.monotonic)
     """Time at which the nodes had stopped, in seconds of the monotonic clock."""
 

@@ -49,8 +49,8 @@ class NodesChanged(Interrupted):
     def __init__(self, change: Change, supervisor: Supervisor):
         super().__init__(change.reason)
         self.supervisor, self.gone, self.since = supervisor, change.gone, change.since
-        self.at_once = change.at_once
-        """Whether scripts go on with what their processes hold."""
+        self.at_once, self.ends = change.at_once, change.ends
+        """Whether workers go on with what their processes hold, and why the run then ends with a checkpoint."""
         self.went = supervisor.members.went if supervisor.peers.went is None else supervisor.peers.went
         """When the run began, by the monotonic clock; None if no worker has trained."""
         self.epoch, workers = supervisor.members.epoch, supervisor.peers.workers
@@ -119,7 +119,7 @@ class SupervisedRun:
         former, outcome = unnamed(self.record.read_config()), left.supervisor.outcome
         config = self.executable.without_stop(former, left.workers)
         keep_configs(self.record, former, config)
-        text = f"{left}; {left.others} continued with the step in hand"
+        text = f"{left}; {left.others} {'complete' if left.ends else 'continued with'} the step in hand"
         on_stderr(text)
         assert left.went is not None
         self.record.set_aside(range(min(left.workers, len(left.remaining)), former.workers), left.epoch + 1)
@@ -369,7 +369,7 @@ class RunSegment:
             step, hear = left.supervisor.peers.least_step, left.supervisor.hear_rest
             members = Members(before.requests, before.newcomers, joining, left.epoch + 1, went, step, back_to=back_to)
             if left.at_once:
-                members = dataclasses.replace(members, hear_rest=hear)
+                members = dataclasses.replace(members, ends=left.ends, hear_rest=hear)
         sizes = () if executable.parts is None else executable.parts.sizes
         outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         peers = RunPeers(config.workers, spec.heartbeat, members.epoch, executable.unjoined)
