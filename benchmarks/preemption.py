@@ -17,7 +17,8 @@ The time until the next fault begins when the workers train again after the last
 slowly. Worker-seconds are the seconds times the workers that trained. A pause is the longest time between two steps of
 a worker that goes on (of all workers where nobody does), less a usual step. Needs Linux.
 
-    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,torchft] [--seeds 3] [--json]
+    python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,torchft] [--seeds 3]
+        [--json]
 
 A way that needs more than 10 minutes is given up. A short trial: --workers 2 --every 6 --step 0.05.
 """
@@ -62,7 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends what was started
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in options.ways.split(",")}
-    for options.seed in range(options.seeds):
+    for seed in range(options.seeds):
+        options.seed = seed
         for name, done in runs.items():
             with tempfile.TemporaryDirectory() as folder:
                 done.append(Race(WAYS[name](Path(folder), options), options).run())

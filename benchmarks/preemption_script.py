@@ -1,5 +1,5 @@
-"""The training script of `preemption.py`: preemption_script.py WAY FOLDER TARGET STEP SEED. It trains the workload `digits`
-by SGD, evaluates every fifth step, and writes the time of each step to a file of its process.
+"""The training script of `preemption.py`: preemption_script.py WAY FOLDER TARGET STEP SEED. It trains the workload
+`digits` by SGD, evaluates every fifth step, and writes the time of each step to a file of its process.
 """
 
 from __future__ import annotations
