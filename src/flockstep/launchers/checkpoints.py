@@ -137,6 +137,10 @@ class Checkpointer:
             self.why_not = f"a run with {strategy} has no checkpoints"
         self._since = time.monotonic()
 
+    def follow(self, former: Checkpointer) -> None:
+        """Continue from the checkpoints that were taken before the workers changed, if the run has to go back."""
+        self.newest = former.newest
+
     def look(self, step: int) -> None:
         """Start a checkpoint if the interval since the previous one has passed; `step`: steps of the slowest worker.
 

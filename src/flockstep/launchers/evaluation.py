@@ -85,6 +85,8 @@ class Evaluator(SnapshotHandler):
     def __init__(self, record: Path, threads: int, own: OwnData | None = None, split: SplitFacts | None = None):
         """`own`: the test set, in place of the job's; `split`: what the launcher has found of a split model."""
         self.skipped: set[float] = set()
+        self._skipped = 0
+        """Number of evaluations that were skipped before the workers last changed."""
         self._arguments = str(record), threads, own, split
         self._child: Child | None = None
         # Two pipes, so that an answer can be read even if messages were not.
@@ -97,11 +99,12 @@ class Evaluator(SnapshotHandler):
     @property
     def notes(self) -> list[str]:
         """A sentence about the evaluations that were skipped, if there are any."""
+        count = self._skipped + len(self.skipped)
         text = (
-            f"{len(self.skipped)} evaluations were skipped because snapshots arrived faster than the model could be "
+            f"{count} evaluations were skipped because snapshots arrived faster than the model could be "
             "evaluated; raise evaluate_every to evaluate less often"
         )
-        return [text] if self.skipped else []
+        return [text] if count else []
 
     def close(self) -> None:
         self._sender.shutdown(wait=False, cancel_futures=True)
@@ -138,6 +141,8 @@ class Evaluator(SnapshotHandler):
         self._sender.submit(self._feed.send, address)
 
     def go_on(self, config: RunConfig) -> None:
+        self._skipped += len(self.skipped)  # ticks are counted anew
+        self.skipped, self._seen, self._waiting = set(), set(), []
         if self._child is not None:  # it reads the record's configuration when it begins
             self._sender.submit(self._feed.send, config)
 
@@ -247,6 +252,7 @@ class SnapshotEvaluation:
         if isinstance(message, Snapshot):
             self._attempt(partial(self._tracker.add_snapshot, message))
         elif isinstance(message, RunConfig):
+            self._tracker.give_up()
             self._tracker = self._make(message)
         else:
             self._attempt(partial(self._tracker.lose, message))

@@ -287,6 +287,8 @@ class RunSegment:
                     scripts=executable.script,
                     hosts=self.run.hosts,
                 )
+                if left is not None and left.at_once and left.supervisor.checkpoints is not None:
+                    checkpoints.follow(left.supervisor.checkpoints)
                 if resumed is not None:  # snapshots that the run had not evaluated at the checkpoint are evaluated now
                     for item in checkpoints.resume_snapshots(path / SNAPSHOTS, evaluated_in(record)):
                         evaluation.take(item)

@@ -164,6 +164,11 @@ class Supervisor:
         """Whether the run failed in a later call to `distribute`, after the first call's run had succeeded."""
         return self.peers.over and not all(one.peers.over for one in self._calls)
 
+    @property
+    def checkpoints(self) -> Checkpointer | None:
+        """What takes the run's checkpoints; None if there are none."""
+        return self._checkpoints
+
     def begin_again(self, rank: int, node_spec: NodeSpec, config: str) -> Child | None:
         """Give the process of a worker the node specification with which it continues; return the process, or None if
         it is not connected.

@@ -92,7 +92,7 @@ def train(
         require_checkpoints(job.plan.strategy)
     if config.min_workers is not None or config.max_workers is not None:
         require_limits(config)
-        if not repeats_steps(job.plan):
+        if gathering is not None or not repeats_steps(job.plan):
             require_interval(config)
         require_checkpoints(job.plan.strategy)
         require_resizable(job.plan.strategy, "leave out --min-workers and --max-workers")

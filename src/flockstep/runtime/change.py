@@ -34,8 +34,6 @@ class HeldWork:
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self.totals: Mapping[str, Any] = {}
-        """Totals of the worker's metrics when other workers were lost."""
 
     @property
     def completed(self) -> bool:
@@ -58,12 +56,12 @@ class HeldWork:
         worker.step = former.step
         worker.random.bit_generator.state = former.random.bit_generator.state
 
-    def ended(self, worker: Worker) -> int:
-        """Number of the last exchange that a worker has completed."""
+    def ended(self, worker: Worker) -> tuple[int, int]:
+        """Number of the last exchange that a worker has completed, and its steps at the end of that exchange."""
         raise NotImplementedError
 
-    def join(self, ended: int) -> None:
-        """Count exchanges from the last one on that others have completed."""
+    def join(self, ended: int, at: int) -> None:
+        """Count exchanges from the last one on that others have completed, after `at` steps."""
 
     def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
         """Field of the strategy's state → value, for the fields with which a worker that joins begins."""
@@ -88,14 +86,14 @@ class HeldStep(HeldWork):
         self._gradient: FlatArray | None = None
         self._state: Any = None
         self._reached: Any = None
-        """The strategy's state, as far as it had come in the step in hand."""
+        """The strategy's state, as far as it had come in the step in hand when workers were first lost in it."""
         self._step = 0
         self._before = -1
         """Steps that the worker's optimizer had taken before."""
 
     def keep(self, worker: Worker, gradient: FlatArray) -> None:
         """Copy what the next step begins with, because collectives sum gradients in their place."""
-        self._gradient = kept(gradient, self._gradient)
+        self._gradient, self._reached = kept(gradient, self._gradient), None
         self._state, self._step, self._before = copy.deepcopy(worker.state), worker.step, self.stepper.steps
 
     def put_back(self, gradient: FlatArray) -> bool:
@@ -108,13 +106,13 @@ class HeldStep(HeldWork):
 
     def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
         super().go_on(worker, former, strategy)
-        self._reached = former.state
+        self._reached = former.state if self._reached is None else self._reached
         if not self.completed:
             worker.step = self._step
         strategy.go_on(worker, copy.deepcopy(former.state if self.completed else self._state))
 
-    def ended(self, worker: Worker) -> int:
-        return worker.step
+    def ended(self, worker: Worker) -> tuple[int, int]:
+        return worker.step, worker.step
 
     def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
         return {name: getattr(worker.state, name) for name in strategy.resizing.common}
@@ -137,8 +135,8 @@ class HeldRound(HeldWork):
     _result: tuple[FlatArray, Any] | None = None
     _exchanges = False
     """Whether the worker is in an exchange."""
-    _ended = 0
-    """Number of exchanges that have ended."""
+    _ended = _ended_at = 0
+    """Number of exchanges that have ended, and the worker's steps at the end of the last one."""
     _worker: Worker
     _at = -1
     """Steps of the worker before the step in hand."""
@@ -151,7 +149,7 @@ class HeldRound(HeldWork):
         now = kept(worker.params, former[0] if former else None), copy.deepcopy(worker.state)
         self._exchanges = not ended
         if ended:
-            self._result, self._ended = now, self._ended + 1
+            self._result, self._ended, self._ended_at = now, self._ended + 1, worker.step
         else:
             self._began = now
 
@@ -165,16 +163,17 @@ class HeldRound(HeldWork):
     def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
         super().go_on(worker, former, strategy)
         state = former.state
-        if self._exchanges and self._began is not None:
+        if self._exchanges:
+            assert self._began is not None
             worker.params[:], state = self._began
         strategy.go_on(worker, copy.deepcopy(state))
         self.watch(worker)
 
-    def ended(self, worker: Worker) -> int:
-        return self._ended
+    def ended(self, worker: Worker) -> tuple[int, int]:
+        return self._ended, self._ended_at
 
-    def join(self, ended: int) -> None:
-        self._ended = ended
+    def join(self, ended: int, at: int) -> None:
+        self._ended, self._ended_at = ended, at
 
     def shared(self, worker: Worker, strategy: Strategy) -> dict[str, Any]:
         return dict(vars(worker.state))
@@ -246,40 +245,53 @@ def beside(runner: Runner, worker: Worker, name: str, program: Callable[[Worker]
     return returned[0]
 
 
-async def stand(me: Worker, ended: int, also: Fields) -> dict[int, Fields]:
-    """Return rank → the last exchange that each worker has completed, its step, and what it says `also`; a worker that
-    joins has completed none: -1.
+def settle(
+    runner: Runner,
+    worker: Worker,
+    held: HeldWork,
+    *,
+    strategy: Strategy,
+    joins: bool,
+    also: Fields,
+    give: Callable[[], dict[str, Any]],
+    take: Callable[[dict[str, Any]], None],
+) -> dict[int, Fields]:
+    """Let all workers complete the last exchange that one of them has completed, and let workers that join `take` what
+    one that has trained can `give` besides its steps and the strategy's state.
+
+    Return rank → the last exchange that each worker had completed, its steps then and now, and what it says `also`; a
+    worker that joins has completed none: -1.
     """
-    return await notes_of_all(me, "stand", {"ended": ended, "step": me.step, **also})
+    ended, at = (-1, 0) if joins else held.ended(worker)
+    own: Fields = {"ended": ended, "at": at, "step": worker.step, **also}
+    stands = beside(runner, worker, "stand", lambda me: notes_of_all(me, "stand", own))
+    beside(runner, worker, "step", lambda me: _catch_up(me, stands, held, strategy))
+    beside(runner, worker, "model", lambda me: _join(me, stands, held, strategy, give=give, take=take))
+    return stands
 
 
-async def catch_up(me: Worker, stands: Mapping[int, Fields], held: HeldWork, strategy: Strategy) -> bool:
-    """Let workers that had not completed the last exchange complete it with the result of one that had; return whether
-    this is one of them.
-    """
-    most, source = first_of(stands)
+async def _catch_up(me: Worker, stands: Mapping[int, Fields], held: HeldWork, strategy: Strategy) -> None:
+    most, source = _first_of(stands)
     behind = [rank for rank, one in stands.items() if 0 <= int(one["ended"]) < most]
     if me.rank == source and behind:
         array, fields = held.result(me, strategy)
         taken = {"array": array, "fields": fields}
         send_pieces(me, behind, "step", np.frombuffer(to_bytes(taken), np.uint8))
-    if me.rank not in behind:
-        return False
-    taken = from_bytes((await receive_pieces(me, source, "step")).tobytes())
-    held.take(me, to_device_of(taken["array"], me.params), taken["fields"], strategy)
-    return True
+    if me.rank in behind:
+        taken = from_bytes((await receive_pieces(me, source, "step")).tobytes())
+        held.take(me, to_device_of(taken["array"], me.params), taken["fields"], strategy)
 
 
-async def join(
+async def _join(
     me: Worker,
     stands: Mapping[int, Fields],
     held: HeldWork,
     strategy: Strategy,
+    *,
     give: Callable[[], dict[str, Any]],
     take: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Let workers that join `take` what one that has trained can `give` besides its steps and the strategy's state."""
-    ended, source = first_of(stands)
+    ended, source = _first_of(stands)
     joining = [rank for rank, one in stands.items() if int(one["ended"]) < 0]
     if me.rank == source and joining:
         whole = {**give(), "step": me.step, "before": me.before, "shared": held.shared(me, strategy)}
@@ -288,11 +300,11 @@ async def join(
         taken = from_bytes((await receive_pieces(me, source, "model")).tobytes())
         set_fields(me.state, taken.pop("shared"))
         me.step, me.before = taken.pop("step"), taken.pop("before")
-        held.join(ended)
+        held.join(ended, int(stands[source]["at"]))
         take(taken)
 
 
-def first_of(stands: Mapping[int, Fields]) -> tuple[int, int]:
+def _first_of(stands: Mapping[int, Fields]) -> tuple[int, int]:
     """Return the last exchange that a worker has completed, and the lowest rank that has."""
     most = max(int(one["ended"]) for one in stands.values())
     return most, min(rank for rank, one in stands.items() if one["ended"] == most)

@@ -32,7 +32,7 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent, MetricEvent
-from flockstep.runtime.change import beside, catch_up, held_of, join, stand
+from flockstep.runtime.change import beside, held_of, settle
 from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.epochs import deal_as_before, deals_data
@@ -603,8 +603,6 @@ class Loop:
         assert session is not None
         assert keeper is not None
         self._again = None
-        if session.connection is not None:
-            self._held.totals = session.connection.runner.metrics.kept()
         if not session.renew(again):
             self.finished = True
             sys.exit(0)
@@ -624,7 +622,6 @@ class Loop:
         over its model.
         """
         keeper, own, strategy, script = self._of.keeper, self._exchanges, self.strategy, self.checkpoints
-        held = self._held
         assert keeper is not None
         assert script is not None
         joins = self.joined and not self._began
@@ -636,10 +633,16 @@ class Loop:
             keeper.take(taken["params"], taken["optimizer"])
             script.join(taken["place"])
 
-        ended, exchanges = (-1, 0) if joins else (held.ended(self._worker), own)
-        stands = self._run("stand", lambda me: stand(me, ended, {"exchanges": exchanges}))
-        self._run("step", lambda me: catch_up(me, stands, held, strategy))
-        self._run("model", lambda me: join(me, stands, held, strategy, give, take))
+        stands = settle(
+            self._runner,
+            self._worker,
+            self._held,
+            strategy=strategy,
+            joins=joins,
+            also={"exchanges": 0 if joins else own},
+            give=give,
+            take=take,
+        )
         exchanges = max(int(one["exchanges"]) for one in stands.values())
         if exchange and exchanges > own:
             raise RunError(
@@ -700,7 +703,7 @@ class Loop:
         connection.snapshots.buffers = self._of.buffers
         self.gradients = connection.home(self.gradients)
         if former is not None and self._of.keeper is not None:
-            connection.runner.metrics.restore(self._held.totals)
+            connection.runner.metrics.restore(session.totals)
             self._of.keeper.move_gradients(self.gradients)
         if self._of.keeper is None or node_spec.call > 1:
             return

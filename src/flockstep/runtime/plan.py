@@ -66,8 +66,8 @@ class Plan:
         return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
 
     def steps_of(self, samples: int) -> int:
-        """Number of steps, before the last one, in which all workers together use at most so many samples."""
-        return bisect_right(range(1, self.steps), samples, key=lambda n: self.samples_at(n) * self.cluster.workers)
+        """Number of steps in which all workers together use at most so many samples."""
+        return bisect_right(range(1, self.steps + 1), samples, key=lambda n: self.samples_at(n) * self.cluster.workers)
 
     def layers(self, engine: TrainedModel) -> tuple[FactoredWeight, ...]:
         """The layers whose gradients can be computed as factors.

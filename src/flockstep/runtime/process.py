@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
 from flockstep.records.failpoints import reach
-from flockstep.runtime.change import HeldWork, beside, catch_up, first_of, held_of, join, stand
+from flockstep.runtime.change import HeldWork, beside, held_of, settle
 from flockstep.runtime.fault_injector import wrong_gradients
 from flockstep.runtime.member import BeginAgain, NodeSpec
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.part_group import PartGroup, groups_of
 from flockstep.runtime.plan import FIRST_BATCH, Batches, LocalOptimizer, Plan, computed
+from flockstep.runtime.program_restart import notes_of_all
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.real_part import PartConnection
 from flockstep.runtime.runner import Runner
@@ -45,6 +46,10 @@ class JobWorker:
         self._batches: Batches
         self._stepper: LocalOptimizer
         self._held: HeldWork
+        self._joins = False
+        """Whether the process has joined others, and does not have their model yet."""
+        self._totals: Mapping[str, Any] = {}
+        """Totals of the worker's metrics before the last change."""
         self._loss: float | None = None
         """Loss of the step in hand."""
 
@@ -64,6 +69,7 @@ class JobWorker:
                 _run_part(session, engine, plan, plan.split)
             else:
                 self._run_whole(session, engine, plan, asked_to_leave)
+        self._totals = session.totals or self._totals
         return session.again or session.exit_code
 
     def _run_whole(self, session: Session, engine: Engine, plan: Plan, asked_to_leave: Callable[[], bool]) -> None:
@@ -71,6 +77,7 @@ class JobWorker:
         strategy, node_spec, former = plan.strategy, session.node_spec, self._worker
         if node_spec.checkpoint:  # the state comes from there, not from this process
             former = None
+        self._joins = self._joins or node_spec.joins
         rank, repeats = node_spec.address, node_spec.changes and repeats_steps(plan)
         largest = max(engine.buffers(rank).nbytes, strategy.largest_message)
         params = engine.home() if former is None else former.params
@@ -84,26 +91,24 @@ class JobWorker:
         release()
         session.load(worker)
         connection = session.begin(lambda member: NodeConnection(member, worker, strategy, plan.evaluate_every))
-        self._worker = worker
         connection.asked_to_leave = asked_to_leave
         connection.runner.wrong_gradients = wrong_gradients(plan.faults, rank)
         gradient = connection.home(np.zeros(params.shape, params.dtype))
         ours, batches = connection.checkpoints, Batches(plan, rank)
         ours.stepper, ours.batches = self._stepper, batches
         ours.buffers = connection.snapshots.buffers = lambda: engine.buffers(rank)
-        if former is not None or node_spec.joins:
-            self._catch_up(engine, plan, connection.runner, batches, joins=former is None)
-        self._plan, self._batches = plan, batches
+        if former is not None:
+            self._worker = worker
+            connection.runner.metrics.restore(self._totals)
+        if former is not None or self._joins:
+            self._catch_up(engine, plan, worker, connection.runner, batches)
+        self._worker, self._plan, self._batches, self._joins = worker, plan, batches, False
         session.start(
             lambda: connection.runner.begin(strategy.worker(worker), partial(strategy.finish, worker)),
             partial(engine.restore_buffers, rank),
             stops=strategy.traits.restarts,
         )
-        try:
-            self._train(engine, plan, connection.runner, gradient, repeats)
-        except BeginAgain:
-            self._held.totals = connection.runner.metrics.kept()
-            raise
+        self._train(engine, plan, connection.runner, gradient, repeats)
         session.leave()
 
     def _made(
@@ -122,12 +127,11 @@ class JobWorker:
             self._held.watch(worker)
         return worker
 
-    def _catch_up(self, engine: Engine, plan: Plan, runner: Runner, batches: Batches, joins: bool) -> None:
-        """Take the step that another worker has completed, if there is one, and count steps by the plan `plan` from now
-        on. A worker that `joins` takes over the model.
+    def _catch_up(self, engine: Engine, plan: Plan, worker: Worker, runner: Runner, batches: Batches) -> None:
+        """Complete the exchange that another worker has completed, if there is one, and count steps by the plan `plan`
+        from now on. A worker that joins takes over the model.
         """
-        worker, held, strategy = self._worker, self._held, plan.strategy
-        assert worker is not None
+        held, joins = self._held, self._joins
 
         def give() -> dict[str, Any]:
             buffers = engine.buffers(worker.rank)
@@ -137,21 +141,25 @@ class JobWorker:
             worker.params[:], self._stepper.state = to_device_of(taken["params"], worker.params), taken["optimizer"]
             engine.restore_buffers(worker.rank, taken["buffers"])
 
-        own: Fields = {"samples": 0, "block": -1}
+        settle(runner, worker, held, strategy=plan.strategy, joins=joins, also={}, give=give, take=take)
+        own: Fields = {"step": worker.step, "former": 0, "total": 0, "common": 0, "block": -1}
         if not joins:
-            samples = self._plan.samples_at(worker.run_step) * self._plan.cluster.workers
-            own = {"samples": samples, "block": self._batches.block}
-        ended = -1 if joins else held.ended(worker)
-        stands = beside(runner, worker, "stand", lambda me: stand(me, ended, own))
-        beside(runner, worker, "step", lambda me: catch_up(me, stands, held, strategy))
-        beside(runner, worker, "model", lambda me: join(me, stands, held, strategy, give, take))
-        # All must count alike, also if some have counted by a plan in between, which was given up.
-        first = stands[first_of(stands)[1]]
-        worker.before = plan.steps_of(int(first["samples"])) - int(first["step"])
+            before, workers, ended = self._plan, self._plan.cluster.workers, held.ended(worker)[1]
+            total, common = (before.samples_at(worker.before + n) * workers for n in (worker.step, ended))
+            own = {**own, "former": workers, "total": total, "common": common, "block": self._batches.block}
+        said = beside(runner, worker, "samples", lambda me: notes_of_all(me, "samples", own))
+        stay = [one for one in said.values() if int(one["former"])]
+        mean = {name: sum(int(one[name]) for one in stay) / len(stay) for name in ("step", "total", "common")}
+        # What a lost worker has computed since the last exchange is in no model. All count alike from here on.
+        share = len(stay) / max(int(one["former"]) for one in stay)
+        samples = share * mean["total"] + (1 - share) * mean["common"]
+        worker.before = plan.steps_of(round(samples)) - int(mean["step"])
         worker.steps = plan.steps - worker.before
-        block = max(int(one["block"]) for one in stands.values())
+        block = max(int(one["block"]) for one in stay)
         batches.restore({FIRST_BATCH: (SamplerState(block + 1), worker.run_step + (not held.completed))})
-        runner.metrics.restore({**(runner.metrics.kept() if joins else held.totals), "steps": worker.run_step})
+        # The event of a step that is taken again has been written.
+        runner.counted = not held.completed
+        runner.metrics.restore({**runner.metrics.kept(), "steps": worker.run_step + runner.counted})
 
     def _train(self, engine: Engine, plan: Plan, runner: Runner, gradient: FlatArray, repeats: bool) -> None:
         worker, held, stepper, batches = self._worker, self._held, self._stepper, self._batches

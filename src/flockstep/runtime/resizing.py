@@ -65,7 +65,7 @@ def resized_checkpoint(
         for address, (former_address, one) in _renamed({old: (old, one) for old, one in kept.items()}, order).items()
     }
     steps = [*lost, *(one.before + one.step for address, one in kept.items() if address >= 0)]
-    before = now.steps_of(sum(map(plan.samples_at, steps)))
+    before = min(now.steps - 1, now.steps_of(sum(map(plan.samples_at, steps))))
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
 

@@ -12,10 +12,10 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
@@ -69,6 +69,8 @@ class Session:
         """The first error of this node."""
         self.again: BeginAgain | None = None
         """How this process takes part in the run with other workers; None if the run does not continue with it."""
+        self.totals: Mapping[str, Any] = {}
+        """Totals of the node's metrics when it left former workers, with whom the run does not continue."""
         self.before_leaving: list[Callable[[], None]] = []
         """What closes the communicator of a script, if it has one, before the script leaves the run."""
         self._process = os.getpid()
@@ -242,9 +244,11 @@ class Session:
 
     def _wait_for_again(self, again: BeginAgain) -> None:
         """Wait for the message how this process takes part in the run again."""
-        if self.connection is not None:
-            self.connection.leave(failed=False)
-            self.connection = None
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.reports.flush()
+            self.totals = connection.runner.metrics.kept()
+            connection.leave(failed=True)  # an exchange with a lost worker may be in progress
         try:
             again = self.member.wait_for_again() if again.waits else again
         except FlockstepError as error:
@@ -259,10 +263,6 @@ class Session:
         Raises:
             Interrupted: the run has ended instead.
         """
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.reports.flush()
-            connection.leave(failed=True)  # an exchange with a lost worker may be in progress
         self._wait_for_again(again)
         self.member.close(0.0)
         if self.failure is not None:

@@ -161,6 +161,13 @@ class SnapshotTracker(Tracker):
         self._lost.add(address)
         super().lose(address)
 
+    def give_up(self) -> None:
+        """Remove the snapshots that wait for those of nodes which no longer send them."""
+        for entry in self._ticks.values():
+            assert isinstance(entry, SnapshotTick)
+            for item in entry.files.values():
+                item.remove()
+
     def end(self) -> None:
         """Determine and evaluate the result of the run, whether or not the run finished."""
         if self._latest < FINAL:

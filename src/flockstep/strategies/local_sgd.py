@@ -90,7 +90,9 @@ class LocalSGD(Strategy):
 
     @property
     def repeats(self) -> Literal["", "step", "round"]:
-        return "round"
+        # Other schedules ask for the step of the run or its learning rate, which a change of the workers changes at
+        # another local step on each of them.
+        return "round" if isinstance(self.schedule, Fixed) and not self.outer_optimizer.resets else ""
 
     resizing = Resizing(replicas="own", common=("model", "outer_state"))
 
