@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flockstep.nodes import Worker as Worker
     from flockstep.options import BadGradientAction
     from flockstep.registry import register as register
+    from flockstep.runtime.replica import replica as replica
     from flockstep.runtime.shards import shard as shard
     from flockstep.runtime.torch_buffers import Policy
     from flockstep.runtime.torch_clipping import clip_grad_norm_ as clip_grad_norm_
@@ -55,6 +56,7 @@ _HOMES = {
     "strategies.base": "Strategy",
     "strategies.traits": "Traits",
     "testing.strategies": "check_strategy",
+    "runtime.replica": "replica",
     "runtime.torch_clipping": "clip_grad_norm_",
     "communicator.joining": "join",
     "experiments.clusters": "on_ray on_spark",

@@ -114,7 +114,7 @@ class Supervisor:
         self._wait_monitor = WaitMonitor(
             config.workers, config.step_timeout, joins=self._executable.joins, interruption=interruption
         )
-        self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy)
+        self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy, config.processes_of_replica)
         self._open = ExitStack()
 
     # The whole run: the first call's supervisor alone does this.
@@ -641,10 +641,9 @@ class Supervisor:
 
     def _lose(self, address: Address, reason: str) -> None:
         """Handle the loss of a node; the other workers of a lost worker's replica end with it if the others go on."""
-        parts = self._executable.parts
-        if parts is not None and self.outcome.parts > 1 and address >= 0:
+        if self.outcome.parts > 1 and address >= 0:
             replica, part = divmod(address, self.outcome.parts)
-            reason = f"{reason}; it held {parts.partition.part_name(part)} of replica {replica}"
+            reason = f"{reason}; it held {self._executable.part_name(part)} of replica {replica}"
             for other in range(replica * self.outcome.parts, (replica + 1) * self.outcome.parts):
                 if other != address and not self.peers[other].gone and self._survived:
                     why = f"{node_name(other)} ended with {node_name(address)}, a worker of the same replica"

@@ -32,6 +32,7 @@ from flockstep.runtime.torch_guard import Guard, require_same_parameters, requir
 from flockstep.runtime.torch_join import Consent, Remember
 from flockstep.runtime.torch_keeper import TorchKeeper
 from flockstep.runtime.torch_memory import WorkerMemory, memory_of
+from flockstep.runtime.torch_shards import parts_of
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
@@ -113,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             stepper,
             self._spec,
-            OfFramework(self.buffers.packed, True, bad_gradients, keeper),
+            OfFramework(self.buffers.packed, not flat.sharded, bad_gradients, parts_of(flat), keeper),
         )
         if self._searches:
             _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
