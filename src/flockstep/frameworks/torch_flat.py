@@ -86,7 +86,7 @@ class FlatModule:
         self.sharded = any(local(parameter) is not parameter for parameter in self.parameters)
         """Whether parameters are DTensors, of which this process holds its shards."""
         self.narrow = self._narrow(gradients)
-        """The module's parameters that are narrower than the flat array."""
+        """The module's parameters that are narrower than the flat array, and its DTensors."""
         self._values, self.places = self._flatten([local(p).detach() for p in self.parameters], move=True)
         for parameter, place in zip(self.parameters, self.places, strict=True):
             if local(parameter) is parameter:
@@ -175,16 +175,25 @@ class FlatModule:
         for each in self.narrow:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether parameters are narrower than the flat array, and hold its values rounded."""
+        return bool(self._rounded)
+
+    @property
+    def _rounded(self) -> list[int]:
+        return [index for index, entry in enumerate(self.schema.entries) if entry.dtype]
+
     def master(self) -> NamedTensors:
         """Return the flat array's values of each narrower parameter, or those a script has assigned: name → copy."""
-        views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
-        return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
+        views, names = self.views(self._values), [entry.name for entry in self.schema.entries]
+        return {names[i]: _unrounded(views[i], local(self.parameters[i]).detach()) for i in self._rounded}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set the flat array to the values that `master` returned; raise `ConfigurationError` if names or shapes
         differ, or if the rounded values are not those of the module, which must be loaded before.
         """
-        own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
+        own = {self.schema.entries[i].name: self.schema.entries[i].shape for i in self._rounded}
         given = {name: tuple(value.shape) for name, value in values.items()}
         if own != given:
             wrong = next(name for name in [*own, *given] if own.get(name) != given.get(name))
@@ -192,7 +201,7 @@ class FlatModule:
                 f"the loaded master copy must match the model, with {wrong} as {own.get(wrong, 'no parameter')}, got "
                 f"{given.get(wrong, 'none')}; load the state of a model with the same shapes and dtypes"
             )
-        pairs = list(zip((entry.name for entry in self.schema.entries), self.parameters, strict=True))
+        pairs = list(zip((entry.name for entry in self.schema.entries), map(local, self.parameters), strict=True))
         for name, parameter in pairs:
             if name in values and not torch.allclose(
                 values[name].to(parameter), parameter, rtol=0, atol=0, equal_nan=True

@@ -170,8 +170,8 @@ class Loop:
         """Name of each metric that the script has recorded → whether higher values are better."""
         self._servers: dict[Address, Server] = {}
         """Servers that run in this process."""
+        self._part = self._take_place(spec_from_environment())  # may refuse the strategy, before the call joins the run
         node_spec = claim_spec()
-        self._part = self._take_place(node_spec)
         spec = node_spec if node_spec is not None and node_spec.call == 1 else None
         self.joined = spec is not None and spec.joins
         """Whether this worker has joined others that were training."""
