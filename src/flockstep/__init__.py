@@ -146,6 +146,9 @@ def rank() -> int:
 def workers() -> int:
     """Return the number of workers that `flockstep launch` started; 1 in a script that runs alone.
 
+    Where several processes hold a replica of the model together, each of them is a worker; `replica().count` is the
+    number of replicas.
+
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.processes import Ended, RealRun
+from support.scripts import COMPILER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -21,9 +22,6 @@ BEGIN = """
 import sys
 from pathlib import Path
 import torch
-sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "WithoutCompiler"]  # the tests' stand-in
-sys.modules.pop("torch._dynamo", None)  # torch.distributed needs torch's own
-vars(torch).pop("_dynamo", None)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -84,7 +82,7 @@ torch.save(found, HERE / f"found-{flockstep.rank()}")
 
 
 def launched(folder: Path, body: str, options: list[str], *arguments: str) -> Ended:
-    (folder / "script.py").write_text(BEGIN + body)
+    (folder / "script.py").write_text(COMPILER + BEGIN + body)
     words = ["launch", *options, str(folder / "script.py"), *arguments]
     return RealRun(words, folder / "run", torch=True).end()
 

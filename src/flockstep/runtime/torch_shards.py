@@ -84,5 +84,5 @@ def _copies(parameter: torch.Tensor, size: int) -> int:
     given: Any = parameter
     if local(parameter) is parameter:
         return size
-    split = [n for n, placed in zip(given.device_mesh.shape, given.placements, strict=True) if placed.is_shard()]
-    return size // int(math.prod(split))
+    placed = zip(given.device_mesh.shape, given.placements, strict=True)
+    return size // int(math.prod(n for n, how in placed if not how.is_replicate()))
