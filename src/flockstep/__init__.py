@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flockstep.nodes import Worker as Worker
     from flockstep.options import BadGradientAction
     from flockstep.registry import register as register
+    from flockstep.runtime.replica import replica as replica
     from flockstep.runtime.shards import shard as shard
     from flockstep.runtime.torch_buffers import Policy
     from flockstep.runtime.torch_clipping import clip_grad_norm_ as clip_grad_norm_
@@ -55,6 +56,7 @@ _HOMES = {
     "strategies.base": "Strategy",
     "strategies.traits": "Traits",
     "testing.strategies": "check_strategy",
+    "runtime.replica": "replica",
     "runtime.torch_clipping": "clip_grad_norm_",
     "communicator.joining": "join",
     "experiments.clusters": "on_ray on_spark",
@@ -143,6 +145,9 @@ def rank() -> int:
 
 def workers() -> int:
     """Return the number of workers that `flockstep launch` started; 1 in a script that runs alone.
+
+    Where several processes hold a replica of the model together, each of them is a worker; `replica().count` is the
+    number of replicas.
 
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.

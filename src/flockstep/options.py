@@ -267,6 +267,12 @@ class ScriptOptions(ScriptArguments):
     """Options of a launched script."""
 
     module: bool | None = Opt("SCRIPT is the name of a module, as with python -m.", names=("-m",)).default()
+    replica_size: int | None = _processes(
+        "Number of processes that hold one replica of the model together, as with FSDP2 or tensor parallelism; a "
+        "strategy coordinates the replicas (default: 1).",
+        least=1,
+        advice="use a number that divides the number of workers",
+    ).default()
     output: OutputRanks | None = _output("Ranks whose output is shown: all, rank0 or none.", shown="all").default()
     prefix: bool | None = _output("Begin each line of the script's output with the rank of its worker.").default()
     rank_output: Path | str | None = _output(

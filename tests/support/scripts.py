@@ -35,3 +35,12 @@ def steps(count):
 
 Its gradient leads worker r to parameters of r, and all workers together to the mean of their ranks.
 """
+
+COMPILER = """
+import sys
+import torch
+sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "WithoutCompiler"]  # the tests' stand-in
+sys.modules.pop("torch._dynamo", None)
+vars(torch).pop("_dynamo", None)
+"""
+"""For scripts that need torch's own compiler, as process groups of torch.distributed and DTensors do."""

@@ -26,6 +26,7 @@ from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.job_profile import task_of
 from flockstep.runtime.setup import check, load_job
 from support.matrix import each
+from support.scripts import COMPILER
 from support.site import program
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +135,7 @@ def test_snippets_run(path: Path, tmp_path: Path) -> None:
     for extra in ("jax", "flax"):
         if re.search(rf"^(import|from) {extra}\b", code, re.MULTILINE) and importlib.util.find_spec(extra) is None:
             pytest.skip(f"needs {extra}")
+    code = COMPILER + code if "torch.distributed" in code else code
     done = execute(code, tmp_path, notebook=path.stem == "notebooks")
     assert done.returncode == 0, done.stderr
 

@@ -34,12 +34,16 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """Consecutive parameters of a narrower dtype: their slice of the flat array, and their own memory."""
+    """Consecutive parameters of a narrower dtype, or one DTensor: their slice of the flat array, and their own memory.
+
+    A DTensor's local shard stays where it is, because FSDP2 gathers it from there.
+    """
 
     indices: range
     part: slice
     values: torch.Tensor
-    slopes: torch.Tensor
+    slopes: torch.Tensor | None
+    """None if the gradients lie in the flat array, as those of a DTensor of the flat array's dtype do."""
 
 
 class FlatModule:
@@ -57,6 +61,8 @@ class FlatModule:
     * Parameters narrower than the flat array (bfloat16, or float16 in addition to float32) and their gradients have
       their own memory. The flat array is the master copy: `write_parameters` rounds its values into the parameters, and
       `stepping` applies an optimizer's changes to it.
+    * Of a DTensor, the flat array holds the local shard, as a master copy too; its gradient is a DTensor over the flat
+      array.
     * A module that is already flat does not change, unless it has narrower parameters: a second `FlatModule` of the
     same module shares the arrays of the first.
 
@@ -76,24 +82,26 @@ class FlatModule:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check(module, named)
         self.parameters: list[torch.nn.Parameter] = list(named.values())
-        self.schema = schema_of(named)
+        self.schema = schema_of({name: local(parameter) for name, parameter in named.items()})
+        self.sharded = any(local(parameter) is not parameter for parameter in self.parameters)
+        """Whether parameters are DTensors, of which this process holds its shards."""
         self.narrow = self._narrow(gradients)
-        """The module's parameters that are narrower than the flat array."""
-        self._values, self.places = self._flatten([p.detach() for p in self.parameters], move=True)
+        """The module's parameters that are narrower than the flat array, and its DTensors."""
+        self._values, self.places = self._flatten([local(p).detach() for p in self.parameters], move=True)
         for parameter, place in zip(self.parameters, self.places, strict=True):
-            parameter.data = place
+            if local(parameter) is parameter:
+                parameter.data = place
         for each in self.narrow:
             self._values[each.part] = each.values
         self.params = native(self._values)
-        self._slopes, self._grad_views = self._values[:0], list[torch.Tensor]()
+        self._slopes, self._grad_views, self._grads = self._values[:0], list[torch.Tensor](), list[torch.Tensor]()
         if gradients:
-            given = [p.grad for p in self.parameters]
+            given = [None if p.grad is None else local(aligned(p.grad, p)) for p in self.parameters]
             empty = all(gradient is None for gradient in given)
-            self._slopes, self._grad_views = self._flatten(given)
+            self._slopes, views = self._flatten(given)
             if not empty:
                 self._widen(0, self.schema.size)
-            for parameter, view in zip(self.parameters, self._grad_views, strict=True):
-                parameter.grad = view
+            self._bind(views)
         self.grads = native(self._slopes)
         self._leaves = False
         self.left = False
@@ -107,6 +115,13 @@ class FlatModule:
         self._offsets = [entry.offset for entry in self.schema.entries]
         firsts = [min(offset, self.schema.size - 1) for offset in self._offsets]  # the last parameter may be empty
         self._firsts = native(torch.tensor(firsts, device=self._values.device))
+
+    def _bind(self, views: list[torch.Tensor]) -> None:
+        """Let the gradients lie in the given memory."""
+        self._grad_views = views
+        self._grads = [like(view, p) for view, p in zip(views, self.parameters, strict=True)]
+        for parameter, gradient in zip(self.parameters, self._grads, strict=True):
+            parameter.grad = gradient
 
     def write_parameters(self) -> None:
         """Round the values of the flat array into the parameters of narrower dtypes."""
@@ -140,7 +155,8 @@ class FlatModule:
     def write_gradients(self) -> None:
         """Round the gradients of the flat array into the gradients of the parameters of narrower dtypes."""
         for each in self.narrow:
-            each.slopes.copy_(self._slopes[each.part])
+            if each.slopes is not None:
+                each.slopes.copy_(self._slopes[each.part])
 
     def adopt(self) -> None:
         """Copy the values that a script has assigned to parameters into the flat array.
@@ -148,22 +164,36 @@ class FlatModule:
         Elements of the flat array that equal a narrower parameter's value after rounding do not change.
         """
         for parameter, place in zip(self.parameters, self.places, strict=True):
-            if parameter.data_ptr() != place.data_ptr():
-                place.copy_(parameter.detach())
+            if (own := local(parameter)).data_ptr() != place.data_ptr():
+                place.copy_(own.detach())
+                if own is not parameter:
+                    raise ConfigurationError(
+                        "the shards of a DTensor were moved after flockstep.distribute, which knows where they were; "
+                        "copy values into the parameters, as torch.distributed.checkpoint.load does"
+                    )
                 parameter.data = place
         for each in self.narrow:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether parameters are narrower than the flat array, and hold its values rounded."""
+        return bool(self._rounded)
+
+    @property
+    def _rounded(self) -> list[int]:
+        return [index for index, entry in enumerate(self.schema.entries) if entry.dtype]
+
     def master(self) -> NamedTensors:
         """Return the flat array's values of each narrower parameter, or those a script has assigned: name → copy."""
-        views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
-        return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
+        views, names = self.views(self._values), [entry.name for entry in self.schema.entries]
+        return {names[i]: _unrounded(views[i], local(self.parameters[i]).detach()) for i in self._rounded}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set the flat array to the values that `master` returned; raise `ConfigurationError` if names or shapes
         differ, or if the rounded values are not those of the module, which must be loaded before.
         """
-        own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
+        own = {self.schema.entries[i].name: self.schema.entries[i].shape for i in self._rounded}
         given = {name: tuple(value.shape) for name, value in values.items()}
         if own != given:
             wrong = next(name for name in [*own, *given] if own.get(name) != given.get(name))
@@ -171,7 +201,7 @@ class FlatModule:
                 f"the loaded master copy must match the model, with {wrong} as {own.get(wrong, 'no parameter')}, got "
                 f"{given.get(wrong, 'none')}; load the state of a model with the same shapes and dtypes"
             )
-        pairs = list(zip((entry.name for entry in self.schema.entries), self.parameters, strict=True))
+        pairs = list(zip((entry.name for entry in self.schema.entries), map(local, self.parameters), strict=True))
         for name, parameter in pairs:
             if name in values and not torch.allclose(
                 values[name].to(parameter), parameter, rtol=0, atol=0, equal_nan=True
@@ -236,8 +266,8 @@ class FlatModule:
         """
         self.grads[:] = 0
         self.write_gradients()
-        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
-            parameter.grad = None if parameter.grad is None else view
+        for parameter, gradient in zip(self.parameters, self._grads, strict=True):
+            parameter.grad = None if parameter.grad is None else gradient
 
     def move_gradients(self, home: FlatArray) -> None:
         """Move the gradients, with their values, to the array `home` (K,)."""
@@ -247,9 +277,7 @@ class FlatModule:
     def put_gradients(self, home: FlatArray) -> None:
         """Bind the gradients to the array `home` (K,), which holds their values."""
         self.grads, self._slopes = home, as_tensor(home)
-        self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
-        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
-            parameter.grad = view
+        self._bind(self._places(self._slopes, [each.slopes for each in self.narrow]))
 
     @contextmanager
     def using(self, gradients: FlatArray) -> Iterator[None]:
@@ -258,12 +286,12 @@ class FlatModule:
         Afterwards each `.grad` remains a view of `gradients` until the parameter's next gradient, or until `zero_grad`;
         the caller must not change a parameter's elements of `gradients` before that.
         """
-        home = self.grads, self._slopes, self._grad_views
+        home = self.grads, self._slopes, self._grad_views, self._grads
         self.put_gradients(gradients)
         try:
             yield
         finally:
-            self.grads, self._slopes, self._grad_views = home
+            self.grads, self._slopes, self._grad_views, self._grads = home
 
     def return_gradients(self) -> None:
         """Copy gradients that lie outside of the flat array into the array."""
@@ -295,8 +323,10 @@ class FlatModule:
         self.left = leave and self._leaves and all_finite([p.grad for p in self.parameters if p.grad is not None])
         if self.left:
             return self.grads
-        pairs = [(p, view, p.grad) for p, view in zip(self.parameters, self._grad_views, strict=True)]
+        pairs = [(p, view, p.grad) for p, view in zip(self.parameters, self._grads, strict=True)]
         outside = [(p, view, given.detach()) for p, view, given in pairs if given is not None and given is not view]
+        if self.sharded:  # one by one, below
+            outside.clear()
         if outside and all(given.layout == torch.strided for _, _, given in outside):
             torch._foreach_copy_([view for _, view, _ in outside], [given for _, _, given in outside])
             for parameter, view, _ in outside:
@@ -321,19 +351,19 @@ class FlatModule:
         """Copy the gradients of narrower parameters into a slice of the flat array."""
         for each in self.narrow:
             first, last = max(start, each.part.start), min(stop, each.part.stop)
-            if first < last:
+            if each.slopes is not None and first < last:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
     def gather(self, index: int) -> None:
         """Move a parameter's gradient to its place: in the flat array, or in the memory of narrower parameters."""
-        parameter, view = self.parameters[index], self._grad_views[index]
-        if parameter.grad is view:
+        parameter, gradient = self.parameters[index], self._grads[index]
+        if parameter.grad is gradient:
             return
         if parameter.grad is None:
-            view.zero_()
+            self._grad_views[index].zero_()
         else:
-            copy_values(view, parameter.grad)
-        parameter.grad = view
+            copy_values(self._grad_views[index], local(aligned(parameter.grad, parameter)))
+        parameter.grad = gradient
 
     def _completed(self, index: int, parameter: torch.Tensor) -> None:
         """Gather a gradient that a backward pass has just completed."""
@@ -342,12 +372,13 @@ class FlatModule:
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""
-        return self.parameters[index].grad is self._grad_views[index]
+        return self.parameters[index].grad is self._grads[index]
 
     @property
     def gradient_version(self) -> int:
         """A number that grows whenever torch writes to a gradient that lies in the flat array."""
-        return sum(memory._version for memory in (self._slopes, *(each.slopes for each in self.narrow)))
+        apart = [each.slopes for each in self.narrow if each.slopes is not None]
+        return sum(memory._version for memory in (self._slopes, *apart))
 
     def buffers(self) -> NamedTensors:
         """Return the non-trainable buffers (batch-norm statistics) without copying them: name → tensor."""
@@ -364,25 +395,33 @@ class FlatModule:
 
     def narrow_within(self, start: int, stop: int) -> list[torch.Tensor]:
         """Return the gradients of the narrower parameters among elements `start` to `stop` - 1 of the flat array."""
-        cut = [(each.slopes, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
+        cut = [
+            (each.slopes, max(start - each.part.start, 0), stop - each.part.start)
+            for each in self.narrow
+            if each.slopes is not None
+        ]
         return [memory[first:last] for memory, first, last in cut if first < min(last, len(memory))]
 
     def _narrow(self, gradients: bool) -> list[Narrow]:
-        found = []
-        for dtype, group in groupby(enumerate(self.schema.entries), key=lambda pair: pair[1].dtype):
-            if dtype:
+        found, own = [], [local(parameter).detach() for parameter in self.parameters]
+        apart = [index for index, parameter in enumerate(self.parameters) if local(parameter) is not parameter]
+        kinds = [(entry.dtype, index if index in apart else -1) for index, entry in enumerate(self.schema.entries)]
+        for (dtype, index), group in groupby(enumerate(self.schema.entries), key=lambda pair: kinds[pair[0]]):
+            if dtype or index >= 0:
                 pairs = list(group)
                 part = slice(pairs[0][1].offset, pairs[-1][1].offset + pairs[-1][1].size)
-                like = self.parameters[pairs[0][0]].detach()
-                values = _zeros(like, part.stop - part.start, like.dtype)
-                slopes = _zeros(like, len(values) if gradients else 0, like.dtype)
+                one = own[pairs[0][0]]
+                values = one.view(-1) if index >= 0 else _zeros(one, part.stop - part.start, one.dtype)
+                slopes = _zeros(one, len(values) if gradients else 0, one.dtype) if dtype else None
                 found.append(Narrow(range(pairs[0][0], pairs[-1][0] + 1), part, values, slopes))
         return found
 
-    def _places(self, flat: torch.Tensor, narrow: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _places(self, flat: torch.Tensor, narrow: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the memory of each parameter or gradient: in the flat tensor, or in that of narrower ones."""
         views = self.views(flat)
         for each, memory in zip(self.narrow, narrow, strict=True):
+            if memory is None:
+                continue
             for index in each.indices:
                 entry = self.schema.entries[index]
                 views[index] = memory[entry.offset - each.part.start :][: entry.size].view(entry.shape)
@@ -397,7 +436,7 @@ class FlatModule:
         flat = self._already_flat(values)
         if flat is not None:
             return flat, self.views(flat)
-        flat = _zeros(self.parameters[0].detach(), self.schema.size, getattr(torch, self.schema.dtype))
+        flat = _zeros(local(self.parameters[0]).detach(), self.schema.size, getattr(torch, self.schema.dtype))
         places = self._places(flat, [each.values if move else each.slopes for each in self.narrow])
         moved = 0
         for index, place in enumerate(places):
@@ -405,7 +444,7 @@ class FlatModule:
             if value is None:
                 continue
             copy_values(place, value)
-            if move:
+            if move and local(self.parameters[index]) is self.parameters[index]:
                 self.parameters[index].data = place
                 moved += place.nbytes
                 del value
@@ -425,6 +464,32 @@ class FlatModule:
             if value.untyped_storage().data_ptr() != base or value.storage_offset() != start + entry.offset:
                 return None
         return first.detach().as_strided((self.schema.size,), (1,), start)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this process holds, without a copy; any other tensor itself."""
+    own: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if own is None else own
+
+
+def aligned(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a DTensor with the placements of the parameter; a gradient may be a sum that is due."""
+    given: Any = gradient
+    wanted = getattr(parameter, "placements", None)
+    return gradient if wanted is None or given.placements == wanted else given.detach().redistribute(placements=wanted)
+
+
+def like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor with the placements of `parameter` of which this process holds `own`; `own` itself if the
+    parameter is no DTensor.
+    """
+    if local(parameter) is parameter:
+        return own
+    from torch.distributed.tensor import DTensor
+
+    given: Any = parameter
+    shape = {"shape": given.shape, "stride": given.stride()}
+    return DTensor.from_local(own, given.device_mesh, given.placements, run_check=False, **shape)
 
 
 def schema_of(named: Mapping[str, torch.Tensor]) -> Schema:
@@ -520,22 +585,22 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
     """Raise `ConfigurationError` if a module cannot be made flat."""
-    device, sharded = None, []
-    tensors, sharding = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
+    device, sharding = None, sys.modules.get("torch.distributed.fsdp")
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigurationError(
                 f"parameter {name!r} has no shape yet; run the module on one batch before flockstep.distribute"
             )
-        if tensors is not None and isinstance(parameter, tensors.DTensor):
-            sharded.append(f"parameter {name} is sharded")
-    if sharding is not None and not sharded:
-        kinds = sharding.FullyShardedDataParallel | sharding.FSDPModule
-        sharded = ["the module is wrapped in FSDP"] * any(isinstance(one, kinds) for one in module.modules())
-    if sharded:
+        own = local(parameter)
+        if own is not parameter and not own.is_contiguous():
+            raise ConfigurationError(
+                f"the shard of parameter {name!r} that this process holds must be contiguous in memory; shard the "
+                "parameter along its first dimension"
+            )
+    if sharding is not None and any(isinstance(one, sharding.FullyShardedDataParallel) for one in module.modules()):
         raise ConfigurationError(
-            f"{sharded[0]}, but every worker must hold the whole model; pass a module without fully_shard, FSDP or "
-            "distribute_tensor, and use scatter_reduce, which shards the optimizer's state"
+            "the module is wrapped in FullyShardedDataParallel, whose parameters are no DTensors; use "
+            "torch.distributed.fsdp.fully_shard(model, mesh=flockstep.replica().mesh())"
         )
     for name, parameter in trainable.items():
         device = device or parameter.device
@@ -547,7 +612,7 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
     # distinct tensors that share memory: the flat array would separate them
     named = [*module.named_parameters(), *module.named_buffers()]
     reached, owner = 0, ""
-    for (start, end), name in sorted((_extent(tensor), name) for name, tensor in named if tensor.numel()):
+    for (start, end), name in sorted((_extent(local(tensor)), name) for name, tensor in named if local(tensor).numel()):
         if start < reached and (owner in trainable or name in trainable):
             raise ConfigurationError(
                 f"{owner!r} and {name!r} must not share memory unless both are the same parameter; assign the same "

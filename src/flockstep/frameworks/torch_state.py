@@ -9,7 +9,7 @@ import torch
 
 from flockstep.arrays.namespace import to_host
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_flat import FlatModule, like, local
 from flockstep.frameworks.torch_groups import NUMBERS
 from flockstep.optimizers.base import OptimizerState
 
@@ -41,7 +41,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
                 slot = found.slots.setdefault(
                     name if foreign else ours[name], np.zeros(flat.schema.size, flat.schema.dtype)
                 )
-                slot[entry.offset : entry.offset + entry.size] = to_host(value.reshape(-1))
+                slot[entry.offset : entry.offset + entry.size] = to_host(local(value).reshape(-1))
                 found.steps = max(found.steps, int("step" not in state))  # SGD does not count
     return found if found.steps else None
 
@@ -57,7 +57,8 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
             own["step"] = torch.tensor(float(state.steps))
         for name, slot in state.slots.items():
             part = slot[entry.offset : entry.offset + entry.size]
-            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.device)
+            tensor = torch.from_numpy(part).reshape(entry.shape).to(parameter.device)
+            own[_NAMES.get(name, name)] = like(tensor, parameter)
         for key, value in state.numbers.items():
             name, _, group = key.partition(":")
             if int(group) == groups[id(parameter)]:

@@ -128,6 +128,7 @@ class Admission:
         outcome, strategy = self._outcome, rule_of(hello.strategy)
         if outcome.schema is None or outcome.strategy is None:
             outcome.schema, outcome.strategy = hello.schema, strategy
+            outcome.sizes = outcome.sizes or hello.sizes
             replicas = self._workers // outcome.parts
             strategy.check(replicas)
             self.executable.require_possible(strategy, hello.repeats)

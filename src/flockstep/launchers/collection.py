@@ -21,6 +21,7 @@ from flockstep.records.flight import FlightEvent, FlightRecorder, append, decode
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
 from flockstep.runtime.node_metrics import fingerprint
+from flockstep.runtime.part_group import groups_of
 from flockstep.runtime.replication import ProgramEvents
 from flockstep.runtime.reports import MOST_EVENTS, events_in
 from flockstep.runtime.snapshot_tracker import NewestSnapshots
@@ -150,11 +151,21 @@ class Collection:
         """Tell all nodes that the run has ended. Scripts get the model that is the result, unless theirs has the same
         fingerprint, with the workers' final buffers.
         """
-        newest = self.outcome.newest_model() if self._returns else None
-        result, known = (None, None) if newest is None else (newest[1], fingerprint(newest[1]))
-        buffers = {} if newest is None else self.outcome.newest.buffers()
+        outcome = self.outcome
+        newest = outcome.newest_model() if self._returns else None
+        if newest is None:
+            for link in self._peers.links.values():
+                link.dismiss(None, {})
+            return
+        for group in groups_of(outcome.sizes or (len(newest[1]),), 0):
+            result, buffers = newest[1][group.span], outcome.newest.buffers(group.part)
+            known = fingerprint(result)
+            for address, link in self._peers.links.items():
+                if address >= 0 and group.inside(address) is not None:
+                    link.dismiss(None if self.hashes.get(address) == known else result, buffers)
         for address, link in self._peers.links.items():
-            link.dismiss(None if address < 0 or self.hashes.get(address) == known else result, buffers)
+            if address < 0:
+                link.dismiss(None, {})
 
     def show(self) -> None:
         """Show the state of every process."""

@@ -28,10 +28,13 @@ Settings = list[Any]
 
 
 class Comparisons:
-    """What the workers of one run have reported, and what was said about it."""
+    """What the workers of one run have reported, and what was said about it. Of replicas with several processes, those
+    that hold the same part are compared.
+    """
 
-    def __init__(self, workers: int, strategy: Callable[[], Strategy | None]):
-        self._workers, self._strategy = workers, strategy
+    def __init__(self, workers: int, strategy: Callable[[], Strategy | None], parts: int = 1):
+        """`parts`: number of workers that hold one replica together."""
+        self._workers, self._strategy, self._parts = workers // parts, strategy, parts
         self._reports: dict[Hashable, dict[Address, Any]] = {}
         """Kind of report with its step → worker → what it has reported."""
         self._sharded = False
@@ -51,6 +54,7 @@ class Comparisons:
         """The reports of a step, with that of `source`. A step that all workers have reported is forgotten, and the
         oldest one where too many wait for reports.
         """
+        key = key, source % self._parts
         here = self._reports.setdefault(key, {})
         here[source] = report
         if len(here) == self._workers:

@@ -111,6 +111,10 @@ class Executable:
         self.notes: list[str] = []
         """Sentences to be added to the record."""
 
+    def part_name(self, part: int) -> str:
+        """Return the name of a part of a split model, for a sentence."""
+        return f"part {part}" if self.parts is None else self.parts.partition.part_name(part)
+
     def prepare_again(self, config: RunConfig, begins: bool) -> Strategy | None:
         """Prepare to continue a run with the configuration of its checkpoint; return the run's strategy, or None if
         only its script names it. `begins`: whether this process has not trained in this run before.

@@ -342,6 +342,7 @@ class RunSegment:
             heartbeat=config.heartbeat or HEARTBEAT,
             record=str(place),
             workers=config.workers,
+            replica_size=config.processes_of_replica,
             supervisor=os.getpid(),
             seed=config.seed,
             strategy=config.strategy if config.strategy_given else "",
@@ -373,7 +374,9 @@ class RunSegment:
             if left.at_once:
                 members = dataclasses.replace(members, ends=left.ends, hear_rest=hear)
         sizes = () if executable.parts is None else executable.parts.sizes
-        outcome = Outcome(config.workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
+        outcome = Outcome(
+            config.workers, sizes=sizes, newest=NewestSnapshots(len(sizes) or config.processes_of_replica)
+        )
         peers = RunPeers(config.workers, spec.heartbeat, members.epoch, executable.unjoined)
         within = None if first is None else first.admission
         admission = Admission(spec, executable, peers, outcome, self.start_worker, run.hosts, within)

@@ -118,8 +118,23 @@ def launch(
 
 def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
     """Raise `ConfigurationError` if workers may leave the run of a script, or join it, and the run is on several
-    hosts.
+    hosts; or if several processes hold a replica in a run that needs whole replicas.
     """
+    if config.processes_of_replica > 1:
+        given = {
+            "--min-workers": config.min_workers,
+            "--max-workers": config.max_workers,
+            "--checkpoint-every": config.checkpoint_every,
+            "--max-gradient-norm": config.max_gradient_norm,
+            f"--on-bad-gradient {config.on_bad_gradient}": config.on_bad_gradient != "stop" or None,
+            "several hosts": gathering,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"replicas of {config.replica_size} processes do not work with {name} yet; leave out {name}, or "
+                    "--replica-size"
+                )
     if gathering is not None and (config.min_workers, config.max_workers) != (None, None):
         raise ConfigurationError(
             "the number of a script's workers changes during the run only if all processes are on one machine, got "
@@ -178,7 +193,7 @@ def with_strategy(config: RunConfig, text: str) -> RunConfig:
         CompositionError: the strategy needs a job.
     """
     given = dataclasses.replace(config, strategy=text, strategy_given=True)
-    require_for_scripts(check(given), config.workers)
+    require_for_scripts(check(given), config.workers // config.processes_of_replica)
     named = canonical(given)
     return dataclasses.replace(given, strategy=named.strategy, system=named.system)
 

@@ -114,7 +114,7 @@ class Supervisor:
         self._wait_monitor = WaitMonitor(
             config.workers, config.step_timeout, joins=self._executable.joins, interruption=interruption
         )
-        self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy)
+        self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy, config.processes_of_replica)
         self._open = ExitStack()
 
     # The whole run: the first call's supervisor alone does this.
@@ -602,6 +602,8 @@ class Supervisor:
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> None:
         """End the run with the error of a node, unless it is a worker that has joined and taken no step yet."""
+        if self._survived and any(map(self.peers.ended, self._same_replica(address))):
+            return  # it failed because another process of its replica is gone, with which it is lost
         if self._changes.is_new(address):
             self._lose(address, f"{node_name(address)} failed before its first step: {reason}")
             return
@@ -646,15 +648,19 @@ class Supervisor:
 
     def _lose(self, address: Address, reason: str) -> None:
         """Handle the loss of a node; the other workers of a lost worker's replica end with it if the others go on."""
-        parts = self._executable.parts
-        if parts is not None and self.outcome.parts > 1 and address >= 0:
+        if self.outcome.parts > 1 and address >= 0:
             replica, part = divmod(address, self.outcome.parts)
-            reason = f"{reason}; it held {parts.partition.part_name(part)} of replica {replica}"
-            for other in range(replica * self.outcome.parts, (replica + 1) * self.outcome.parts):
-                if other != address and not self.peers[other].gone and self._survived:
+            reason = f"{reason}; it held {self._executable.part_name(part)} of replica {replica}"
+            for other in self._same_replica(address):
+                if not self.peers[other].gone and self._survived:
                     why = f"{node_name(other)} ended with {node_name(address)}, a worker of the same replica"
                     self._lose_node(other, why, quiet=True)
         self._lose_node(address, reason)
+
+    def _same_replica(self, address: Address) -> list[Address]:
+        """The other workers that hold parts of the replica of which worker `address` holds a part."""
+        first = address // self.outcome.parts * self.outcome.parts
+        return [one for one in range(first, first + self.outcome.parts) if one != address] if address >= 0 else []
 
     def _lose_node(self, address: Address, reason: str, quiet: bool = False) -> None:
         one, peers = self.peers[address], self.peers

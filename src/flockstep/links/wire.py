@@ -19,7 +19,7 @@ from flockstep.errors import ProtocolError
 from flockstep.links.shared_heap import PeerMemory
 from flockstep.messages import Address, Array, Message, Note, Notes, node_name, note_kind
 
-PROTOCOL = 8
+PROTOCOL = 9
 GREETING = "flockstep.hello"
 """Tag of the messages that two nodes exchange when they connect; such a message has no sequence number."""
 HANDED_ON = "flockstep.handed-on"

@@ -153,6 +153,16 @@ class RunConfig(
         _ = self.bad_gradients  # refuses what is invalid
         if self.checkpoint_every is not None:
             CheckpointInterval.parse(self.checkpoint_every)
+        if self.workers % self.processes_of_replica:
+            raise ConfigurationError(
+                f"the number of workers must be a multiple of --replica-size, got {self.workers} workers and replicas "
+                f"of {self.replica_size} processes; use -n {self.processes_of_replica}, or a multiple of it"
+            )
+
+    @property
+    def processes_of_replica(self) -> int:
+        """Number of processes of a script that hold one replica of the model together."""
+        return self.replica_size or 1
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:

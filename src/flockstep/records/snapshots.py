@@ -59,6 +59,10 @@ class Snapshot(msgspec.Struct, frozen=True):
         self._require_whole()
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
 
+    def of_part(self, part: int) -> Snapshot:
+        """Return the snapshot of a part of the model; a model that is not split has one part."""
+        return self
+
     def _require_whole(self) -> None:
         if Path(self.path).stat().st_size != self.nbytes + self.buffers:
             raise RunError(
@@ -92,6 +96,9 @@ class WholeSnapshot(Snapshot, frozen=True):
             found.append(piece.read(slice(max(0, start - first), max(0, min(piece.size, stop - first)))))
             first += piece.size
         return np.concatenate(found)
+
+    def of_part(self, part: int) -> Snapshot:
+        return self.pieces[part]
 
     def read_buffers(self) -> FlatArray:
         return np.concatenate([piece.read_buffers() for piece in self.pieces])

@@ -286,7 +286,7 @@ def summarize(
         elif (diverged := next((event for event in ordered if isinstance(event, DivergedEvent)), None)) is not None:
             status, error = "diverged", diverged.reason
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
-    parts = partition.parts
+    parts = partition.parts * config.processes_of_replica
     if parts > config.workers:
         raise ConfigurationError(
             f"partition = {config.partition} splits a replica over {parts} workers, but the run had {config.workers}; "

@@ -36,7 +36,7 @@ from flockstep.runtime.change import beside, held_of, settle
 from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.epochs import deal_as_before, deals_data
-from flockstep.runtime.member import BeginAgain
+from flockstep.runtime.member import BeginAgain, NodeSpec
 from flockstep.runtime.node_creation import Stepping, make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
 from flockstep.runtime.node_spec import (
@@ -46,6 +46,8 @@ from flockstep.runtime.node_spec import (
     spec_from_environment,
     take_spec,
 )
+from flockstep.runtime.part_group import NodePart, ReplicaParts, groups_of
+from flockstep.runtime.plan import require_parts
 from flockstep.runtime.program_restart import (
     ScriptRequests,
     all_here,
@@ -96,6 +98,8 @@ class OfFramework:
     """Whether `awaited` and `hand_over` are used while gradients are computed."""
     bad_gradients: BadGradientSettings = (None, None)
     """Action and largest norm for this worker's gradients; None: as `flockstep launch` says."""
+    parts: ReplicaParts | None = None
+    """The parts of the replica, which several processes hold; None if this process holds it whole."""
     keeper: TorchKeeper | None = None
     """Keeps the state of the script's optimizer for checkpoints and other workers; None if the script does not."""
 
@@ -111,6 +115,10 @@ class Loop:
     _shown = 0
     """Step up to which gradients have been reported to the supervisor."""
 
+    address = rank = 0
+    """Number of this process among all workers of the run, and of its replica among the replicas."""
+    workers = 1
+    """Number of replicas."""
     _before = _taken = 0
     """Steps of the script before this process, and in it. A worker counts a gradient that it cancels as a step, also if
     the script has never computed it.
@@ -162,9 +170,8 @@ class Loop:
         """Name of each metric that the script has recorded → whether higher values are better."""
         self._servers: dict[Address, Server] = {}
         """Servers that run in this process."""
+        self._part = self._take_place(spec_from_environment())  # may refuse the strategy, before the call joins the run
         node_spec = claim_spec()
-        self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
-        require_for_scripts(strategy, self.workers)
         spec = node_spec if node_spec is not None and node_spec.call == 1 else None
         self.joined = spec is not None and spec.joins
         """Whether this worker has joined others that were training."""
@@ -178,6 +185,36 @@ class Loop:
             self._begin()
         self._before = self._worker.run_step
         atexit.register(self._at_exit)
+
+    def _take_place(self, node_spec: NodeSpec | None) -> NodePart | None:
+        """Take the rank of this process's replica, and return the part of the replica that it holds; None if it holds
+        the replica whole.
+
+        Raises:
+            CompositionError: the strategy needs whole replicas, or a job.
+            ConfigurationError: the framework cannot split a replica.
+        """
+        size, parts, strategy = 1 if node_spec is None else node_spec.replica_size, self._of.parts, self.strategy
+        if node_spec is not None:
+            self.address, self.workers = node_spec.address, node_spec.workers // size
+            self.rank = self.address // size
+        require_for_scripts(strategy, self.workers)
+        if size == 1:
+            return None
+        require_parts(strategy, "replicas of one process")
+        if strategy.traits.matrices:
+            raise CompositionError(
+                f"{strategy} sends factors of whole matrices, of which a process of a replica holds only shards; use a "
+                "strategy such as all_reduce or local_sgd, or replicas of one process"
+            )
+        if parts is None:
+            raise ConfigurationError(
+                f"a replica of {size} processes needs the parameters of a PyTorch module, got a script of another "
+                "framework; start the script without --replica-size"
+            )
+        group = groups_of(parts.sizes, strategy.servers_for(self.workers))[self.address % size]
+        name = f"part {group.part} of replica {self.rank} (worker {self.address})"
+        return NodePart(name, group, parts.sizes)
 
     def _enter(self, session: Session) -> None:
         """Take part in the run from its start, or from where the others are if this worker joins them."""
@@ -209,6 +246,12 @@ class Loop:
             self._session.start(begin, stops=self.checkpoints is not None and self.strategy.traits.restarts)
         self._runner.advance()
         require_side_by_side()
+        if self._part is not None and self._worker.works_between_steps:
+            raise CompositionError(
+                f"{self.strategy} has background tasks, for which a worker would wait for another one that waits for "
+                "the processes of its own replica; use a strategy without background tasks, such as all_reduce, "
+                "local_sgd, ps or dpsgd, or start the script without --replica-size"
+            )
 
     def step(self) -> None:
         """Pass the gradients of one mini-batch, which are in the flat array, to the strategy."""
@@ -263,7 +306,7 @@ class Loop:
                 f"higher_is_better must be the same for all values of {name}, got {not higher_is_better} before and "
                 f"{higher_is_better} now; give metrics with different directions different names"
             )
-        if self._session is None or (count is None and self.rank > 0):
+        if self._session is None or (count is None and self.address > 0):
             return
         if self._failure is not None:
             raise self._failure
@@ -275,7 +318,7 @@ class Loop:
         number = None if count is None else float(count)
         self._reports.write(
             MetricEvent(
-                self._session.member.seconds(), self.rank, self.steps, name, float(value), higher_is_better, number
+                self._session.member.seconds(), self.address, self.steps, name, float(value), higher_is_better, number
             )
         )
 
@@ -431,11 +474,11 @@ class Loop:
         self._diverged = True
         step = self._worker.run_step
         reason = (
-            f"parameters of worker {self.rank} are not finite after step {step}, the first is {name}; lower the "
+            f"parameters of worker {self.address} are not finite after step {step}, the first is {name}; lower the "
             "learning rate"
         )
         if self._reports is not None:
-            self._reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
+            self._reports.write(DivergedEvent(self._runner.clock(), self.address, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def restart(self, optimizer: OptimizerState | None) -> None:
@@ -676,14 +719,21 @@ class Loop:
         """Run a worker whose peers are in other processes, in the place of `former` if the workers have changed."""
         strategy, optimizer, node_spec = self.strategy, self._optimizer, session.node_spec
         stepper: Stepper = self._held.stepper if self._repeats else self._stepper
-        self.rank, self.workers = node_spec.address, node_spec.workers
+        self._part = self._take_place(node_spec)
         settings = room_for(to_text(optimizer)), room_for(json.dumps(stepper.settings))
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
             largest = max(self._of.buffers().nbytes, *settings)
             cluster, params = session.meet(
-                strategy, optimizer, self._schema, initial, largest=largest, repeats=self._repeats
+                strategy,
+                optimizer,
+                self._of.parts.schema if self._part is not None and self._of.parts is not None else self._schema,
+                initial,
+                largest=largest,
+                part=self._part,
+                repeats=self._repeats,
             )
+        group = None if self._part is None else self._part.group
         if former is None:
             self._params[:] = to_device_of(params, self._params)
         del params  # it lies in the memory of another node
@@ -696,7 +746,7 @@ class Loop:
             self._held.watch(worker)
         with self._telling():
             kept = self._load(session, worker)
-            connection = session.begin(lambda member: NodeConnection(member, worker, strategy))
+            connection = session.begin(lambda member: NodeConnection(member, worker, strategy, group=group))
         self._worker = worker
         worker.overlaps = self._of.overlaps and self.workers > 1 and not worker.shared.covers_run
         self._reports, self._runner = connection.reports, connection.runner
@@ -780,7 +830,7 @@ class Loop:
                 differ = len({array.tobytes() for array in self.handed.values()}) > 1
                 changed = others or differ or bool((before != self._params).any())
             # Said once in a run: the script has ended with another model than the run's result.
-            told = self._worker.step > 0 and self.workers > 1 and self.rank == 0
+            told = self._worker.step > 0 and self.workers > 1 and self.address == 0
             if changed and told and sys.stderr is not None:
                 with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
                     sys.stderr.write(

@@ -41,6 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -61,6 +62,9 @@ from flockstep.records.failpoints import reach
 from flockstep.runtime.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.runtime.replication import NOTES as REPLICAS
 from flockstep.runtime.user_code import said_of
+
+if TYPE_CHECKING:
+    from flockstep.runtime.part_group import NodePart
 
 LONGEST = 4000
 """Maximum number of characters of a reason or a traceback in a message's header."""
@@ -110,6 +114,8 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     """Whether this is the communicator of a process that has said hello already."""
     repeats: bool = False
     """Whether the script can take a step again with other workers, from the state that its process holds."""
+    sizes: tuple[int, ...] = ()
+    """Number of elements of each part of the model, of a script that has split it; otherwise empty."""
 
 
 class Welcome(Note, frozen=True):
@@ -174,6 +180,8 @@ class NodeSpec:
     """Process id of the supervisor if it is on this host: this process ends as soon as the supervisor does. 0 if the
     supervisor is on another host; then only the broken link shows that it has ended.
     """
+    replica_size: int = 1
+    """Number of workers whose scripts hold one replica of the model together."""
     process: int = 0
     """Process id of the only process that may use this specification; 0 if every process that receives the
     specification may use it.
@@ -344,12 +352,13 @@ class Member:
         strategy: str,
         optimizer: dict[str, str | int | float | bool],
         initial: FlatArray | None,
-        part: bool = False,
+        part: NodePart | None = None,
         repeats: bool = False,
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
-        A node that holds one `part` of a split model gets the bytes of `ModelPart.values`, from the supervisor.
+        A job's node that holds one `part` of a split model gets the bytes of `ModelPart.values`, from the supervisor; a
+        script's node gets the parameters of the first node with the same part.
         `repeats`: see `Hello`.
 
         The node prepares what it needs, and then calls `begin`.
@@ -357,7 +366,7 @@ class Member:
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
-        self.introduce(strategy, optimizer, repeats=repeats)
+        self.introduce(strategy, optimizer, repeats=repeats, sizes=() if part is None else part.sizes)
         welcome = self.wait_for("welcome")
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
         self._replicated = welcome.note.replicas > 0
@@ -371,7 +380,11 @@ class Member:
                 warm_up()
         self._meet(welcome.note.peers)
         self._share_on_host()
-        params = self.wait_for("values").payload if part else self._handed_on(initial, cluster.processes)
+        if self.node_spec.facts is not None:
+            params = self.wait_for("values").payload
+        else:
+            alike = [one for one in cluster.processes if part is None or part.group.inside(one) is not None]
+            params = self._handed_on(initial, alike)
         self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
 
@@ -590,8 +603,9 @@ class Member:
         optimizer: dict[str, str | int | float | bool],
         beside: bool = False,
         repeats: bool = False,
+        sizes: tuple[int, ...] = (),
     ) -> None:
-        """Say hello to the supervisor; see `Hello` for `beside` and `repeats`.
+        """Say hello to the supervisor; see `Hello` for `beside`, `repeats` and `sizes`.
 
         Raises:
             Interrupted: the supervisor is gone.
@@ -608,6 +622,7 @@ class Member:
             self.largest,
             beside,
             repeats,
+            sizes,
         )
         try:
             self.line.introduce(msgspec.msgpack.encode(hello))

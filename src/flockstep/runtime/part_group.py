@@ -67,6 +67,29 @@ class PartGroup:
         return tuple(host for host in found if host)
 
 
+@dataclass(frozen=True)
+class ReplicaParts:
+    """The parts of a replica that several processes of a script hold."""
+
+    schema: Schema
+    """The tensors of all parts, one part after another; a tensor's name tells its placement."""
+    sizes: tuple[int, ...]
+    """Number of elements of each part."""
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """The part of a split model that a node holds."""
+
+    name: str
+    """Name of the part and of its holder, for sentences."""
+    group: PartGroup
+    sizes: tuple[int, ...] = ()
+    """Number of elements of each part, of a worker whose script has split the model; the supervisor then does not know
+    the parts' values, and the group's first worker has them.
+    """
+
+
 def groups_of(sizes: Sequence[int], servers: int) -> list[PartGroup]:
     """Return the groups of a model with parts of the given `sizes`; `servers`: number of servers of each."""
     spans = pairwise(accumulate(sizes, initial=0))

@@ -117,13 +117,14 @@ def whole_cluster(group: Cluster, parts: int) -> Cluster:
     return Cluster(group.workers * parts, group.servers * parts, beside, group.replicas)
 
 
-def require_splittable(plan: Plan) -> None:
-    """Check that the plan of a run can be followed on the parts of a split model.
+def require_parts(strategy: Strategy, instead: str) -> None:
+    """Check that nodes that hold the parts of a split model can follow a strategy; `instead` is what users may choose
+    in place of the parts.
 
     Raises:
-        CompositionError: the strategy, the optimizer or the handling of bad gradients needs whole models.
+        CompositionError: the strategy needs whole models.
     """
-    strategy, traits = plan.strategy, plan.strategy.traits
+    traits = strategy.traits
     if not traits.fixed_steps or not traits.plain_gradients:
         needed = (
             "whose number of steps is fixed"
@@ -131,14 +132,21 @@ def require_splittable(plan: Plan) -> None:
             else "whose workers compute only the gradient of their next batch"
         )
         raise CompositionError(
-            f"a split model needs a strategy {needed}, got {strategy}; use a strategy such as local_sgd, or "
-            "partition=none"
+            f"a split model needs a strategy {needed}, got {strategy}; use a strategy such as local_sgd, or {instead}"
         )
-    if plan.cluster.replicas:
+    if strategy.replicas:
         raise CompositionError(
-            f"servers of a split model have no backups yet, got {strategy}; leave the backups out, or use "
-            "partition=none"
+            f"servers of a split model have no backups yet, got {strategy}; leave the backups out, or use {instead}"
         )
+
+
+def require_splittable(plan: Plan) -> None:
+    """Check that the plan of a run can be followed on the parts of a split model.
+
+    Raises:
+        CompositionError: the strategy, the optimizer or the handling of bad gradients needs whole models.
+    """
+    require_parts(plan.strategy, "partition=none")
     if not plan.optimizer.elementwise or plan.optimizer.by_place:
         raise CompositionError(
             f"the stages of a split model update their own parameters, got {plan.optimizer}, which needs the whole "

@@ -21,7 +21,7 @@ from flockstep.runtime.change import HeldWork, beside, held_of, settle
 from flockstep.runtime.fault_injector import wrong_gradients
 from flockstep.runtime.member import BeginAgain, NodeSpec
 from flockstep.runtime.node_creation import make_server
-from flockstep.runtime.part_group import PartGroup, groups_of
+from flockstep.runtime.part_group import NodePart, PartGroup, groups_of
 from flockstep.runtime.plan import FIRST_BATCH, Batches, LocalOptimizer, Plan, computed
 from flockstep.runtime.program_restart import notes_of_all
 from flockstep.runtime.real import NodeConnection
@@ -198,7 +198,9 @@ def _run_part(session: Session, engine: Engine, plan: Plan, split: SplitModel) -
     largest = max(part.held_bytes, strategy.largest_message, between)
     schema, notes = engine.schema, notes_between(split)
     params = part.take(
-        session.meet(strategy, plan.optimizer.on_servers, schema, largest=largest, part=name, notes=notes)[1]
+        session.meet(
+            strategy, plan.optimizer.on_servers, schema, largest=largest, part=NodePart(name, group), notes=notes
+        )[1]
     )
     stepper = LocalOptimizer(plan.optimizer, params, part.schema.slices)
     stepper.lr = plan.lr_at(0)
@@ -236,10 +238,11 @@ def run_server(
         rule, spec = Strategy.parse(strategy), Optimizer.parse(optimizer)
         spec.load()  # before the others are met, who would wait for the import at their first step
         largest = max(rule.largest_message, room_for(optimizer))
-        part = "" if group is None else f"a server of part {group.part} ({node_name(node_spec.address)})"
+        name = node_name(node_spec.address)
+        part = None if group is None else NodePart(f"a server of part {group.part} ({name})", group)
         cluster, params = session.meet(rule, spec, schema, largest=largest, part=part)
         if group is not None:
-            cluster, schema = rule.cluster(cluster.workers // group.parts), group.schema(schema)
+            schema = group.schema(schema)
             params = params.view(schema.dtype)
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
         session.load(node, group)

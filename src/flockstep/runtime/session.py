@@ -35,7 +35,7 @@ from flockstep.runtime.member import (
     on_same_host,
     send_to_control,
 )
-from flockstep.runtime.part_group import PartGroup
+from flockstep.runtime.part_group import NodePart, PartGroup
 from flockstep.runtime.program_restart import notes_of
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.replication import NOTES as REPLICAS
@@ -104,31 +104,37 @@ class Session:
         initial: FlatArray | None = None,
         *,
         largest: int = 0,
-        part: str = "",
+        part: NodePart | None = None,
         notes: Notes | None = None,
         repeats: bool = False,
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
+        The cluster of a node that holds a part consists of the nodes with the same part.
+
         Args:
             strategy: None, like `optimizer`, in a script that only exchanges arrays.
             optimizer: the optimizer in the form that servers use.
-            schema: the schema of the whole model.
+            schema: the schema of the whole model, also where this node holds a part of it.
             initial: the parameters of this process, if this node may be the first.
             largest: size in bytes of the largest array that this process sends, if larger than the model.
-            part: name of the part of a split model that the node holds; it gets the bytes of `ModelPart.values`.
+            part: the part of a split model that the node holds; the node of a job gets the bytes of
+                `ModelPart.values`.
             notes: the kinds of notes that messages carry besides those of the strategy.
             repeats: whether this process can take a step again with other workers.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
-        self._part = part
+        self._part = "" if part is None else part.name
         known = {} if strategy is None else notes_of(strategy)
-        sums = strategy is not None and strategy.sums and self.node_spec.address >= 0 and not part
+        sums = strategy is not None and strategy.sums and self.node_spec.address >= 0 and part is None
         self._member = Member(self.node_spec, schema, largest, {**known, **REPLICAS, **(notes or {})}, sums)
         text, data = "" if strategy is None else to_text(strategy), {} if optimizer is None else to_data(optimizer)
-        return self._member.join(text, data, initial, part=bool(part), repeats=repeats)
+        cluster, params = self._member.join(text, data, initial, part=part, repeats=repeats)
+        if part is not None and strategy is not None:
+            cluster = strategy.cluster(cluster.workers // part.group.parts)
+        return cluster, params
 
     def load(self, node: Node, group: PartGroup | None = None) -> Cut | None:
         """Return the state from which a node goes on, whose group is `group` if the model is split; None if its run

@@ -8,13 +8,19 @@ from typing import Any, TypeVar
 
 from flockstep.errors import ConfigurationError
 from flockstep.runtime.epochs import PrivateBatches, ShardedBatches, count_of, epochs_of
-from flockstep.runtime.node_spec import place_of_script, require_own_process, spec_from_environment
+from flockstep.runtime.node_spec import require_own_process, spec_from_environment
+from flockstep.runtime.replica import replica
 
 B = TypeVar("B")
 
 
 def shard(
-    loader: Iterable[B], epoch: int | None = None, private: bool = False, *, seed: int | None = None
+    loader: Iterable[B],
+    epoch: int | None = None,
+    private: bool = False,
+    *,
+    seed: int | None = None,
+    among: str | None = None,
 ) -> Iterable[B]:
     """Return this worker's part of `loader`; with one worker whom no other can join, `loader` itself.
 
@@ -39,10 +45,14 @@ def shard(
     epoch, so one worker may look at some batches alone. `epoch` sets the number of the next epoch, so that a script
     that continues from a checkpoint does not draw the order of its first epochs again.
 
+    Where several processes hold a replica together (`flockstep launch --replica-size`), each replica is a worker: its
+    processes read the same part, as tensor parallelism requires. With `among`, the name of a dimension of the replica's
+    mesh, the processes along this dimension read different parts, as FSDP requires: `among="shard"`.
+
     Raises:
         ConfigurationError: `loader` is not iterable, it has a `DistributedSampler`, which already divides the samples,
-            some worker would get no batch, `epoch` is negative, or the script of a launched run has started this
-            process.
+            some worker would get no batch, `epoch` is negative, `among` is no dimension of the replica's mesh, or the
+            script of a launched run has started this process.
     """
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise ConfigurationError(
@@ -51,8 +61,9 @@ def shard(
         )
     if epoch is not None and epoch < 0:
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
-    rank, workers = place_of_script()
     require_own_process("shard")
+    mine = replica()
+    rank, workers = (mine.index, mine.count) if among is None else mine.place(among)
     spec = spec_from_environment()
     if workers == 1 and not (spec is not None and spec.changes):  # others that join get a part of the next pass
         return loader

@@ -93,6 +93,7 @@ class NewestSnapshots:
     def __init__(self, parts: int = 1) -> None:
         """`parts`: number of workers that hold one replica together, whose snapshots become one of the replica."""
         self._items: dict[Address, Snapshot] = {}
+        self._parts = parts
         self._joiner = SnapshotJoiner(parts)
 
     def take(self, item: Snapshot) -> None:
@@ -100,10 +101,10 @@ class NewestSnapshots:
         for whole in self._joiner.add(item):
             self._items[whole.address] = whole
 
-    def buffers(self) -> dict[Address, FlatArray | None]:
-        """Rank → bytes of the worker's final buffers, for workers whose program has ended."""
-        final = [item for address, item in self._items.items() if address >= 0 and item.tick is None]
-        return {item.address: item.read_buffers() if item.buffers else None for item in final}
+    def buffers(self, part: int = 0) -> dict[Address, FlatArray | None]:
+        """Replica → bytes of the final buffers of the worker that holds `part` of it, for those that have ended."""
+        final = [item.of_part(part) for address, item in self._items.items() if address >= 0 and item.tick is None]
+        return {item.address // self._parts: item.read_buffers() if item.buffers else None for item in final}
 
     def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
         """Return the most recent snapshots of all nodes as one tick; replicas of lost workers are left out if there are

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.frameworks.torch_flat import local
 from flockstep.nodes import Worker
 from flockstep.runtime.node_metrics import fingerprint
 from flockstep.runtime.payloads import receive_pieces, send_pieces
@@ -27,7 +28,7 @@ def packed(value: Any) -> FlatArray:
     """Return data, such as a `state_dict`, as bytes (uint8) that another rank can read, on any device; raise
     `ConfigurationError` if it contains something that is not data.
     """
-    return np.frombuffer(to_bytes(tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), value)), np.uint8)
+    return np.frombuffer(to_bytes(tree_map_only(torch.Tensor, lambda one: local(one).detach().cpu(), value)), np.uint8)
 
 
 def unpacked(array: FlatArray) -> Any:
@@ -52,7 +53,7 @@ class Buffers:
             )
         self.policy = policy
         self._module = module
-        self._shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
+        self._shapes = {name: local(buffer).shape for name, buffer in module.named_buffers()}
 
     def __bool__(self) -> bool:
         return self.policy != "local" and bool(self._kept())
@@ -92,7 +93,7 @@ class Buffers:
 
         This includes buffers that are not in the module's `state_dict`.
         """
-        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
+        return {name: local(buffer).detach() for name, buffer in self._module.named_buffers()}
 
     def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Restore the buffers that `values` returned. Their shapes may have changed in training, and a registered
@@ -163,7 +164,7 @@ class Buffers:
 
     def _held(self) -> dict[str, torch.Tensor]:
         """The tensors that must be equal at the start, besides the trained parameters."""
-        frozen = {name: p.detach() for name, p in self._module.named_parameters() if not p.requires_grad}
+        frozen = {name: local(p).detach() for name, p in self._module.named_parameters() if not p.requires_grad}
         return frozen if self.policy == "local" else {**frozen, **self.values()}
 
     def _kept(self) -> dict[str, torch.Tensor]:
@@ -181,6 +182,7 @@ class Buffers:
         prefix, _, last = name.rpartition(".")
         owner = self._module.get_submodule(prefix)
         tensor = getattr(owner, last)
+        tensor = None if tensor is None else local(tensor)
         if tensor is None:
             device = next(self._module.parameters(), value).device
             setattr(owner, last, value.to(device, copy=True))

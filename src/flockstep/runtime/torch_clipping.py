@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_now
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.runtime.node_spec import place_of_script
+from flockstep.runtime.torch_shards import clip_shards
 from flockstep.strategies.base import Strategy
 
 SKIPPED = 3
@@ -62,7 +64,7 @@ class Clipping:
         """Clip now if each worker uses its own gradient; otherwise when the gradients have been combined."""
         traits = self.strategy.traits
         if self not in self.live or traits.clips == "own":  # the run is over, or gradients are not combined
-            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
+            return self._clip_now(parameters, max_norm, norm_type, strict)
         if traits.clips == "none":
             raise CompositionError(
                 f"{self.strategy} updates parts of the parameters on several nodes, and no node knows the norm of the "
@@ -70,6 +72,11 @@ class Clipping:
                 "or clip each worker's own gradient with torch.nn.utils.clip_grad_norm_"
             )
         whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
+        if traits.server_optimizer and self.flat.sharded:
+            raise CompositionError(
+                f"a server of {self.strategy} holds one part of each replica, and does not know the norm of the whole "
+                "gradient; use a strategy whose workers update the parameters, such as all_reduce"
+            )
         if traits.server_optimizer and (not whole or float(norm_type) != 2.0 or strict):
             raise CompositionError(
                 f"the server of {self.strategy} can clip only the Euclidean norm of the whole gradient, without an "
@@ -82,10 +89,19 @@ class Clipping:
         if call in self._asked:  # by a script that skips steps with the module's zero_grad
             self.skip()
         if self._alone:  # measured now, for scripts that read it; clipped in the step, as parts may be sent already
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            clip.norm.copy_(torch.nn.utils.get_total_norm(gradients, norm_type))
+            clip.norm.copy_(self._clip_now(parameters, math.inf, norm_type, False))
             clip.check()
         self._asked[call] = clip
+        return clip.norm
+
+    def _clip_now(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool
+    ) -> torch.Tensor:
+        """Clip the gradients as they are, of a DTensor over all of its processes; return the norm before clipping."""
+        if not self.flat.sharded:
+            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
+        clip = Clip(parameters, max_norm, norm_type, strict, clip_shards(parameters, max_norm, norm_type))
+        clip.check()
         return clip.norm
 
     def skip(self) -> None:
@@ -109,7 +125,7 @@ class Clipping:
         """Clip the gradients that the optimizer is about to use; return whether the step may be taken."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
-                clip.norm.copy_(clip_now(clip.parameters, clip.max_norm, clip.norm_type))
+                clip.norm.copy_(self._clip_now(clip.parameters, clip.max_norm, clip.norm_type, False))
             return not any(clip.strict and not bool(torch.isfinite(clip.norm)) for clip in self._due)
         return True
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.namespace import first_not_finite, namespace
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule, on_gradients
+from flockstep.frameworks.torch_flat import FlatModule, local, on_gradients
 from flockstep.runtime.settings import compared_at
 
 COMPARED = 1 << 8
@@ -110,13 +110,17 @@ class Guard:
         A parameter that has the same values at another address returns to its place in the flat array.
         """
         flat = self._flat
-        if [parameter.data_ptr() for parameter in flat.parameters] != self._addresses:
+        if [local(parameter).data_ptr() for parameter in flat.parameters] != self._addresses:
             for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
-                one = parameter.detach()
+                own = local(parameter)
+                one = own.detach()
                 alike = (one.dtype, one.device, one.shape) == (place.dtype, place.device, place.shape)
                 if not alike or not torch.equal(as_bytes(one.reshape(-1)), as_bytes(place.reshape(-1))):
                     return entry.name
-                parameter.data = place
+                if own is parameter:
+                    parameter.data = place
+                elif own.data_ptr() != place.data_ptr():  # FSDP2 reads the shard where it is now
+                    return entry.name
         for each in self._compared:
             if (first := each.changed()) >= 0:
                 return next(entry.name for entry in flat.schema.entries if first < entry.offset + entry.size)
@@ -127,7 +131,7 @@ class Guard:
         if all(each.finite() for each in self._compared):
             return None
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
-        return next(entry.name for entry, parameter in named if not torch.isfinite(parameter.detach()).all())
+        return next(entry.name for entry, parameter in named if not torch.isfinite(local(parameter).detach()).all())
 
     def check(self) -> None:
         """Raise `ConfigurationError` if a parameter was unfrozen, frozen, replaced or changed since the last step."""

@@ -32,6 +32,7 @@ from flockstep.runtime.torch_guard import Guard, require_same_parameters, requir
 from flockstep.runtime.torch_join import Consent, Remember
 from flockstep.runtime.torch_keeper import TorchKeeper
 from flockstep.runtime.torch_memory import WorkerMemory, memory_of
+from flockstep.runtime.torch_shards import parts_of
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
@@ -100,7 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._searches = closure is not None and closure.default is inspect.Parameter.empty
         """Whether the optimizer cannot step without a closure, which it may evaluate several times, as L-BFGS."""
         if self._searches:
-            _require_mean_gradient(optimizer, strategy, bool(flat.narrow))
+            _require_mean_gradient(optimizer, strategy, flat)
             _require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
         server_side, self._sliced = strategy.traits.server_optimizer, strategy.traits.memory == "slices"
         self._spec: Optimizer = for_servers(optimizer, flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
@@ -113,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             stepper,
             self._spec,
-            OfFramework(self.buffers.packed, True, bad_gradients, keeper),
+            OfFramework(self.buffers.packed, not flat.sharded, bad_gradients, parts_of(flat), keeper),
         )
         if self._searches:
             _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
@@ -355,6 +356,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"flockstep.checkpoint does not work with {type(self.inner).__name__}, which may evaluate its closure "
                 "several times in a step; save state_dict()s, as docs/how-to/loops.md shows"
             )
+        if self.flat.sharded:
+            return (
+                "flockstep.checkpoint does not save the shards of DTensors yet; save the model and the optimizer with "
+                "torch.distributed.checkpoint, in every replica inside of optimizer.consensus()"
+            )
         if self._consent.joining:
             return (
                 "flockstep.checkpoint does not work inside optimizer.join() or over private data, because ranks that "
@@ -576,7 +582,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if "master" in state_dict:
             self.flat.load_master(state_dict["master"])
         self.inner.load_state_dict(state_dict)
-        if self.flat.narrow:
+        if self.flat.rounds:
             set_unrounded(self.inner, state_dict, keep=self.loop.strategy.traits.server_optimizer)
         self._guard.unsent |= "master" in state_dict
 
@@ -594,11 +600,8 @@ def _averages_exactly(strategy: Strategy) -> bool:
     return traits.clips == "combined" and traits.alike and plain
 
 
-def _require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, narrow: bool) -> None:
-    """Raise an error unless every evaluation of a closure can give all ranks the mean of their losses and gradients.
-
-    `narrow` says whether some parameters are narrower than the flat array.
-    """
+def _require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, flat: FlatModule) -> None:
+    """Raise an error unless every evaluation of a closure can give all ranks the mean of their losses and gradients."""
     name, traits = type(optimizer).__name__, strategy.traits
     exact = traits.approximation == "none" and all(codec.lossless for codec in codecs_of(strategy))
     if not (traits.alike and traits.clips == "combined" and exact):
@@ -607,7 +610,12 @@ def _require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy,
             f"the mean over all ranks each time, got {strategy}; use all_reduce without a codec, or an optimizer whose "
             "step() needs no closure, such as torch.optim.SGD"
         )
-    if narrow:
+    if flat.sharded:
+        raise ConfigurationError(
+            f"{name} compares gradients over the whole model, but a process holds only the shards of its DTensors; use "
+            "an optimizer whose step() needs no closure, such as torch.optim.AdamW"
+        )
+    if flat.rounds:
         raise ConfigurationError(
             f"{name} compares losses at several points, and rounding parameters to a narrower dtype than the gradients "
             "would move these points; keep all parameters in one dtype, float32 or wider"
