@@ -36,7 +36,7 @@ from flockstep.records import failpoints
 from flockstep.runtime.member import Member
 
 HERE, DIES_AT, DEADLY, HOLD = Path(__file__).parent, {dies_at}, {deadly}, {hold}
-me, taken, reached = None, 0, 0
+me, taken, reached, met = None, 0, 0, 0
 join = Member.join
 
 def joined(member, *arguments, **named):
@@ -45,7 +45,10 @@ def joined(member, *arguments, **named):
     return join(member, *arguments, **named)
 
 def hook(name):
-    global reached
+    global reached, met
+    met += name == "meeting.begun"
+    if met == 2 and DIES_AT.get(me) == "meeting":
+        os.kill(os.getpid(), signal.SIGKILL)
     reached += taken == DEADLY
     if reached and reached == DIES_AT.get(me) and not (HERE / "go").exists():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +81,9 @@ LOCAL = f"local_sgd({PERIOD}, collective=ring)"
 DILOCO = f"local_sgd({PERIOD}, collective=ring, outer_optimizer=nesterov(lr=0.7, momentum=0.5))"
 
 
-def begin(folder: Path, strategy: str, dies_at: dict[int, int], deadly: int, hold: bool = False, *more: str) -> RealRun:
+def begin(
+    folder: Path, strategy: str, dies_at: dict[int, int | str], deadly: int, hold: bool = False, *more: str
+) -> RealRun:
     (folder / "job.py").write_text(JOB.format(dies_at=dies_at, deadly=deadly, hold=hold, rate=RATE))
     words = ["train", str(folder / "job.py"), "-s", strategy, "-n", str(WORKERS), *(more or ("--min-workers", "1"))]
     return RealRun([*words, "--steps", str(STEPS), "--evaluate-every", "6"], folder / "run")
@@ -197,6 +202,19 @@ def test_a_worker_joins_a_job_whose_others_go_on(
         members = [range(WORKERS)] * joined + [range(WORKERS + 1)] * (steps - joined)
         assert np.allclose(record.read_result()[0], averaged(means, members), rtol=0, atol=1e-5)
     assert len(set(record.read_summary().hashes.values())) == 1 or strategy == LOCAL
+
+
+def test_a_worker_dies_while_the_others_meet_one_that_joins(tmp_path: Path) -> None:
+    run = begin(tmp_path, "all_reduce", {1: "meeting"}, 0, True, "--min-workers", "1", "--max-workers", "5")
+    wait_until(lambda: len(means_of(tmp_path).get(0, ())) > 8, PATIENCE, "the workers train")
+    assert run_command(["join", str(tmp_path / "run")]) == 0
+    (tmp_path / "go").touch()
+    record, means, steps = check(tmp_path, run.end(), [0, 2, 3])
+    assert record.read_config().workers == WORKERS
+    joined = steps - len(means[4])
+    means[4] = np.concatenate([np.full((joined, 8), np.nan), means[4]])
+    members = [range(WORKERS)] * joined + [[0, 2, 3, 4]] * (steps - joined)
+    assert np.allclose(record.read_result()[0], averaged(means, members), rtol=0, atol=1e-5)
 
 
 def test_too_few_workers_complete_the_step_and_end_with_a_checkpoint(tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ class SnapshotTracker(Tracker):
         for entry in self._ticks.values():
             assert isinstance(entry, SnapshotTick)
             for item in entry.files.values():
-                item.remove()
+                if item.tick is not None and item.tick != LAST:  # others are written again under their names
+                    item.remove()
 
     def end(self) -> None:
         """Determine and evaluate the result of the run, whether or not the run finished."""
