@@ -89,7 +89,11 @@ class Clipping:
         if call in self._asked:  # by a script that skips steps with the module's zero_grad
             self.skip()
         if self._alone:  # measured now, for scripts that read it; clipped in the step, as parts may be sent already
-            clip.norm.copy_(self._clip_now(parameters, math.inf, norm_type, False))
+            if self.flat.sharded:
+                clip.norm.copy_(clip_shards(parameters, math.inf, norm_type))
+            else:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                clip.norm.copy_(torch.nn.utils.get_total_norm(gradients, norm_type))
             clip.check()
         self._asked[call] = clip
         return clip.norm
