@@ -112,6 +112,30 @@ def test_a_replica_of_two_processes_trains_as_one_process_would(
                 torch.testing.assert_close(shown[name], value, atol=1e-5, rtol=0)
 
 
+NORM = """
+mesh = replica.mesh(("dp", "tp"), (2, 2))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), 0.1), "all_reduce")
+assert flockstep.clip_grad_norm_(optimizer, 1.0) == 0
+torch.manual_seed(replica.rank // 2)
+model(torch.randn(4, 8)).square().mean().backward()
+whole = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()]).norm()
+torch.testing.assert_close(flockstep.clip_grad_norm_(optimizer, float(whole) / 2), whole)
+optimizer.step()
+clipped = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()]).norm()
+torch.testing.assert_close(clipped, whole / 2)
+optimizer.finish()
+"""
+
+
+def test_a_norm_over_two_dimensions_of_a_mesh_is_that_of_the_whole_gradient(tmp_path: Path) -> None:
+    ended = launched(tmp_path, NORM, ["-n", "4", "--replica-size", "4"])
+    assert ended.code == 0, ended.err
+
+
 DISTRIBUTES = """
 case, strategy = sys.argv[1:]
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

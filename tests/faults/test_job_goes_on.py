@@ -20,7 +20,7 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
-from support.processes import PATIENCE, Ended, RealRun, wait_until
+from support.processes import MEMORY, PATIENCE, Ended, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
 
@@ -50,7 +50,7 @@ def hook(name):
     if met == 2 and DIES_AT.get(me) == "meeting":
         os.kill(os.getpid(), signal.SIGKILL)
     reached += taken == DEADLY
-    if reached and reached == DIES_AT.get(me) and not (HERE / "go").exists():
+    if reached and reached == DIES_AT.get(me) and not (HERE / "spared").exists():
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Noted(QuadraticModel):
@@ -103,11 +103,17 @@ def averaged(means: dict[int, np.ndarray], members: Sequence[Sequence[int]]) -> 
     return model
 
 
-def local(means: dict[int, np.ndarray], members: Sequence[Sequence[int]], steps: int, outer: bool) -> np.ndarray:
-    """The mean of the replicas after local steps, with rounds of these members."""
+def local(
+    means: dict[int, np.ndarray], members: Sequence[Sequence[int]], steps: int, outer: bool, joined: int = -1
+) -> np.ndarray:
+    """The mean of the replicas after local steps, with rounds of these members; worker 4 joins with the replica of
+    worker 0.
+    """
     models = dict.fromkeys(means, np.full(8, 0.5))
     common, velocity = np.full(8, 0.5), np.zeros(8)
     for step in range(steps):
+        if step == joined:
+            models[4] = models[0]
         models = {
             rank: one - RATE * (one - means[rank][step]) for rank, one in models.items() if step < len(means[rank])
         }
@@ -129,8 +135,11 @@ def check(folder: Path, ended: Ended, survivors: Sequence[int]) -> tuple[RunFold
     assert len(taken) == 1
     config, summary = record.read_config(), record.read_summary()
     assert summary.status == "finished"
-    last = {event.rank: event.step for event in record.read_events() if isinstance(event, StepEvent)}
+    made = [event for event in record.read_events() if isinstance(event, StepEvent)]
+    last = {event.rank: event.step for event in made}
     assert {last[rank] for rank in range(len(survivors))} == {config.steps}
+    own = [event for event in made if event.rank == 0]
+    assert len(own) == len(means[0]), "worker 0 keeps its rank, and each of its steps is recorded once"
     evaluated = [event.step for event in record.read_events() if isinstance(event, EvaluationEvent)]
     assert evaluated == sorted(evaluated)
     assert len(evaluated) >= 3
@@ -182,6 +191,13 @@ def test_a_worker_of_a_job_dies_in_a_round(strategy: str, deadly: int, point: in
     assert fits.count(True) == 1
 
 
+def test_what_a_lost_worker_computed_since_the_last_round_is_computed_again(tmp_path: Path) -> None:
+    """It is in no model: the others use the whole budget of samples, while they wait for the first average."""
+    ended = begin(tmp_path, "local_sgd(12, collective=ring)", {1: 1}, 2).end()
+    steps = check(tmp_path, ended, [0, 2, 3])[2]
+    assert abs(WORKERS * STEPS - 3 * steps) <= 3
+
+
 @pytest.mark.parametrize("strategy", few(["all_reduce", LOCAL], "all_reduce"))
 def test_a_worker_joins_a_job_whose_others_go_on(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -217,12 +233,37 @@ def test_a_worker_dies_while_the_others_meet_one_that_joins(tmp_path: Path) -> N
     assert np.allclose(record.read_result()[0], averaged(means, members), rtol=0, atol=1e-5)
 
 
+def test_a_worker_dies_in_a_round_after_another_has_joined(tmp_path: Path) -> None:
+    run = begin(tmp_path, LOCAL, {1: 4}, 4 * PERIOD, True, "--min-workers", "1", "--max-workers", "5")
+    wait_until(lambda: len(means_of(tmp_path).get(0, ())) > 8, PATIENCE, "the workers train")
+    assert run_command(["join", str(tmp_path / "run")]) == 0
+    (tmp_path / "go").touch()
+    record, means, steps = check(tmp_path, run.end(), [0, 2, 3])
+    assert record.read_config().workers == WORKERS
+    joined = steps - len(means[4])
+    means[4] = np.concatenate([np.full((joined, 8), np.nan), means[4]])
+    everyone, survivors = range(WORKERS + 1), [0, 2, 3, 4]
+    before = [range(WORKERS) if (number + 1) * PERIOD <= joined else everyone for number in range(3)]
+    after = [survivors] * (steps // PERIOD - 3)
+    possible = [
+        local(means, [*before, last, *after], steps, outer=False, joined=joined) for last in (survivors, everyone)
+    ]
+    fits = [np.allclose(record.read_result()[0], one, rtol=0, atol=1e-5) for one in possible]
+    assert fits.count(True) == 1
+
+
+def test_events_that_workers_held_when_another_died_in_shared_memory_are_recorded(tmp_path: Path) -> None:
+    ended = begin(tmp_path, "all_reduce", {1: 1}, 9, False, "--min-workers", "1", *MEMORY).end()
+    check(tmp_path, ended, [0, 2, 3])
+
+
 def test_too_few_workers_complete_the_step_and_end_with_a_checkpoint(tmp_path: Path) -> None:
     ended = begin(tmp_path, "all_reduce(collective=ring)", {1: 4}, 9, True, "--min-workers", "4").end()
     assert ended.code == 130
     assert re.search("worker 1 was killed by SIGKILL.*, and the 3 remaining workers are fewer than", ended.err)
     before, steps = means_of(tmp_path), {}
-    (tmp_path / "go").touch()
+    for name in ("go", "spared"):
+        (tmp_path / name).touch()
     ended = RealRun(["resume"], tmp_path / "run").end()
     assert ended.code == 0, ended.err
     record, means = RunFolder(tmp_path / "run"), means_of(tmp_path)

@@ -153,19 +153,15 @@ class Collection:
         """
         outcome = self.outcome
         newest = outcome.newest_model() if self._returns else None
-        if newest is None:
-            for link in self._peers.links.values():
-                link.dismiss(None, {})
-            return
-        for group in groups_of(outcome.sizes or (len(newest[1]),), 0):
-            result, buffers = newest[1][group.span], outcome.newest.buffers(group.part)
-            known = fingerprint(result)
-            for address, link in self._peers.links.items():
-                if address >= 0 and group.inside(address) is not None:
-                    link.dismiss(None if self.hashes.get(address) == known else result, buffers)
+        groups = [] if newest is None else groups_of(outcome.sizes or (len(newest[1]),), 0)
+        results = [newest[1][group.span] for group in groups if newest is not None]
+        known, buffers = list(map(fingerprint, results)), [outcome.newest.buffers(group.part) for group in groups]
         for address, link in self._peers.links.items():
-            if address < 0:
+            if address < 0 or not results:
                 link.dismiss(None, {})
+                continue
+            part = address % len(results)
+            link.dismiss(None if self.hashes.get(address) == known[part] else results[part], buffers[part])
 
     def show(self) -> None:
         """Show the state of every process."""

@@ -152,6 +152,7 @@ class Executable:
 
     def go_on(self, config: RunConfig, remaining: Mapping[int, int]) -> None:
         """Prepare to start workers beside those whose processes go on; `remaining`: new rank → former rank of these."""
+        raise NotImplementedError
 
     def start(self, node_spec: NodeSpec) -> Child | None:
         """Start a process of this host as the worker that `node_spec` describes; return None if something else does."""

@@ -266,15 +266,14 @@ class RunSegment:
         """
         record, executable, left, resumed = self.run.record, self.run.executable, self.left, self.resumed
         path, checkpoints, stay = record.path.resolve(), None, False
-        if left is None or not left.at_once:
+        before = left.supervisor if left is not None and left.at_once else None
+        if left is None or before is None:
             executable.begin(self.config)
         else:
             executable.go_on(self.config, left.remaining)
         try:
-            if left is None or not left.at_once:
-                evaluation = executable.evaluation(path)
-            else:
-                evaluation = left.supervisor.collection.evaluation
+            evaluation = executable.evaluation(path) if before is None else before.collection.evaluation
+            if before is not None:
                 evaluation.go_on(self.config)
             if executable.checkpoints:
                 checkpoints = Checkpointer(
@@ -287,8 +286,8 @@ class RunSegment:
                     scripts=executable.script,
                     hosts=self.run.hosts,
                 )
-                if left is not None and left.at_once and left.supervisor.checkpoints is not None:
-                    checkpoints.follow(left.supervisor.checkpoints)
+                if before is not None and before.checkpoints is not None:
+                    checkpoints.follow(before.checkpoints)
                 if resumed is not None:  # snapshots that the run had not evaluated at the checkpoint are evaluated now
                     for item in checkpoints.resume_snapshots(path / SNAPSHOTS, evaluated_in(record)):
                         evaluation.take(item)
@@ -299,8 +298,8 @@ class RunSegment:
         finally:
             if not stay:
                 executable.end()
-            if left is not None and left.at_once:
-                left.supervisor.hear_rest()  # also if the run has failed before all had met
+            if before is not None:
+                before.hear_rest()  # also if the run has failed before all had met
         if change is not None and stay:
             notes = [] if checkpoints is None else checkpoints.notes
             for paused in self._pause(supervisor):

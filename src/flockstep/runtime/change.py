@@ -132,9 +132,8 @@ class HeldRound(HeldWork):
     """The replica and the strategy's state where the last exchange between replicas began, and where one has ended."""
 
     _began: tuple[FlatArray, Any] | None = None
+    """None: the worker is in no exchange."""
     _result: tuple[FlatArray, Any] | None = None
-    _exchanges = False
-    """Whether the worker is in an exchange."""
     _ended = _ended_at = 0
     """Number of exchanges that have ended, and the worker's steps at the end of the last one."""
     _worker: Worker
@@ -145,11 +144,11 @@ class HeldRound(HeldWork):
         self._worker, worker.on_hold = worker, self._hold
 
     def _hold(self, ended: bool) -> None:
-        worker, former = self._worker, self._result if ended else self._began
-        now = kept(worker.params, former[0] if former else None), copy.deepcopy(worker.state)
-        self._exchanges = not ended
+        worker = self._worker
+        now = copied(worker.params), copy.deepcopy(worker.state)
         if ended:
-            self._result, self._ended, self._ended_at = now, self._ended + 1, worker.step
+            self._began, self._result = None, now
+            self._ended, self._ended_at = self._ended + 1, worker.step
         else:
             self._began = now
 
@@ -163,8 +162,7 @@ class HeldRound(HeldWork):
     def go_on(self, worker: Worker, former: Worker, strategy: Strategy) -> None:
         super().go_on(worker, former, strategy)
         state = former.state
-        if self._exchanges:
-            assert self._began is not None
+        if self._began is not None:
             worker.params[:], state = self._began
         strategy.go_on(worker, copy.deepcopy(state))
         self.watch(worker)

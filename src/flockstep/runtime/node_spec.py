@@ -6,10 +6,9 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import TypeVar
 
 import msgspec
 
@@ -19,8 +18,6 @@ from flockstep.runtime.member import NodeSpec, failure_of, send_to_control
 from flockstep.runtime.place import SECRET, place_from
 from flockstep.runtime.session import first_session
 from flockstep.strategies.base import Strategy, missing_strategy
-
-T = TypeVar("T")
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification, without the secret, to a script's process."""
@@ -154,13 +151,13 @@ def spec_to_text(node_spec: NodeSpec) -> str:
     return msgspec.json.encode(asdict(replace(node_spec, secret=""))).decode()
 
 
-def place_of_replica(make: Callable[[int, int, int, int], T]) -> T:
-    """Return `make(index, rank, size, count)` for the replica of this process's script: number of the replica, number
-    of this process in the replica, number of its processes, and number of replicas.
+def place_of_replica() -> tuple[int, int, int, int]:
+    """Return, for the replica of this process's script, its number, this process's number in it, the number of its
+    processes, and the number of replicas.
     """
     (rank, workers), node_spec = place_of_script(), _spec_of_script()
     size = 1 if node_spec is None else node_spec.replica_size
-    return make(rank // size, rank % size, size, workers // size)
+    return rank // size, rank % size, size, workers // size
 
 
 def place_now(rank: int, workers: int) -> tuple[int, int]:
@@ -168,8 +165,9 @@ def place_now(rank: int, workers: int) -> tuple[int, int]:
     are the place until now.
     """
     node_spec = _spec_of_script()
-    fixed = node_spec is None or node_spec.replica_size > 1
-    return (rank, workers) if fixed or node_spec is None else (node_spec.address, node_spec.workers)
+    if node_spec is None or node_spec.replica_size > 1:
+        return rank, workers
+    return node_spec.address, node_spec.workers
 
 
 def place_of_script() -> tuple[int, int]:

@@ -97,7 +97,7 @@ class JobWorker:
         ours, batches = connection.checkpoints, Batches(plan, rank)
         ours.stepper, ours.batches = self._stepper, batches
         ours.buffers = connection.snapshots.buffers = lambda: engine.buffers(rank)
-        if former is not None:
+        if former is not None:  # a worker that joins has no model to go on with before it has caught up
             self._worker = worker
             connection.runner.metrics.restore(self._totals)
         if former is not None or self._joins:

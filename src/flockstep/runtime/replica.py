@@ -101,7 +101,7 @@ def replica() -> Replica:
         ConfigurationError: the script of a launched run has started this process.
     """
     require_own_process("replica")
-    return place_of_replica(Replica)
+    return Replica(*place_of_replica())
 
 
 def open_group(replica: Replica, backend: str, cuda: bool = False) -> None:

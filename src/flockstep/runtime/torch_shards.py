@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,22 +32,34 @@ def parts_of(flat: FlatModule) -> ReplicaParts | None:
         return None
     open_group(mine, "gloo")
     pairs = zip(flat.schema.entries, flat.parameters, strict=True)
-    own = [(f"{entry.name}{_placement(p)}", entry.shape, entry.dtype) for entry, p in pairs]
-    found: list[Any] = [None] * mine.size
-    dist.all_gather_object(found, (flat.schema.dtype, own))
+    own = Schema(flat.schema.dtype, tuple(replace(entry, name=f"{entry.name}{_placement(p)}") for entry, p in pairs))
     entries, sizes, offset = list[Entry](), list[int](), 0
-    for part, (dtype, tensors) in enumerate(found):
-        start = offset
-        for name, shape, narrow in tensors:
-            entries.append(Entry(f"{name}, part {part}", shape, offset, narrow))
-            offset += entries[-1].size
-        sizes.append(offset - start)
-        if dtype != flat.schema.dtype or not sizes[-1]:
+    for part, found in enumerate(_gathered(own, local(flat.parameters[0]).device)):
+        entries += [
+            replace(entry, name=f"{entry.name}, part {part}", offset=offset + entry.offset) for entry in found.entries
+        ]
+        sizes.append(found.size)
+        offset += found.size
+        if found.dtype != own.dtype or not found.size:
             raise ConfigurationError(
-                f"every process of a replica must hold elements of one dtype, got {sizes[-1]} of {dtype} on process "
-                f"{part} and dtype {flat.schema.dtype} on process {mine.rank}; shard the model over fewer processes"
+                f"every process of a replica must hold elements of one dtype, got {found.size} of {found.dtype} on "
+                f"process {part} and dtype {own.dtype} on process {mine.rank}; shard the model over fewer processes"
             )
-    return ReplicaParts(Schema(flat.schema.dtype, tuple(entries)), tuple(sizes))
+    return ReplicaParts(Schema(own.dtype, tuple(entries)), tuple(sizes))
+
+
+def _gathered(own: Schema, device: torch.device) -> list[Schema]:
+    """Return the schemas of all processes of this replica. They travel as JSON, because a pickle from a socket could
+    run code.
+    """
+    data = torch.frombuffer(bytearray(msgspec.json.encode(own)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    room = int(max(sizes))
+    found = [data.new_empty(room) for _ in sizes]
+    dist.all_gather(found, torch.cat([data, data.new_zeros(room - len(data))]))
+    texts = [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+    return [msgspec.json.decode(text, type=Schema) for text in texts]
 
 
 def _placement(parameter: torch.Tensor) -> str:
@@ -59,14 +73,14 @@ def _placement(parameter: torch.Tensor) -> str:
     return f" of shape {tuple(given.shape)} as {placed} on a mesh of {sizes}"
 
 
-def clip_shards(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_shards(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip the gradients of a replica by their norm over all of its processes; return the norm before clipping. All
     processes of the replica call this at the same point.
     """
     given = [(p, local(aligned(p.grad, p))) for p in parameters if p.grad is not None]
     size = dist.get_world_size()
     largest = math.isinf(norm_type)
-    sums = [torch.zeros((), device=own.device) for _, own in given[:1]]
+    sums = [torch.zeros((), device=local(one).device) for one in parameters[:1]]
     for parameter, own in given:
         norm = torch.linalg.vector_norm(own, norm_type, dtype=torch.float32)
         sums.append(norm if largest else norm**norm_type / _copies(parameter, size))
