@@ -136,10 +136,6 @@ def grid(workers: int, batch: int) -> Iterator[Partition | None]:
         yield Partition.parse(f"tensor({ways})")
         if ways <= batch:
             yield Partition.parse(f"sharded({ways})")
-        for stages in (one for one in numbers if not workers % (one * ways)):
-            for schedule in SCHEDULES[:3]:
-                for count in (one for one in (stages, 2 * stages) if one <= batch):
-                    yield Partition.parse(f"pipeline({stages}, {schedule}, {count}) * tensor({ways})")
     for stages in numbers:
         for schedule in SCHEDULES:
             for count in (stages, 2 * stages):

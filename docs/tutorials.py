@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-HOW_TOS = ("own-machines.md", "resume.md")
+HOW_TOS = ("own-machines.md", "resume.md", "sealed.md")
 PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), *(ROOT / "docs" / "how-to" / name for name in HOW_TOS)]
 LEFT_OUT = "…"
 TIMED = ("launch", "train")

@@ -2,6 +2,8 @@
 flockstep launch -n 4 --replica-size 2 tensor_parallel.py.
 """
 
+import argparse
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -9,6 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 import flockstep
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=15)
+given = parser.parse_args()
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
@@ -21,7 +27,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 loss_fn = nn.CrossEntropyLoss()
 optimizer = flockstep.distribute(model, optimizer, "local_sgd(period=8)")
 
-for _ in range(15):
+for _ in range(given.epochs):
     for x, y in flockstep.shard(loader):  # both processes of a replica read the same batch
         loss_fn(model(x), y).backward()
         optimizer.step()

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from flockstep.experiments.comparison import compare as compare
     from flockstep.experiments.function import LaunchResult as LaunchResult
     from flockstep.experiments.function import launch as launch
+    from flockstep.experiments.influence import Explanation as Explanation
+    from flockstep.experiments.influence import explain as explain
     from flockstep.experiments.planned import PlanResult as PlanResult
     from flockstep.experiments.planned import plan as plan
+    from flockstep.experiments.replay import Replay as Replay
+    from flockstep.experiments.sealing import seal as seal
+    from flockstep.experiments.sealing import unseal as unseal
     from flockstep.experiments.single import RunResult as RunResult
     from flockstep.experiments.single import resume as resume
     from flockstep.experiments.single import run as run
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from flockstep.runtime.shards import shard as shard
     from flockstep.runtime.torch_buffers import Policy
     from flockstep.runtime.torch_clipping import clip_grad_norm_ as clip_grad_norm_
+    from flockstep.runtime.torch_export import export_checkpoint as export_checkpoint
     from flockstep.runtime.torch_loop import DistributedOptimizer
     from flockstep.strategies.base import Strategy as Strategy
     from flockstep.strategies.traits import Traits as Traits
@@ -51,6 +57,9 @@ _HOMES = {
     "frameworks.torch_local": "LocallyConnected2d",
     "messages": "Message",
     "experiments.planned": "PlanResult plan",
+    "experiments.sealing": "seal unseal",
+    "experiments.replay": "Replay",
+    "experiments.influence": "Explanation explain",
     "experiments.single": "RunResult resume run simulate",
     "nodes": "Server Worker",
     "strategies.base": "Strategy",
@@ -58,6 +67,7 @@ _HOMES = {
     "testing.strategies": "check_strategy",
     "runtime.replica": "replica",
     "runtime.torch_clipping": "clip_grad_norm_",
+    "runtime.torch_export": "export_checkpoint",
     "communicator.joining": "join",
     "experiments.clusters": "on_ray on_spark",
     "registry": "register",

@@ -33,18 +33,6 @@ _DIGIT_NAME = re.compile(
 """Texts in quotes and numbers, which stay as they are, and names that begin with a digit."""
 
 
-_OPERATORS: dict[type[ast.operator], tuple[Callable[[Any, Any], Any], str, str]] = {
-    ast.Add: (operator.add, "+", "a sparse codec can be followed by another codec, as in topk + qsgd(4)"),
-    ast.Mult: (
-        operator.mul,
-        "*",
-        (
-            "a pipeline and a tensor can be multiplied, as in pipeline(2) * tensor(2), and each of them or their "
-            "product with sharded, as in pipeline(2) * sharded(2)"
-        ),
-    ),
-}
-"""Operator of an expression → the function that combines two components, its sign, and what can be combined."""
 SHOWN = {"shown": True}
 """Metadata of a dataclass field that an expression shows even with its default, because the expression would be
 ambiguous without it.
@@ -183,8 +171,13 @@ def _from_tree(node: ast.expr, base: type[Component], where: str, wanted: str = 
     if isinstance(node, ast.Name):
         alias = registry.alias(base.noun, node.id)
         return parse(alias, base) if alias else _build(_class(node.id, base), {}, _from_node)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _combined(_from_tree(node.left, base, where), node.op, _from_tree(node.right, base, where), where)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sum(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        raise ConfigurationError(
+            f"{where} must be one {base.noun}, got the product {_code(node)}; use one of its factors, and for a mesh "
+            "of several kinds of parallelism a script (docs/how-to/sharded.md)"
+        )
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         wanted = wanted or ("given by name" if where == base.noun else _words(base))
         raise ConfigurationError(f"{where} must be {wanted}, got {_code(node)}; write it like {_example(base)}")
@@ -192,13 +185,15 @@ def _from_tree(node: ast.expr, base: type[Component], where: str, wanted: str = 
     return _build(kind, _call_arguments(node, kind), _from_node)
 
 
-def _combined(left: Component, by: ast.operator, right: Component, where: str) -> Component:
-    """Add or multiply two components that support it."""
-    combine, sign, possible = _OPERATORS[type(by)]
+def _sum(left: Component, right: Component, where: str) -> Component:
+    """Add two components that support it."""
     try:
-        return typing.cast(Component, combine(left, right))
+        return typing.cast(Component, operator.add(left, right))
     except TypeError:
-        raise ConfigurationError(f"{where} must be a {left.noun}, got {left} {sign} {right}; only {possible}") from None
+        raise ConfigurationError(
+            f"{where} must be a {left.noun}, got {left} + {right}; only a sparse codec can be followed by another "
+            "codec, as in topk + qsgd(4)"
+        ) from None
 
 
 def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:

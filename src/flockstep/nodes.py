@@ -11,13 +11,13 @@ import types
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
-from flockstep.arrays.schema import Schema
+from flockstep.arrays.schema import Schema, slices
 from flockstep.errors import ConfigurationError, Diverged, PeerLost, require
 from flockstep.messages import (
     ANYTHING,
@@ -382,7 +382,7 @@ class Node:
 
     def now(self) -> float:
         """Seconds on this node's clock, virtual or real. Only differences between two readings have a meaning."""
-        return self.port.clock()
+        return self.port.read_clock()
 
     def record_update(
         self, source: Address | None, staleness: int | None = None, count: int = 1, weight: float | None = None
@@ -574,8 +574,8 @@ class Worker(Peer):
     """
 
     __slots__ = (
-        "_peers", "find_layers", "knows_finite", "loss", "on_hold", "optimizer", "overlaps", "revised", "samples",
-        "stepper", "steps", "train_size",
+        "_peers", "find_layers", "fragments", "knows_finite", "loss", "on_hold", "optimizer", "overlaps", "revised",
+        "samples", "stepper", "steps", "train_size",
     )  # fmt: skip
 
     def __init__(
@@ -601,6 +601,10 @@ class Worker(Peer):
         """Number of training samples in this worker's part; set by the driver of a declared job."""
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
+        self.fragments: Callable[[int], list[slice]] = partial(slices, len(params))
+        """Function that returns the slices of `params` that belong to equal parts of the whole model, given the number
+        of parts; set by the driver of a process that holds a part of the model.
+        """
         self.stepper = stepper
         self.on_hold: Callable[[bool], object] = bool
         """Called by `hold`; set by the driver."""

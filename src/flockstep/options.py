@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, require
 
 BadGradientAction = Literal["stop", "skip", "quarantine"]
 OutputRanks = Literal["all", "rank0", "none"]
@@ -83,8 +83,8 @@ class Opt:
 
 
 Arg = partial(Opt, positional=True)
-_training, _processes, _virtual, _output = (
-    partial(Opt, panel=heading) for heading in ("Training", "Processes", "Virtual time", "Output")
+_training, _processes, _virtual, _output, _sealed = (
+    partial(Opt, panel=heading) for heading in ("Training", "Processes", "Virtual time", "Output", "Sealed jobs")
 )
 
 Workers = Annotated[
@@ -147,7 +147,8 @@ class DistributionOptions:
         "How data is split over workers: iid, by-label, dirichlet(alpha).", nouns=("split",)
     ).default("iid")
     partition: str | None = _training(
-        "How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
+        "How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8), sharded(2), "
+        "tensor(2), grid(2, 2).",
         nouns=("partition",),
     ).default()
     faults: Sequence[str] = _training(
@@ -155,6 +156,28 @@ class DistributionOptions:
         "processes take only faults of gradients.",
         names=("--fault",),
     ).default(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedOptions:
+    """Options of a job that `flockstep seal` wrote."""
+
+    data: str | None = _sealed(
+        "Folder with the data on which a sealed job is trained: train_x.npy, train_y.npy, test_x.npy and test_y.npy, "
+        "or train and test as .parquet, as .txt, or as folders of images.",
+        metavar="FOLDER",
+    ).default()
+    trust: str | None = _sealed(
+        "File with the public keys whose sealed jobs are run, one on each line; anyone runs a job whoever has signed "
+        "it, or nobody.",
+        metavar="FILE",
+    ).default()
+    key: str | None = _sealed("File with the private key to which a sealed job is encrypted.", metavar="FILE").default()
+
+    def words(self) -> tuple[str, ...]:
+        """Return these options as words of a command."""
+        given = {option.written(name): getattr(self, name) for name, (option, *_) in options_of(SealedOptions).items()}
+        return tuple(word for name, value in given.items() if value is not None for word in (name, value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +231,10 @@ class ProcessOptions(TimeoutOptions):
         nouns=("transport",),
         usual="shared_memory",
     ).default()
+    replayable: bool = _output(
+        "Record the order in which messages enter each worker and server, so that flockstep replay repeats the run "
+        "bit for bit."
+    ).default(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +300,9 @@ class ScriptOptions(ScriptArguments):
         least=1,
         advice="use a number that divides the number of workers",
     ).default()
+    replica_over_hosts: bool | None = _processes(
+        "Let the processes of one replica run on several hosts (default: all processes of a replica run on one host)."
+    ).default()
     output: OutputRanks | None = _output("Ranks whose output is shown: all, rank0 or none.", shown="all").default()
     prefix: bool | None = _output("Begin each line of the script's output with the rank of its worker.").default()
     rank_output: Path | str | None = _output(
@@ -280,7 +310,7 @@ class ScriptOptions(ScriptArguments):
     ).default()
 
 
-_of_jobs: tuple[type, ...] = (TrainingOptions, DistributionOptions, BadGradientOptions)
+_of_jobs: tuple[type, ...] = (TrainingOptions, DistributionOptions, BadGradientOptions, SealedOptions)
 _of_processes: tuple[type, ...] = (ProcessOptions, CheckpointOptions)
 GROUPS: Mapping[str, tuple[type, ...]] = {
     "train": (*_of_jobs, *_of_processes),
@@ -323,7 +353,7 @@ def require_numbers(options: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions:
+class MeasureOptions(SealedOptions):
     """Options of a measurement of this machine."""
 
     workers: Workers = 4
@@ -355,3 +385,63 @@ class PodOptions:
         "Existing Secret that holds the run's secret under the key secret (default: the manifest contains a "
         "new Secret)."
     ).default()
+
+
+SEALED = ".sealed"
+"""Suffix of the files that `flockstep seal` writes."""
+_contract = partial(Opt, panel="Demands on the data")
+
+
+@dataclass(frozen=True)
+class SealedSubject:
+    """The job that is sealed."""
+
+    job: Annotated[
+        str | Path,
+        Arg("A built-in workload, or a Python file with a job() function.", nouns=("workload",)),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealOptions(SealedSubject):
+    """How a job is sealed."""
+
+    out: Path | str = Opt("File to write; its name ends with .sealed.").default("model.sealed")
+    seed: int = Opt(
+        "Seed from which the initial weights are drawn.", least=0, advice="use any whole number >= 0"
+    ).default(0)
+    rename: bool = Opt(
+        "Replace the names of the job, its metric, parameters and buffers by numbers. The file OUT.names keeps them: "
+        "do not send it."
+    ).default(False)
+    schedule: str | None = Opt(
+        "How the learning rate or the batch changes unless the run says otherwise.", nouns=("schedule",)
+    ).default()
+    binary: bool = Opt(
+        "Compile the job to libraries for the platform of this machine, so that no list of operators travels; this "
+        "takes a C++ compiler and a minute or two."
+    ).default(False)
+    sign: Path | str | None = Opt(
+        "File with your private key, which flockstep secret wrote; the job is signed with it.", metavar="KEY"
+    ).default()
+    encrypt_to: Path | str | None = Opt(
+        "File with the public key of the receiver, to whom alone the file is readable.", metavar="KEY"
+    ).default()
+    columns: Sequence[str] = _contract(
+        "Column of a Parquet file that holds inputs; repeat the option for several.", names=("--column",)
+    ).default(("x",))
+    label: str = _contract("Column of a Parquet file that holds targets.").default("y")
+    classes: int | None = _contract(
+        "Number of classes (default: the highest label of your data, plus 1).", least=1, advice="use for example 10"
+    ).default()
+    x_range: Sequence[float] = _contract(
+        "Lowest and highest value of the inputs, as in 0,1 (default: the range of your data; for floating-point "
+        "numbers three times as wide).",
+        separated=True,
+    ).default(())
+
+    def __post_init__(self) -> None:
+        require(
+            str(self.out).endswith(SEALED), "out", f"a name that ends with {SEALED}", self.out, f"write model{SEALED}"
+        )
+        require(len(self.x_range) in (0, 2), "x_range", "two numbers", self.x_range, "write it like 0,1")

@@ -191,8 +191,11 @@ class Rendezvous:
 class Port(Protocol):
     """The interface of a driver to a node: sends and receives the node's messages, and writes its record."""
 
-    clock: Callable[[], float]
-    """Function that returns the seconds on the node's clock."""
+    def read_clock(self) -> float:
+        """Return the seconds on the node's clock."""
+
+    def turn(self) -> None:
+        """Mark that a wait inside the program has ended."""
 
     def send(self, to: Address, message: Message) -> None:
         """Send `message` without waiting; its array must not change afterwards."""

@@ -124,9 +124,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "none": "flockstep.partitions.base:Unsplit",
         "pipeline": "flockstep.partitions.pipeline:Pipeline",
         "tensor": "flockstep.partitions.tensor:TensorParallel",
-        "product": "flockstep.partitions.tensor:Product",
         "sharded": "flockstep.partitions.sharded:Sharded",
-        "sharded_parts": "flockstep.partitions.sharded:ShardedParts",
         "grid": "flockstep.partitions.grid:SpatialGrid",
     },
     "pipeline_schedule": {
@@ -215,6 +213,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "slow_spells": "flockstep.simulation.compute:SlowSpells",
         "longer": "flockstep.simulation.handling:Longer",
         "shared_cores": "flockstep.simulation.compute:SharedCores",
+        "record": "flockstep.planning.recorded:RecordedTime",
     },
     "network": {
         "ideal": "flockstep.simulation.network:Ideal",
@@ -224,6 +223,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "switch": "flockstep.simulation.network:Switch",
         "two_tier": "flockstep.simulation.network:TwoTier",
         "tiers": "flockstep.simulation.tiers:Tiers",
+        "record": "flockstep.planning.fit:RecordedNetwork",
     },
     "fault": {
         "dies": "flockstep.simulation.faults:Dies",

@@ -437,3 +437,19 @@ def test_an_error_of_a_strategy_is_named_with_its_worker_step_and_line_in_virtua
         assert ("Traceback" in ended.err) == shown
         assert ended.summary is not None
         assert said in ended.summary["error"]
+
+
+def test_a_simulation_takes_gradient_times_and_links_from_a_recorded_run(capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "softmax", "-s", "all_reduce", "-n", "2", "--transport", "tcp", "--steps", "30", "--out", "real"]
+    assert outcome(train, capsys)[0] == 0
+    law = ["--compute", "record('real')", "--network", "record('real')"]
+    code, _, err = outcome(["simulate", "softmax", "-s", "local_sgd", "-n", "3", *law, *FAST, "--out", "told"], capsys)
+    assert code == 0, err
+
+    def seconds(folder: str, rank: int) -> list[float]:
+        events = RunFolder(folder).read_events()
+        return [one.compute_seconds for one in events if isinstance(one, StepEvent) and one.rank == rank][:20]
+
+    for rank in range(3):
+        assert seconds("told", rank) == pytest.approx(seconds("real", rank % 2))
+    assert str(RunFolder("told").read_config().network).startswith("fair_link(bandwidth=")

@@ -27,6 +27,7 @@ from support.hosts import TOOLS, Host, connected, lacking
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import COMMAND, PATIENCE, SOURCE, content, wait_until
+from support.scripts import REPLICAS, of_replicas
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -278,7 +279,7 @@ def trial(tmp_path: Path, hosts: tuple[Host, ...]) -> Iterator[Trial]:
         yield one
         after = [host.processes() for host in hosts]
         wait_until(lambda: [host.processes() for host in hosts] == before, PATIENCE, f"{after} is left of {before}")
-        theirs = ("ompi.", "prte", "torchelastic_")
+        theirs = ("ompi.", "prte", "torchelastic_", "torchinductor_")
         assert [path.name for path in one.scratch.iterdir() if not path.name.startswith(theirs)] == []
     finally:
         shutil.rmtree(one.scratch, ignore_errors=True)
@@ -304,6 +305,32 @@ def test_a_run_under_mpirun_is_that_of_flockstep_launch(hosts: tuple[Host, ...],
 def test_a_run_under_srun_on_two_hosts(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
     learned(hosts[0].run(*trial.words([*srun, "-N2", "-n3"], "ps(shards=2)")), 3)
     assert trial.summary(3)["status"] == "finished"
+
+
+@pytest.mark.parametrize("launcher", few(["mpirun", "torchrun"], "torchrun"))
+def test_replicas_of_two_processes(hosts: tuple[Host, ...], trial: Trial, launcher: str) -> None:
+    """The script says how many processes hold a replica, because these launchers do not know."""
+    (trial.folder / "train.py").write_text(REPLICAS)
+    words = {"mpirun": [*ROOT, "mpirun", "--oversubscribe", "-n"], "torchrun": ["torchrun", "--nproc-per-node"]}[
+        launcher
+    ]
+    words[words.index(launcher)] = beside(launcher)
+    of_replicas(hosts[1].run(*trial.words([*words, "4"], "2", python=launcher == "mpirun")), 4, 2)
+    assert trial.summary(4)["status"] == "finished"
+
+
+@pytest.mark.full
+def test_replicas_of_two_processes_under_srun(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    (trial.folder / "train.py").write_text(REPLICAS)
+    code, said = hosts[0].ended(*trial.words([*srun, "-N2", "-n4", "--ntasks-per-node=2"], "2"))
+    assert code == 0, said
+    of_replicas(said, 4, 2)
+    assert "flockstep: replicas of 2 processes: 0 on node 0 (d0), 1 on node 1 (d1)\n" in said, said
+    code, said = hosts[0].ended(*trial.words([*srun, "-N2", "-n4", "--distribution=cyclic"], "2"))
+    assert code != 0
+    refused = "replica 0 of 2 processes has processes on node 0 (d0) and node 1 (d1); give each host a multiple of 2"
+    assert f"flockstep: the processes of one replica must run on one host, but {refused}" in said, said
+    assert "Traceback" not in said
 
 
 def by_ssh(ssh_config: Path, hosts: str, *more: str) -> list[str]:

@@ -77,8 +77,6 @@ MEGABYTES = 700
     ("options", "fits"),
     [
         (["-n", "4", "--partition", "pipeline(4)"], True),
-        (["-n", "4", "--partition", "tensor(4)"], True),
-        (["-n", "4", "--partition", "sharded(4)"], True),
         (["-n", "2"], False),
     ],
 )

@@ -141,7 +141,7 @@ def check(folder: Path, ended: Ended, survivors: Sequence[int]) -> tuple[RunFold
     own = [event for event in made if event.rank == 0]
     assert len(own) == len(means[0]), "worker 0 keeps its rank, and each of its steps is recorded once"
     evaluated = [event.step for event in record.read_events() if isinstance(event, EvaluationEvent)]
-    assert evaluated == sorted(evaluated)
+    assert len(evaluated) == len(set(evaluated)), "each step once"
     assert len(evaluated) >= 3
     return record, means, taken.pop()
 

@@ -130,6 +130,8 @@ def test_a_run_goes_back_although_a_worker_has_taken_its_last_step(tmp_path: Pat
     """The worker that has ended takes the steps after the checkpoint again, as the others do."""
     (tmp_path / "kills.py").write_text(KILLS_AT_THE_END)
     run = begin(tmp_path, "asgd", "--import", str(tmp_path / "kills.py"))
+    kept = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: any(kept.glob("*/manifest.json")), PATIENCE, "a checkpoint")
     go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0, ended.err

@@ -36,17 +36,14 @@ QSGD = "pipeline(2, 1f1b, 3, codec=qsgd(8))"
             ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
             ("split_job", "ps(bsp)", QSGD, 4, "launcher", "manifest.renamed", 2),
             ("split_jobs", "local_sgd(3)", "pipeline(2, zb_h1, 4)", 4, "worker-2", "shard.written", 2),
-            ("split_jobs", "local_sgd(3)", "sharded(2)", 4, "worker-2", "gradient.computed", 33),
-            ("tied_job", "ps(bsp)", "sharded(2)", 4, "launcher", "manifest.renamed", 2),
-            ("split_jobs", "all_reduce", "sharded(4, collective=rabenseifner)", 4, "worker-1", "shard.written", 2),
-            ("split_job", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
-            ("split_jobs", "local_sgd(3)", "pipeline(2, 1f1b, 3) * tensor(2)", 4, "worker-3", "gradient.computed", 33),
-            ("tied_job", "ps(bsp)", "pipeline(2, 1f1b, 2) * sharded(2)", 4, "worker-1", "gradient.computed", 33),
-            ("split_jobs", "local_sgd(3)", "tensor(2) * sharded(2)", 4, "launcher", "manifest.renamed", 2),
+            ("joint_job", "local_sgd(3)", "sharded(2)", 4, "worker-2", "gradient.computed", 33),
+            ("joint_job", "all_reduce", "sharded(4)", 4, "worker-1", "shard.written", 2),
+            ("joint_norms", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
             ("split_jobs", "all_reduce", "pipeline(4, gpipe, 4)", 4, "worker-3", "gradient.computed", 33),
             ("grid_jobs", "local_sgd(3)", "grid(2, 1)", 4, "worker-3", "gradient.computed", 33),
         ],
         ("split_job", "ps(bsp)", QSGD, 2, "launcher", "manifest.renamed", 2),
+        ("joint_norms", "ps(bsp)", "tensor(2)", 4, "launcher", "manifest.renamed", 2),
     ),
 )
 def test_a_killed_split_run_goes_on_with_its_bits(
@@ -67,10 +64,12 @@ def test_a_killed_split_run_goes_on_with_its_bits(
     assert again.code == 0, again.err
     assert again.summary is not None
     assert again.summary["notes"][0].startswith("resumed from step ")
+    # PyTorch adds in another order than virtual time
+    uninterrupted = flockstep.run if job.startswith("joint") else flockstep.simulate
     given = {"partition": partition, "workers": workers, "steps": STEPS, "evaluate_every": 10}
-    virtual = flockstep.simulate(file, strategy, out=tmp_path / "virtual", **given).summary
-    ours, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "virtual")
-    assert again.summary["hashes"] == {str(node): one for node, one in virtual.hashes.items()}
+    known = uninterrupted(file, strategy, out=tmp_path / "whole", **given).summary
+    ours, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
+    assert again.summary["hashes"] == {str(node): one for node, one in known.hashes.items()}
     for rank in range(workers):
         found, expected = (
             [(e.step, e.loss) for e in one.read_events() if isinstance(e, StepEvent) and e.rank == rank]

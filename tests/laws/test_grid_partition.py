@@ -17,7 +17,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.grid import SpatialGrid
-from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.records.events import NodeEvent
@@ -26,7 +25,7 @@ from flockstep.split.grid import GridModel, HaloExchange
 from flockstep.split.splitting import make_split, without_whole
 from flockstep.split.torch_grid import receptive_field_of, split_grid
 from flockstep.split.torch_stages import PartsEngine, SkeletonEngine
-from flockstep_lab.claims.local_layers import LocalLayer
+from flockstep_lab.claims.local_layers import LocalLayer, fetched_elements
 from support.grid_jobs import COLORS, HEIGHT, WIDTH, Traced, images_of, local, mixed, normed
 from support.split_jobs import BATCH, GRADIENT, check_trains_as_whole, simulated
 
@@ -102,8 +101,8 @@ def test_a_grid_computes_models_with_other_layers(model: Callable[[], nn.Module]
 
 
 def test_a_number_for_both_axes_is_a_pair() -> None:
-    assert receptive_field_of(nn.AvgPool2d((3,))) == receptive_field_of(nn.AvgPool2d(np.int64(3)))
-    assert receptive_field_of(nn.AvgPool2d((3,))) == receptive_field_of(nn.AvgPool2d(3, (3, 3)))
+    found = [receptive_field_of(nn.AvgPool2d(*given), {}) for given in (((3,),), (np.int64(3),), (3, (3, 3)))]
+    assert found == found[:1] * 3
 
 
 class Flip(nn.Module):
@@ -160,7 +159,7 @@ def test_a_buffer_before_the_first_window_must_stay_as_it_is() -> None:
     check_trains_as_whole(job, "all_reduce", "grid(1, 2)")
     assert without_whole(job, 0, split_grid(job, 0, SpatialGrid(1, 2))).facts.obstacle == ""
     with pytest.raises(
-        ConfigurationError, match=r"or follow, a layer over images that can be divided .*, got Scaled '0' for in"
+        ConfigurationError, match=r"must compute what the model computes, got a loss of .* state that layers share"
     ):
         split_grid(images_of(lambda: nn.Sequential(Scaled(changes=True), *local())), 0, SpatialGrid(1, 2))
 
@@ -181,12 +180,11 @@ class Counted(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("partition", [SpatialGrid(1, 2), TensorParallel(2)])
-def test_buffers_that_only_the_whole_model_changes_are_refused(partition: SpatialGrid | TensorParallel) -> None:
+def test_buffers_that_only_the_whole_model_changes_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"must compute what the model computes, got changing buffers .* by 1;"
     ):
-        make_split(images_of(Counted), 0, partition)
+        make_split(images_of(Counted), 0, SpatialGrid(1, 2))
 
 
 class Cast(nn.Module):
@@ -205,7 +203,7 @@ def test_a_rectangle_without_the_widest_dtype_is_refused() -> None:
         narrow = Cast(torch.float32), LocallyConnected2d((HEIGHT, WIDTH), COLORS, 1, 4, stride=2)
         return nn.Sequential(*narrow, Cast(torch.float64), nn.Flatten(), nn.Linear(12, 1).double())
 
-    with pytest.raises(ConfigurationError, match="got a part with parameters of float32; use a smaller grid, or conv"):
+    with pytest.raises(ConfigurationError, match="got a part with parameters of float32; divide it elsewhere or less"):
         split_grid(images_of(model), 0, SpatialGrid(1, 2))
 
 
@@ -222,7 +220,7 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
     layers = [LocalLayer(HEIGHT, WIDTH, 3, 3), LocalLayer(HEIGHT - 2, WIDTH - 2, 3, 3, 2)]
     expected = [layer.fetched(*grid) for layer in layers]
     terms = [model.partition.parts - 1, *[0] * (model.partition.parts - 1)]
-    found = [[one.fetched_elements(part) for part in range(model.partition.parts)] for one in model.exchanges]
+    found = [[fetched_elements(one, part) for part in range(model.partition.parts)] for one in model.exchanges]
     assert found == [*expected, terms]
     assert model.ties == ()
     events = sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)
@@ -231,7 +229,7 @@ def test_exactly_the_activations_at_the_borders_travel(grid: tuple[int, int]) ->
         fetches = sum(each[event.node] for each in found)
         gives = sum(one.channels * places.places for one in model.exchanges for places in one.sent(event.node).values())
         assert event.sent_bytes == event.received_bytes == steps * BATCH * 8 * (fetches + gives)
-        pairs = sum(len(one.sent(event.node)) + len(one.fetched(event.node)) for one in model.exchanges)
+        pairs = sum(len(one.sent(event.node)) + len(one.back.sent(event.node)) for one in model.exchanges)
         assert event.messages_sent == steps * pairs, "one message to each worker that needs any element"
 
 
@@ -250,7 +248,7 @@ def test_the_bytes_of_lent_weights_are_those_of_a_copy_and_a_gradient_for_each_o
     assert isinstance(ran.simulation, SplitSimulation)
     model = ran.simulation.model
     assert isinstance(model, GridModel)
-    fetched = sum(one.fetched_elements(part) for one in model.exchanges for part in range(4))
+    fetched = sum(fetched_elements(one, part) for one in model.exchanges for part in range(4))
     lent = sum(one.numel() for name, one in mixed().named_parameters() if name in ("0.weight", "0.bias", "5.weight"))
     sent = sum(event.sent_bytes for event in ran.events if isinstance(event, NodeEvent))
     assert sent == steps * 8 * 2 * (BATCH * fetched + others * lent)
@@ -269,15 +267,14 @@ def test_a_border_that_does_not_arrive_is_noticed(direction: str, monkeypatch: p
     """Negative control, of the comparison before a run and of the tests: zeros in place of what other workers send."""
     facts: dict[str, Any] = {"replicas": 1, "steps": 2}
     whole = simulated(images_of(local), "all_reduce", **facts)
-    name = "inputs" if direction == "forward" else "output_slopes"
-    exchange = getattr(HaloExchange, name)
+    inputs, exchanges = HaloExchange.inputs, split_grid(images_of(local), 0, SpatialGrid(1, 2)).exchanges
 
     def alone(self: HaloExchange, part: int, own: FlatArray | None, arrived: Mapping[int, FlatArray]) -> Any:
-        nothing = arrived if part == 0 or own is None else {key: 0 * one for key, one in arrived.items()}
-        return exchange(self, part, own, nothing)
+        kept = part == 0 or own is None or (self in exchanges) != (direction == "forward")
+        return inputs(self, part, own, arrived if kept else {key: 0 * one for key, one in arrived.items()})
 
     def left_out(simulation: SplitSimulation) -> None:
-        monkeypatch.setattr(HaloExchange, name, alone)
+        monkeypatch.setattr(HaloExchange, "inputs", alone)
 
     split = simulated(images_of(local), "all_reduce", "grid(1, 2)", prepare=left_out, **facts)
     assert np.abs(split.result - whole.result).max() > 1e-3
@@ -302,7 +299,7 @@ def test_a_worker_never_holds_the_whole_model(model: str) -> None:
 
 def test_a_plan_of_a_grid_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"predicts pipeline, tensor, .*, got grid\(rows=1, columns=2\); use one"
+        ConfigurationError, match=r"predicts pipeline, tensor and sharded, got grid\(rows=1, columns=2\); use one"
     ):
         split_shape(task_of("digits"), SpatialGrid(1, 2))
 
@@ -361,16 +358,15 @@ def test_the_record_says_which_layers_a_grid_does_not_divide(tmp_path: Path) -> 
     [
         ({"partition": "grid(0, 2)"}, "rows of grid must be >= 1, got 0; use for example 2"),
         ({"partition": "grid(1, 1)"}, "a grid must have >= 2 workers, got 1 x 1; use partition=none"),
-        ({"partition": "pipeline(2) * grid(1, 2)"}, "only a pipeline and a tensor can be multiplied, as in"),
-        ({"workers": 3}, r"must be a multiple of 2 for grid\(rows=1, columns=2\), got 3; use 2 workers"),
+        ({"workers": 3}, r"must be a multiple of 2 for grid\(rows=1, columns=2\), got 3; use 2, or a multiple of it"),
         ({"job": "softmax"}, "a model that is split must be a torch.nn.Module"),
         (
             {"job": "mnist1d"},
-            r"must be, or follow, a layer over images that can be divided into 1 x 2 rectangles, got Conv1d '0' for ",
+            r"must be a layer over images with at least 1 x 2 outputs that can be divided .*, got Conv1d '0' for ",
         ),
         (
             {"partition": "grid(9, 1)", "workers": 9},
-            r"at least as many outputs along each axis, got 8 x 8 of Conv2d '1' of job 'digits'; use a smaller grid",
+            r"job 'digits' .* at least 9 x 1 outputs .*, got Conv2d '1' for inputs of shape .* a smaller grid",
         ),
         (
             {"partition": "grid(4, 2)", "workers": 8},
@@ -407,7 +403,7 @@ def test_a_first_layer_that_a_rectangle_does_not_compute_alone_is_refused(first:
         return whole
 
     with pytest.raises(
-        ConfigurationError, match="or follow, a layer over images that can be divided into 1 x 2 rectangles"
+        ConfigurationError, match="must be a layer over images with at least 1 x 2 outputs that can be divided"
     ):
         split_grid(images_of(built), 0, SpatialGrid(1, 2))
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
+import support.compiler  # noqa: F401
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.partitions.base import Partition
 from flockstep.records.events import NodeEvent
-from flockstep.split.sharded_program import ShardedWay
-from flockstep.split.shards import ShardedModel
 from flockstep.split.splitting import make_split
 from flockstep.split.stage_program import PipelineStage
 from flockstep.split.stages import PipelineModel
@@ -50,34 +48,18 @@ def test_tied_weights_train_as_in_the_unsplit_model(made: Callable[[], Job], str
     check_trains_as_whole(made(), strategy, partition)
 
 
-@pytest.mark.parametrize("program", ["stage", "shard"])
-def test_a_use_whose_gradient_is_left_out_is_noticed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the owner trains with the gradient of its own use only. A stage is noticed before the run."""
-    partition = "pipeline(2, 1f1b, 2)" if program == "stage" else "sharded(2)"
-    whole = simulated(job(), "all_reduce")
-    if program == "stage":
-        end = PipelineStage._end_step
+def test_a_use_whose_gradient_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the owner trains with the gradient of its own use only, which is noticed before the run."""
+    end = PipelineStage._end_step
 
-        async def ended(self: PipelineStage, step: int) -> None:
-            for _, tie in self._borrows:
-                self._slope[tie.borrowed] = 0
-            await end(self, step)
+    async def ended(self: PipelineStage, step: int) -> None:
+        for _, tie in self._borrows:
+            self._slope[tie.borrowed] = 0
+        await end(self, step)
 
-        monkeypatch.setattr(PipelineStage, "_end_step", ended)
-        with pytest.raises(ConfigurationError, match="must compute what the model computes, got a loss of"):
-            simulated(job(), "all_reduce", partition)
-    else:
-        gather = ShardedWay._gathered
-
-        async def gathered(self: ShardedWay, number: int) -> np.ndarray:
-            params = await gather(self, number)
-            if all(tie.owner == number and one in self._lent for one, tie in self._ties):
-                self._lent[0][:] = 0
-            return params
-
-        monkeypatch.setattr(ShardedWay, "_gathered", gathered)
-        split = simulated(job(), "all_reduce", partition)
-        assert np.abs(split.result - whole.result).max() > 1e-3
+    monkeypatch.setattr(PipelineStage, "_end_step", ended)
+    with pytest.raises(ConfigurationError, match="must compute what the model computes, got a loss of"):
+        simulated(job(), "all_reduce", "pipeline(2, 1f1b, 2)")
 
 
 def test_tied_weights_travel_twice_in_a_step() -> None:
@@ -90,20 +72,11 @@ def test_tied_weights_travel_twice_in_a_step() -> None:
     assert [one - other for one, other in zip(*sent, strict=True)] == [steps * ITEMSIZE * WORDS * WIDTH] * 2
 
 
-def test_sharded_tied_weights_are_gathered_no_more_often() -> None:
-    """Three times (p - 1)/p of the parameters, of which tied ones count once, and the losses."""
-    steps, ways = 2, 2
-    ran = simulated(job(), "all_reduce", f"sharded({ways})", replicas=1, steps=steps)
-    size = sum(one.numel() for one in model().parameters())
-    sent = sum(e.sent_bytes for e in ran.events if isinstance(e, NodeEvent))
-    assert sent == steps * ITEMSIZE * (ways - 1) * (3 * size + ways)
-
-
-@pytest.mark.parametrize("partition", ["pipeline(3, 1f1b, 3)", INTERLEAVED, "sharded(2)"])
+@pytest.mark.parametrize("partition", ["pipeline(3, 1f1b, 3)", INTERLEAVED])
 def test_a_tied_parameter_has_one_owner(partition: str) -> None:
     split = make_split(job(), 0, Partition.parse(partition))
-    assert isinstance(split, PipelineModel | ShardedModel)
-    (tie,) = (split if isinstance(split, PipelineModel) else split.inner).ties
+    assert isinstance(split, PipelineModel)
+    (tie,) = split.ties
     assert tie.lent.stop - tie.lent.start == tie.borrowed.stop - tie.borrowed.start == WORDS * WIDTH
     assert sum(split.sizes) == sum(one.numel() for one in model().parameters())
     assert len({entry.name for part in split.parts for entry in part.schema.entries}) == sum(

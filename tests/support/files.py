@@ -19,9 +19,13 @@ import tomli_w
 from safetensors.numpy import load as arrays_of
 from safetensors.numpy import save
 
+import flockstep
+import support.compiler  # noqa: F401
 from flockstep.collectives.table import Measured, read_table, write_table
 from flockstep.costs.cluster_file import load_cluster
 from flockstep.costs.clusters import FOLDER
+from flockstep.errors import ConfigurationError
+from flockstep.options import SealedOptions
 from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial
 from flockstep.records import checkpoints as disk
@@ -31,6 +35,10 @@ from flockstep.records.summary import summarize
 from flockstep.runtime.checkpoints import load
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.state import STRUCTURE
+from flockstep.sealed import archive
+from flockstep.sealed.job import load_sealed
+from flockstep.sealed.manifest import MANIFEST as MANIFEST_SECTION
+from flockstep.sealed.manifest import TENSORS
 from flockstep.strategies.base import Strategy
 from flockstep.topologies.weighted import WeightedGraph
 from flockstep.trackers.track import follow
@@ -38,9 +46,11 @@ from support.damage import Attempt, Change, attempt
 from support.jobs import paced
 from support.mutations import changed, damaged
 from support.processes import RealRun
+from support.sealed_jobs import lstm
 
 SHAPES = ["(4611686018427387904,)", "(1073741824, 64)", "(-1,)", "(2, 9999999999999999999)", "()", "(1e9,)", "'x'"]
 DTYPES = ["|O", "<U9999999", "|V8", "<f8", "<M8[s]", ">i2", "x"]
+SEALED_FILE = "model.sealed"
 MANIFEST = "checkpoints/000001/manifest.json"
 SHARD = "checkpoints/000001/worker-0.safetensors"
 
@@ -148,6 +158,31 @@ class Subject:
     sign: Callable[[Path], None] = lambda folder: None
 
 
+def sealed_header(name: str) -> Change:
+    """Damage a section of a sealed job, with hashes that are right again, as an attacker would."""
+
+    def change(data: bytes, draw: random.Random) -> bytes:
+        start = len(archive.MAGIC)
+        for _ in range(2):  # over the outer header, to the sections
+            size = int.from_bytes(data[start : start + archive.LENGTH], "big")
+            text, start = data[start + archive.LENGTH :][:size], start + archive.LENGTH + size
+        sizes, sections = json.loads(text)["sizes"], dict[str, bytes]()
+        for key, count in sizes.items():
+            sections[key], start = data[start : start + count], start + count
+        with suppress(UnicodeEncodeError):
+            sections[name] = (json_document if name == MANIFEST_SECTION else header)(sections[name], draw)
+        return archive.pack(sections)
+
+    return change
+
+
+def read_sealed(folder: Path) -> object:
+    job = load_sealed(folder / SEALED_FILE, SealedOptions(trust="anyone"))
+    with suppress(ConfigurationError):  # it holds no data
+        job.data()
+    return job.model()
+
+
 SUBJECTS = {
     "manifest": Subject(MANIFEST, resume, json_document),
     "signed manifest": Subject(MANIFEST, resume, json_document, sign_manifest),
@@ -162,6 +197,9 @@ SUBJECTS = {
     "trials": Subject("trials.jsonl", lambda folder: TrialStore({}, folder), json_lines),
     "cluster": Subject("cluster.toml", lambda folder: load_cluster(folder / "cluster.toml"), toml_document),
     "collectives": Subject("collectives.toml", read_collectives, toml_document),
+    "sealed job": Subject(SEALED_FILE, read_sealed),
+    "manifest of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_header(MANIFEST_SECTION)),
+    "weights of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_header(TENSORS)),
     "graph": Subject("graph.json", lambda folder: read_graph(folder, "graph.json"), json_document),
     "graph in GraphML": Subject("graph.graphml", lambda folder: read_graph(folder, "graph.graphml")),
     "graph of edges": Subject("graph.txt", lambda folder: read_graph(folder, "graph.txt")),
@@ -188,6 +226,7 @@ def write_all(place: Path, afresh: bool = False) -> Path:
     keep_snapshot(disk.folders(folder)[0])
     TrialStore({}, folder).add(Trial("easgd", 4, 0.1, 0, 0.9, "time", None, 5.0, 10, 100, None, None), 0.1, 5.0)
     write_table(folder / "collectives.toml", [Measured("ring", 4, 1000, 0.001)])
+    flockstep.seal(lstm(), out=folder / SEALED_FILE)
     shutil.copy(FOLDER / "two-sites.toml", folder / "cluster.toml")
     graph = nx.Graph([(i, (i + 1) % 4, {"weight": 0.25}) for i in range(4)])
     (folder / "graph.json").write_text(json.dumps(nx.node_link_data(graph, edges="edges")))

@@ -118,6 +118,29 @@ def test_the_worker_that_others_wait_for_goes_on_by_one_step(tmp_path: Path) -> 
     assert {"do": "stop", "after": 13} not in run.last(0)
 
 
+def test_workers_that_hold_a_replica_together_go_on_together(tmp_path: Path) -> None:
+    """One of them has not stopped yet, and would stop a step before the other, which then waits for it."""
+    run = Run(tmp_path)
+    run.checkpointer.begin(run.peers, Strategy.parse("asgd"), Strategy.parse("asgd").cluster(2), parts=2)
+    run.begin()
+    waits = {**ALL, "b": (STOPPED, 10, 10, 10), "a": (RUNNING, 10, 12, 11), "s": (RUNNING, 0, 21, 22)}
+    for _ in range(2):
+        run.last(0)
+        run.answer(**waits)
+    assert {"do": "stop", "after": 11} in run.last(0)
+    assert {"do": "stop", "after": 11} in run.last(1)
+
+
+def test_nothing_is_released_while_no_worker_has_stopped(tmp_path: Path) -> None:
+    """Processes of a replica wait for messages of each other that are not counted."""
+    run = Run(tmp_path)
+    run.begin()
+    for _ in range(3):
+        run.answer(a=(RUNNING, 10, 0, 0), b=(RUNNING, 10, 0, 0), s=(STOPPED, 0, 0, 0))
+    assert run.checkpointer.busy
+    assert [note["do"] for note in run.last(0)] == ["stop", "count", "count", "count", "count"]
+
+
 def test_a_run_that_never_stops_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

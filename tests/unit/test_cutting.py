@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flockstep.costs.stages import balanced
 from flockstep.errors import ConfigurationError
-from flockstep.partitions.cutting import balanced
 
 Units = list[tuple[int, int]]
 

@@ -21,7 +21,7 @@ from flockstep.cli.app import app
 from flockstep.costs.cluster_file import load_cluster, read_cluster
 from flockstep.errors import FlockstepError
 from flockstep.experiments.options import SimulateOptions, TrainOptions, configured
-from flockstep.options import options_of
+from flockstep.options import SEALED, options_of
 from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.job_profile import task_of
 from flockstep.runtime.setup import check, load_job
@@ -118,8 +118,8 @@ def _parse(words: list[str]) -> None:
 
 
 def _is_script(job: str) -> bool:
-    """Whether `compare` launches this file: pages call a reader's own script train.py."""
-    return job == "train.py"
+    """Whether `compare` launches this file, which pages call train.py, or a command of the page makes it."""
+    return job == "train.py" or job.endswith(SEALED)
 
 
 FEW_PLANNED = """

@@ -33,7 +33,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def memories(in_background: bool) -> tuple[RunMemory, HostMemory]:
-    worker: Any = SimpleNamespace(in_background=in_background)
+    worker: Any = SimpleNamespace(in_background=in_background, port=SimpleNamespace(turn=lambda: None))
     metrics = NodeMetrics(0, None, Traffic())
     groups = [SharedGroup(SharedMemory.create(needed(1, ROOM)), 0, 1, ROOM) for _ in range(2)]
     return RunMemory(groups[0], worker, metrics, list), HostMemory(groups[1], worker, metrics, list, 4000)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import flockstep
+import support.compiler  # noqa: F401
 from flockstep.cli.app import run as command
 from flockstep.costs import formulas
 from flockstep.costs.layers import ModelShape
@@ -29,7 +30,7 @@ from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules import GPipe, OneForwardOneBackward
 from flockstep.partitions.sharded import Sharded
-from flockstep.partitions.tensor import Product, TensorParallel
+from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning import hybrid
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import relative_samples
@@ -44,13 +45,14 @@ from flockstep.planning.hybrid import (
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.rehearsal import Rehearsal
-from flockstep.planning.split_surrogate import PipelineShape, SplitShape, WaysShape, split_shape
+from flockstep.planning.split_surrogate import JointShape, PipelineShape, SplitShape, split_shape
 from flockstep.planning.step_prediction import StepPrediction, as_steady, held_bytes, predict_step, rehearsed
 from flockstep.planning.surrogate import elements_in
 from flockstep.records.events import StepEvent
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.virtual_split import SplitSimulation
 from flockstep.simulation.handling import Handled, Longer
+from flockstep.split.joint import WayExchange
 from flockstep.split.splitting import make_split
 from flockstep.split.torch_stages import split_torch
 from flockstep.strategies.base import Strategy, choose_result
@@ -63,7 +65,7 @@ from support.split_jobs import job_of
 WIDTHS = (64, 256, 256, 256, 10)
 BATCH = 16
 STRATEGIES = ("all_reduce", "local_sgd(period=4)", "ps(shards=2)")
-KINDS = (Pipeline, TensorParallel, Sharded, Product)
+KINDS = (Pipeline, TensorParallel, Sharded)
 
 
 def wide() -> nn.Sequential:
@@ -120,12 +122,9 @@ def checked(job: Job, strategy: str, partition: str, site: Site, steps: int, rel
 @pytest.mark.parametrize("partition", few(
     [
         "pipeline(2, gpipe, 4)", "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "pipeline(2, zb_h1, 2)",
-        "tensor(2)", "tensor(4, collective=recursive_doubling)", "sharded(2)", "sharded(4)",
-        "pipeline(2, 1f1b, 2) * tensor(2)", "pipeline(2, interleaved(2), 2) * tensor(2)",
-        "pipeline(2, 1f1b, 2) * sharded(2)", "tensor(2) * sharded(2)",
+        "tensor(2)", "sharded(2)", "sharded(4)",
     ],
     "pipeline(4, 1f1b, 3)", "pipeline(2, interleaved(2), 4)", "tensor(2)", "sharded(2)",
-    "pipeline(2, 1f1b, 2) * tensor(2)", "tensor(2) * sharded(2)",
 ))  # fmt: skip
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "local_sgd(period=4)"))
 def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) -> None:
@@ -139,9 +138,6 @@ def test_a_small_model_is_rehearsed_as_it_runs(strategy: str, partition: str) ->
     [
         ("all_reduce", "tensor(2, convolutions=divided)"),
         pytest.param("local_sgd(period=4)", "tensor(4, convolutions=divided)", marks=pytest.mark.full),
-        pytest.param(
-            "all_reduce", "pipeline(2, 1f1b, 3, (10,)) * tensor(2, convolutions=divided)", marks=pytest.mark.full
-        ),
     ],
 )
 def test_divided_convolutions_are_rehearsed_as_they_run(strategy: str, partition: str) -> None:
@@ -165,10 +161,7 @@ def test_a_search_divides_the_convolutions_of_models_that_have_any(job: Job, div
     [
         "pipeline(2, 1f1b, 4)",
         "tensor(2)",
-        *(
-            pytest.param(one, marks=pytest.mark.full)
-            for one in ("pipeline(4, gpipe, 2)", "sharded(4)", "tensor(4)", "pipeline(2, 1f1b, 4) * tensor(2)")
-        ),
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("pipeline(4, gpipe, 2)", "sharded(4)", "tensor(4)")),
     ],
 )
 @pytest.mark.parametrize("strategy", few(STRATEGIES, "all_reduce"))
@@ -181,17 +174,13 @@ def split_rehearsal(strategy: str, site: Site, shape: SplitShape) -> Rehearsal:
     return rehearsed(Strategy.parse(strategy), site, 4, split=shape)
 
 
-@pytest.mark.parametrize("collective", few(["ring", "recursive_doubling", "binomial_tree"], "recursive_doubling"))
 @pytest.mark.parametrize("partition", ["tensor", pytest.param("sharded", marks=pytest.mark.full)])
-def test_a_single_replica_exchanges_nothing_whatever_the_collective_of_its_ways(
-    partition: str, collective: str
-) -> None:
+def test_a_single_replica_exchanges_nothing(partition: str) -> None:
     """With two replicas, a ring of two workers per part sends each element of the gradient once."""
     site = site_of(job_of(batch=12))
-    shape = split_shape(site.task, Partition.parse(f"{partition}(4, collective={collective})"))
-    alone = split_rehearsal("all_reduce", site, shape)
+    alone = split_rehearsal("all_reduce", site, split_shape(site.task, Partition.parse(f"{partition}(4)")))
     assert alone.bytes_between_parts == pytest.approx(alone.sent_bytes_per_step)
-    shape = split_shape(site.task, Partition.parse(f"{partition}(2, collective={collective})"))
+    shape = split_shape(site.task, Partition.parse(f"{partition}(2)"))
     found = split_rehearsal("all_reduce", site, shape)
     between = 2 * (found.sent_bytes_per_step - found.bytes_between_parts)
     assert between == pytest.approx(site.task.itemsize * elements_in(shape.tensors), rel=0.01)
@@ -223,44 +212,40 @@ def test_the_cut_and_the_shares_are_those_of_the_run(partition: str) -> None:
     assert list(shape.tensors) == shapes
 
 
-def test_sums_of_another_size_are_noticed() -> None:
-    """Negative control: a gradient of the sums that does not travel back leaves out half of the bytes of sums."""
+def test_exchanges_of_another_size_are_noticed() -> None:
+    """Negative control: with half of each array the same rehearsal sends too little."""
     job = wide_job()
     site = site_of(job, "200mbit")
     shape = split_shape(site.task, Partition.parse("tensor(2)"))
-    assert isinstance(shape, WaysShape)
-    thin = dataclasses.replace(
-        shape, outputs=tuple(tuple(dataclasses.replace(one, backward=0.0) for one in each) for each in shape.outputs)
-    )
+    assert isinstance(shape, JointShape)
+    half = [dataclasses.replace(one, nbytes=one.nbytes / 2) for one in exchanges(shape)]
+    thin = dataclasses.replace(shape, timeline=dataclasses.replace(shape.timeline, work=(0.5, *half)))
     found, less = (split_rehearsal("all_reduce", site, one) for one in (shape, thin))
-    between = found.bytes_between_parts - less.bytes_between_parts
-    assert found.sent_bytes_per_step - less.sent_bytes_per_step == pytest.approx(between, rel=0.02)
-    assert between > 0.025 * found.sent_bytes_per_step
-    copied = sum(way.copied for way in shape.ways)
-    (blocks,) = shape.outputs
-    summed = sum(one.forward for one in blocks[:-1]) + sum(one.backward for one in blocks[1:])
-    assert 2 * found.bytes_between_parts == pytest.approx(4 * (2 * BATCH * summed + copied), rel=0.02)
+    assert found.bytes_between_parts == pytest.approx(sum(one.sent(2) for one in exchanges(shape)), rel=0.02)
+    assert less.bytes_between_parts == pytest.approx(found.bytes_between_parts / 2, rel=0.02)
+
+
+def exchanges(shape: JointShape) -> list[WayExchange]:
+    return [one for one in shape.timeline.work if isinstance(one, WayExchange)]
 
 
 def test_memory_of_ways_and_shards_by_hand() -> None:
     """A perceptron of 64, 256, 256, 256 and 10 units in two pairs of layers, SGD without momentum."""
     task = task_of("job", None, wide_job())
-    pairs, halves = [(64, 256, 256), (256, 256, 10)], 0
-    for before, inner, after in pairs:
-        halves += (before * inner + inner + inner * after) // 2
-    shared = 256 + 10  # the biases of the layers that are split by their inputs, which one way trains and both have
+    pairs = [(64, 256, 256), (256, 256, 10)]
+    halves = sum((before * inner + inner + inner * after) // 2 for before, inner, after in pairs)
+    shared = 256 + 10  # the biases of the layers that are split by their inputs: each way trains a half, both have all
     shape = split_shape(task, Partition.parse("tensor(2)"))
-    own = [sum(map(math.prod, way.tensors)) for way in shape.ways]
-    assert sorted(own) == sorted([halves + 256, halves + 10])
-    outputs = BATCH * (sum(one.holds for one in shape.ways[0].shares[0]) + sum(one.forward for one in shape.outputs[0]))
-    assert held_bytes(task, shape) == 4 * (3 * max(own) + shared + outputs)
+    assert isinstance(shape, JointShape)
+    assert [sum(map(math.prod, part)) for part in shape.held] == [halves + shared // 2] * 2
+    assert held_bytes(task, shape) == 4 * (3 * (halves + shared // 2) + 3 * shared) + shape.timeline.saved_bytes
     layers = [64 * 256 + 256, 256 * 256 + 256, 256 * 256 + 256, 256 * 10 + 10]
+    sharded = split_shape(task, Partition.parse("sharded(2)"))
+    assert isinstance(sharded, JointShape)
     stored = 3 * math.ceil(sum(layers) / 2) + 3 * max(layers)
-    activations = BATCH // 2 * task.shape.activation_bytes(1) / 4
-    assert held_bytes(task, split_shape(task, Partition.parse("sharded(2)"))) == 4 * (stored + activations)
-    product = split_shape(task, Partition.parse("tensor(2) * sharded(2)"))
-    stored = 2 * math.ceil(max(own) / 2) + 2 * max(own)  # a gathered part and its gradient besides the shard
-    assert held_bytes(task, product) == 4 * (stored + shared + outputs / 2)
+    assert held_bytes(task, sharded) == 4 * stored + sharded.timeline.saved_bytes
+    inputs = BATCH // 2 * (64 + 3 * 256)
+    assert sharded.timeline.saved_bytes == pytest.approx(4 * inputs, rel=0.06), "and a few numbers of the loss"
 
 
 def two_layers() -> JobProfile:
@@ -328,9 +313,6 @@ def test_all_partitions_are_searched() -> None:
     found = {kind: [str(one) for each in partitions(site, 4) for one in each if type(one) is kind] for kind in KINDS}
     assert found[TensorParallel] == [str(TensorParallel(ways)) for ways in (2, 4)]
     assert found[Sharded] == [str(Sharded(ways)) for ways in (2, 4)]
-    assert found[Product] == [
-        str(Partition.parse(f"pipeline(2, 1f1b, {count}) * tensor(2)")) for count in (1, 2, 4, 8, 16)
-    ]
     advice = advised("100gbit", 'memory = "1200kB"')
     assert {type(one.partition) for one in advice.splits} & {TensorParallel, Sharded}
 
@@ -451,7 +433,7 @@ def test_the_command_chooses_both(capsys: pytest.CaptureFixture[str]) -> None:
         in capsys.readouterr().err
     )
     assert command([*words, "--partition", "grid(2, 2)"]) == 2
-    assert "a plan of split models predicts pipeline, tensor, pipeline * tensor, sharded and" in capsys.readouterr().err
+    assert "a plan of split models predicts pipeline, tensor and sharded, got" in capsys.readouterr().err
     assert command([*words[:-1], "1"]) == 2
     assert "memory must be > 0 bytes, with a unit" in capsys.readouterr().err
 
@@ -492,10 +474,8 @@ def test_a_model_that_is_not_split_has_one_recommendation_and_one_reason(capsys:
 
 def test_shapes_that_cannot_be_split_are_refused() -> None:
     for text in ("tensor(2)", "sharded(2)"):
-        with pytest.raises(ConfigurationError, match="are known only for a job; plan for a job, or use a pipeline"):
+        with pytest.raises(ConfigurationError, match="is known only for a job; plan for a job, or use a pipeline"):
             split_shape(two_layers(), Partition.parse(text))
-    with pytest.raises(ConfigurationError, match=r"stored in shards is known only .* or use pipeline\(stages=2"):
-        split_shape(two_layers(), Partition.parse("pipeline(2) * sharded(2)"))
     with pytest.raises(ConfigurationError, match="layers of x are unknown"):
         split_shape(JobProfile("x", 10), Pipeline.parse("pipeline(2, gpipe, 1)"))
     with pytest.raises(ConfigurationError, match="microbatches must be at most the 8 samples"):

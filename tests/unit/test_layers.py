@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
     errors system options registry expression arrays optimizers schedules topologies codecs feedback messages programs
     nodes links collectives partitions
-    strategies systems simulation costs frameworks split workloads records runtime communicator launchers
+    strategies systems simulation costs frameworks split workloads records sealed runtime communicator launchers
     report trackers planning experiments testing
     doctor jax lightning accelerate transformers keras cli
 """

@@ -35,6 +35,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         view=View(0, (0, 1)),
         memory=None,
         host_memory=None,
+        tape=None,
         bus=bus,
         receive=lambda *_: coming.popleft(),
         tell=lambda *_: None,

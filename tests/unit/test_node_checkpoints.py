@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from flockstep.arrays.schema import Schema
 from flockstep.launchers.host_files import HostFiles
 from flockstep.messages import Wanted
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.checkpoints import shard_file
 from flockstep.runtime.checkpoints import ENDED, NodeCheckpoints
@@ -75,6 +76,61 @@ def test_a_node_whose_program_ends_after_it_was_asked_to_count_answers_all_the_s
     ours.hear({"do": "count", "wave": 7})
     ours.close()
     assert [(note["did"], note["wave"], note["state"]) for note in told] == [("count", 7, ENDED)]
+
+
+class Stopping:
+    """A worker that holds a part of a replica: it steps, and while it is stopped it hears what is told later."""
+
+    def __init__(self) -> None:
+        self.later = list[dict[str, object]]()
+        self.node = Mock(spec=Worker)  # a slotted class, of which only the step is used
+        self.node.step = 0
+        self.runner = SimpleNamespace(node=self.node, at_rest=False)
+        self.checkpoints = NodeCheckpoints(self)  # type: ignore[arg-type]
+        self.checkpoints.script = SimpleNamespace(may_stop=True)  # type: ignore[assignment]
+        self.stopped_at: list[int] = []
+
+    def attend_stopped(self) -> None:
+        self.stopped_at.append(self.node.step)
+        self.checkpoints.hear(self.later.pop(0))
+
+    def step(self) -> None:
+        self.node.step += 1
+        self.checkpoints._at_boundary()
+
+
+def test_processes_of_a_replica_stop_after_one_step_although_they_are_told_at_different_times() -> None:
+    stop: dict[str, object] = {"do": "stop", "after": 0}
+    go: dict[str, object] = {"do": "go on", "hold": False}
+    early, late = pair = Stopping(), Stopping()
+
+    def agree() -> None:
+        newest = max(one.checkpoints._told for one in pair)
+        for one in pair:
+            one.checkpoints.agree(lambda told: newest)
+
+    agree()
+    early.checkpoints.hear(stop)  # behind the point where they agree: neither stops in this step
+    for one in pair:
+        one.step()
+    assert (early.stopped_at, late.stopped_at) == ([], [])
+    agree()
+    early.later, late.later = [{**stop, "after": 3}], [stop, {**stop, "after": 3}]
+    for one in pair:
+        one.step()
+    assert (early.stopped_at, late.stopped_at) == ([2], [2, 2]), "the late one stops without having been told"
+    agree()
+    early.later, late.later = [go], [go]
+    for one in pair:
+        one.step()
+    assert (early.stopped_at, late.stopped_at) == ([2, 3], [2, 2, 3])
+    early.checkpoints.hear(stop)
+    early.checkpoints.hear(go)
+    late.checkpoints.hear(stop)  # and `go` is on its way
+    agree()
+    for one in pair:
+        one.step()
+    assert (early.stopped_at, late.stopped_at) == ([2, 3], [2, 2, 3]), "neither waits for what the other has heard"
 
 
 def test_fetching_one_node_s_state_leaves_the_folder_in_which_another_node_of_the_host_is_about_to_write(

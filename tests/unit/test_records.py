@@ -340,6 +340,13 @@ def test_the_result_survives_with_its_schema(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back, params)
     assert back.dtype == np.float32
     assert table == schema
+    assert folder.read_buffers() == {}
+    folder.write_result(params, schema, {"mean": params[::2], "count": np.array(3)})
+    buffers = folder.read_buffers()
+    assert (buffers["mean"].tolist(), int(buffers["count"])) == ([0, 2, 4, 6], 3)
+    (tmp_path / "buffers.safetensors").write_bytes(b"x")
+    with pytest.raises(ConfigurationError, match=r"buffers\.safetensors is damaged: .*; repeat the run"):
+        folder.read_buffers()
     assert table.hash == schema.hash
 
 

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from flockstep.topologies.base import Topology
 from flockstep.topologies.ring import RingGraph
 from support.matrix import each
 
+RECORD = str(Path(__file__).parent / "data" / "record")
 EVERY = [(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
 WITH_ARGUMENTS = {
     ("fault", "dies"): "dies(1, 0.5)",
@@ -40,12 +42,12 @@ WITH_ARGUMENTS = {
     ("compute", "longer"): "longer(base=constant(0.05), extra=0.001)",
     ("network", "handled"): "handled(network=link('1gbit', '50us'), message=2e-05)",
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
+    ("compute", "record"): f"record({RECORD!r})",
+    ("network", "record"): f"record({RECORD!r})",
     ("partition", "pipeline"): "pipeline(4, schedule=1f1b, microbatches=8)",
     ("partition", "tensor"): "tensor(2)",
     ("partition", "sharded"): "sharded(2)",
-    ("partition", "sharded_parts"): "pipeline(2, gpipe, 4) * sharded(2)",
     ("partition", "grid"): "grid(2, 2)",
-    ("partition", "product"): "pipeline(2, gpipe, 4) * tensor(2)",
     ("network", "link"): "link('1gbit')",
     ("network", "fair_link"): "fair_link(bandwidth='1gbit')",
     ("network", "switch"): "switch(bandwidth='1gbit', latency=0.001, backbone='2gbit')",

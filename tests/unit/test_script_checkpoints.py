@@ -30,6 +30,7 @@ class Keeper:
     """A framework whose only state is the number of calls that restored it."""
 
     refusal = ""
+    newest = None
     restored = 0
     streams = True
     """Whether the random streams are to be restored, too."""

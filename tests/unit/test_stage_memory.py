@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
-from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.split.splitting import make_split, without_whole
+from flockstep.split.splitting import without_whole
 from flockstep.split.stages import MicroBatch, SplitModel
-from flockstep.split.torch_stages import PartsEngine, SkeletonEngine, split_torch, stage_torch
-from flockstep.split.ways import ModelWay, TensorModel, WayWeights
+from flockstep.split.torch_stages import PartsEngine, SkeletonEngine, split_torch
 from support.split_job import model as normalized
 from support.split_jobs import chain, job_of
 
@@ -76,7 +74,7 @@ def test_a_part_without_the_whole_model_computes_its_bits(model: Callable[[], nn
     job = job_of(model)
     known = without_whole(job, 0, split_torch(job, 0, PIPELINE))
     assert known.facts.obstacle == ""
-    bare = stage_torch(job, 0, PIPELINE, known.facts)
+    bare = split_torch(job, 0, PIPELINE, known.facts)
     assert isinstance(bare.engine, PartsEngine)
     assert isinstance(bare.engine.whole, SkeletonEngine)
     assert all(one.is_meta for one in bare.engine.whole.module.parameters()), "no memory for values"
@@ -109,7 +107,7 @@ def test_a_model_that_needs_values_to_be_built_is_built_whole(first: Callable[[]
     job = job_of(started(first))
     known = without_whole(job, 0, split_torch(job, 0, PIPELINE))
     assert re.match(reason, known.facts.obstacle), known.facts.obstacle
-    whole = stage_torch(job, 0, PIPELINE, known.facts)
+    whole = split_torch(job, 0, PIPELINE, known.facts)
     for found, expected in zip(stepped(whole, known), stepped(known, known), strict=True):
         assert found.tobytes() == expected.tobytes()
 
@@ -119,40 +117,3 @@ def test_a_part_of_another_model_is_refused() -> None:
     known = split_torch(job, 0, PIPELINE)
     with pytest.raises(ConfigurationError, match=r"the values of a part must have .* bytes, got .*; build the same"):
         known.parts[0].take(known.parts[1].values())
-
-
-@pytest.mark.parametrize("partition", ["tensor(2)", "pipeline(2, 1f1b, 2) * tensor(2)"])
-@pytest.mark.parametrize("model", [chain, started(Constants)])
-def test_a_way_without_the_whole_model_computes_its_bits(model: Callable[[], nn.Module], partition: str) -> None:
-    job, split_by = job_of(model), Partition.parse(partition)
-    known = make_split(job, 0, split_by)
-    assert isinstance(known, TensorModel)
-    known = without_whole(job, 0, known)
-    assert known.facts.obstacle == ""
-    bare = make_split(job, 0, split_by, known.facts)
-    assert isinstance(bare.engine, PartsEngine)
-    assert isinstance(bare.engine.whole, SkeletonEngine)
-    assert all(one.is_meta for one in bare.engine.whole.module.parameters()), "no memory for values"
-    batch = MicroBatch(0, 3, 1, np.arange(4), 1.0)
-    first = [part.initial() for part in known.parts]
-    for ours, theirs, params in zip(bare.parts, known.parts, first, strict=True):
-        assert ours.take(theirs.values()).tobytes() == params.tobytes()
-        assert ours.held_bytes == theirs.held_bytes < sum(part.held_bytes for part in known.parts)
-    assert bare.sizes == known.sizes
-    ways = range(2)
-    terms = []
-    for split in (bare, known):
-        parts = [part for part in split.parts if isinstance(part, ModelWay)]
-        copied = [parts[way].copied(first[way]) for way in ways]
-        terms.append([parts[way].forward(0, 0, WayWeights(first[way], copied), batch, None)[0] for way in ways])
-    for found, expected in zip(*terms, strict=True):
-        assert found is not None
-        assert expected is not None
-        assert found.tobytes() == expected.tobytes()
-
-
-def test_a_way_of_a_model_that_needs_values_is_built_whole() -> None:
-    job = job_of(started(Scaled))
-    known = make_split(job, 0, Partition.parse("tensor(2)"))
-    assert isinstance(known, TensorModel)
-    assert "filled in later, got a loss of" in without_whole(job, 0, known).facts.obstacle

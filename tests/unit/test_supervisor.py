@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.errors import PeerLost, ProtocolError
+from flockstep.errors import PeerLost, ProtocolError, RunError
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.peers import RunPeer, RunPeers
 from flockstep.launchers.supervisor import Supervisor
@@ -56,6 +56,49 @@ def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
     for by, node in ((-1, 1), (0, 0)):
         supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
     assert [one.condemned for one in supervisor.peers.values()] == ["bad", "bad"]
+
+
+class Process:
+    """A process that a test lets end."""
+
+    code: int | None = None
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+
+def failing(folder: Path) -> tuple[Supervisor, list[Process]]:
+    """The supervisor of two replicas of two processes, of which one has reported an error of PyTorch."""
+    supervisor = supervised(run_of(4), folder, lambda node_spec: None, script=True)
+    processes = [Process() for _ in range(4)]
+    supervisor.outcome.sizes = (1, 1)
+    for rank, process in enumerate(processes):
+        supervisor.peers[rank].child = process  # type: ignore[assignment]
+    supervisor._fail(3, "RunError", "worker 3 raised RuntimeError: a connection was closed", "")
+    return supervisor, processes
+
+
+def test_a_process_that_fails_because_another_of_its_replica_dies_does_not_end_the_run(tmp_path: Path) -> None:
+    """Its report may come before the death shows."""
+    supervisor, processes = failing(tmp_path)
+    processes[2].code = -9
+    supervisor._look_after_processes()
+    assert supervisor._failing == []
+
+
+def test_the_error_that_has_failed_another_process_of_the_replica_is_told(tmp_path: Path) -> None:
+    supervisor, processes = failing(tmp_path)
+    processes[3].code = 1
+    with pytest.raises(RunError, match="worker 3 raised"):
+        supervisor._fail(2, "RunError", "worker 2 raised RuntimeError: a connection was closed", "")
+
+
+def test_an_error_while_the_others_of_the_replica_live_ends_the_run_after_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flockstep.launchers.supervisor.SETTLING", 0.0)
+    with pytest.raises(RunError, match="worker 3 raised"):
+        failing(tmp_path)
 
 
 def test_the_loss_of_every_worker_is_a_loss_of_peers(tmp_path: Path) -> None:

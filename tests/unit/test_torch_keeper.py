@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,31 @@ def test_parameters_without_a_state_in_the_checkpoint_have_none_afterwards() -> 
     keeper.restore_at_boundary(kept)
     assert set(inner.state) == {model.weight}
     assert inner.state[model.weight]["step"] == 1
+
+
+def test_shards_that_lie_elsewhere_in_the_whole_model_are_refused() -> None:
+    """Also if they have equal shapes, as halves of a square matrix have along either dimension."""
+    model = nn.Linear(2, 1)
+    keeper = TorchKeeper(FlatModule(model), torch.optim.SGD(model.parameters()), Buffers(model), False, str, SGD)
+    kept = keeper.at_boundary()
+    assert kept.layout is not None
+    keeper.restore_at_boundary(kept)
+    boxes = tuple(replace(box, whole=(4, *box.whole[1:])) for box in kept.layout.boxes)
+    with pytest.raises(ConfigurationError, match="the script shards its model in another way than the script that"):
+        keeper.restore_at_boundary(replace(kept, layout=replace(kept.layout, boxes=boxes)))
+
+
+def test_a_sharded_state_of_another_shape_than_its_parameter_is_not_saved() -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters())
+    keeper = TorchKeeper(FlatModule(model), inner, Buffers(model), False, str, SGD)
+    row: Any = torch.zeros(4)
+    row._local_tensor = torch.zeros(2)  # as a DTensor has it
+    inner.state[model.weight] = {"row": row}
+    with pytest.raises(
+        ConfigurationError, match=r"the state row of torch\.optim\.sgd\.SGD is a DTensor of another shape"
+    ):
+        keeper.at_boundary()
 
 
 class Averaged(nn.Module):

@@ -248,15 +248,9 @@ class Hooked(_Around):
         self.register_forward_hook(lambda *_: self.get_buffer(buffer).add_(1) and None)
 
 
-@pytest.mark.parametrize(
-    ("buffer", "message"),
-    [
-        ("count", "must be used by a layer, got 'count' of job 'hooked', which the layers"),
-        ("inside.1.num_batches_tracked", "change the buffers as the model changes them, got values .* by 1;"),
-    ],
-)
-def test_buffers_that_only_the_whole_model_changes_are_refused(buffer: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+@pytest.mark.parametrize("buffer", ["count", "inside.1.num_batches_tracked"])
+def test_buffers_that_only_the_whole_model_changes_are_refused(buffer: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"must compute what .*, got changing buffers that differ by 1;"):
         make_split(_job(lambda: Hooked(buffer)), 0, Pipeline(2))
 
 

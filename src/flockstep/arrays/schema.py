@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -92,6 +92,15 @@ class Schema:
             entries.append(Entry(name, tuple(map(int, shape)), offset, narrow))
             offset += entries[-1].size
         return cls(whole, tuple(entries))
+
+    def only(self, names: Container[str]) -> Schema:
+        """Return the schema of the tensors with the given names alone."""
+        entries, offset = list[Entry](), 0
+        for entry in self.entries:
+            if entry.name in names:
+                entries.append(replace(entry, offset=offset))
+                offset += entry.size
+        return Schema(self.dtype, tuple(entries))
 
     @cached_property
     def size(self) -> int:

@@ -31,8 +31,9 @@ PARTS = ("codec", "collective", "consistency", "feedback", "topology")
 """Components that are arguments of strategies, and for which no command has an option."""
 INTERRUPTED = 130
 """Exit code of a command that a signal has ended: 130."""
-RUN, LOOK_UP, PLAN, HERE, EVIDENCE, HELP = (
-    "Train and compare", "Look up", "Before a run", "This machine", "Evidence (needs flockstep-lab)", "Help",
+RUN, LOOK_UP, PLAN, SEALED, HERE, EVIDENCE, HELP = (
+    "Train and compare", "Look up", "Before a run", "Sealed jobs", "This machine", "Evidence (needs flockstep-lab)",
+    "Help",
 )  # fmt: skip
 """Headings of the groups of commands in `--help`."""
 LAB = {
@@ -50,12 +51,17 @@ COMMANDS = {
     "manifest": CommandEntry("flockstep.cli.coordinate:manifest", RUN, rest=True),
     "coordinate": CommandEntry("flockstep.cli.coordinate:coordinate", RUN, rest=True),
     "secret": CommandEntry(f"{_RUNNING}:secret", RUN),
+    "seal": CommandEntry("flockstep.cli.sealing:seal", SEALED),
+    "return": CommandEntry("flockstep.cli.sealing:pack_run", SEALED),
+    "unseal": CommandEntry("flockstep.cli.sealing:unseal", SEALED),
+    "public-key": CommandEntry("flockstep.cli.sealing:public_key", SEALED),
     "list": CommandEntry("flockstep.cli.listing:list_components", LOOK_UP),
     "systems": CommandEntry("flockstep.cli.listing:systems", LOOK_UP),
     "layers": CommandEntry("flockstep.cli.planning:layers", PLAN),
     "layouts": CommandEntry("flockstep.cli.planning:layouts", PLAN),
     "report": CommandEntry(f"{_RUNNING}:report", RUN),
     "flight": CommandEntry(f"{_RUNNING}:flight", RUN),
+    **{name: CommandEntry(f"flockstep.cli.replaying:{name}", RUN) for name in ("replay", "why")},
     "track": CommandEntry(f"{_RUNNING}:track", RUN),
     "plan": CommandEntry("flockstep.cli.planning:plan", PLAN),
     "calibrate": CommandEntry("flockstep.cli.planning:calibrate", HERE),

@@ -168,12 +168,16 @@ def _hosts(
     if where.on == "slurm":
         from flockstep.launchers.slurm import slurm_allocation
 
-        return slurm_allocation(config.workers, where.nodes, python, *reached, words, shown)
+        return slurm_allocation(
+            config.workers // config.processes_together, where.nodes, python, *reached, words, shown
+        )
     if where.on == "ray":
         from flockstep.launchers.ray import ray_cluster
 
         reserved = where.cpus_per_worker, where.gpus_per_worker, where.timeout
-        return stack.enter_context(ray_cluster(config.workers, where.nodes, *reserved, words, shown))
+        return stack.enter_context(
+            ray_cluster(config.workers // config.processes_together, where.nodes, *reserved, words, shown)
+        )
     nodes, rank, grows = where.nodes, where.node_rank, config.max_workers is not None
     if nodes is None and where.coordinator is not None and grows:
         nodes, rank = 1, rank or 0

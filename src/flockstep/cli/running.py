@@ -93,6 +93,15 @@ def resume(
     workers: Annotated[
         int | None, Count("Number of workers with which the run continues (default: the number that the run had).")
     ] = None,
+    replica_size: Annotated[
+        int | None,
+        Opt(
+            "Number of processes that hold each replica of a script's model from now on (default: the number that the "
+            "run had).",
+            least=1,
+            advice="use a number that divides the number of workers",
+        ),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
@@ -101,14 +110,14 @@ def resume(
     from flockstep.records.folder import RunFolder
 
     config = RunFolder(folder).read_config()
-    asked = config if workers is None else replace(config, workers=workers)
+    asked = replace(config, workers=workers or config.workers, replica_size=replica_size or config.replica_size)
     with o.gathered(context, where, asked, folder, output=Output.of(config, to_terminal)) as (gathering, _):
         if gathering is not None and not gathering.coordinates:
             raise ConfigurationError(
                 f"flockstep resume runs on the host with --node-rank 0, got {gathering.node}; on the other hosts "
                 f"repeat the command with which the run was started: {config.command}"
             )
-        resume_one(folder, as_json, workers, gathering)
+        resume_one(folder, as_json, workers, gathering, replica_size)
 
 
 def join(

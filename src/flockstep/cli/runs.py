@@ -71,17 +71,23 @@ def run_one(
     conclude(summary, folder, as_json, must_reach=config.target is not None)
 
 
-def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gathering | None) -> None:
+def resume_one(
+    folder: Path,
+    as_json: bool,
+    workers: int | None,
+    gathering: Gathering | None,
+    replica_size: int | None = None,
+) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
     config = RunFolder(folder).read_config()
     if gathering is not None and workers is None:
         workers = gathering.over(config).workers  # hosts that --hosts names have numbers of workers
     if config.kind == "launch":
         with names_record(folder), show.beside_scripts() as (standings, sink):
-            summary = carry_on(folder, workers, standings, gathering, sink)
+            summary = carry_on(folder, workers, standings, gathering, sink, replica_size)
     else:
         with names_record(folder), show.standings(f"resuming {folder}") as standings_of_job:
-            summary = carry_on(folder, workers, standings_of_job, gathering)
+            summary = carry_on(folder, workers, standings_of_job, gathering, replica_size=replica_size)
     conclude(summary, folder, as_json)
 
 

@@ -131,6 +131,11 @@ def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
     elif any(one.before_leaving for one in sessions_here()):
         raise ConfigurationError("this process has joined the run already; call flockstep.join once in a script")
     with session.telling() if session.loop is None else nullcontext():
+        if node_spec.tapes or node_spec.follows:
+            raise ConfigurationError(
+                "what flockstep.join exchanges is not recorded, so a run with it cannot be replayed; leave out "
+                "--replayable"
+            )
         beside = extra_sockets(session.member, max_bytes)
     node = Rank(node_spec.address, node_spec.workers, node_spec.seed)
     node.hosts = session.member.hosts

@@ -4,12 +4,12 @@ section 3.1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from flockstep.costs.layers import Layer, ModelShape
 from flockstep.errors import ConfigurationError
-from flockstep.partitions.cutting import balanced
 
 Chain = tuple[Layer, ...]
 """Type of a list of consecutive layers."""
@@ -20,8 +20,7 @@ Stages = tuple[float, tuple[int, ...]]
 def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = ()) -> list[Chain]:
     """Return the layers of each of `count` chunks of consecutive layers.
 
-    The cut is the one whose slowest chunk has the least work for `batch` samples, and, of several such cuts, the one
-    whose largest chunk needs the least memory. Every chunk after the first begins with a layer that has trained
+    The chunks are those of `cut`. Every chunk after the first begins with a layer that has trained
     parameters, and layers that share weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names
     the first layer, or the module around it, of the second and every later chunk instead.
 
@@ -43,13 +42,18 @@ def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = 
                 f"{', '.join(split_at)}; name the first layer of each chunk but the first"
             )
     else:
-        work = [sum(layer.work(batch) for layer in unit) for unit in found]
-        nbytes = [
-            sum(layer.parameters * model.itemsize + layer.activation_bytes(batch, model.itemsize) for layer in unit)
-            for unit in found
-        ]
-        firsts = balanced(work, nbytes, count)
+        firsts = cut(found, batch, model.itemsize, count)
     return [tuple(layer for unit in found[one:end] for layer in unit) for one, end in pairwise([*firsts, len(found)])]
+
+
+def cut(units: Sequence[Sequence[Layer]], batch: int, itemsize: int, count: int) -> list[int]:
+    """Return the first unit of each of `count` chunks: the cut whose slowest chunk has the least work for `batch`
+    samples, and, of several such cuts, the one whose largest chunk needs the least memory for parameters and
+    activations.
+    """
+    work = [sum(layer.work(batch) for layer in unit) for unit in units]
+    nbytes = [sum(one.parameters * itemsize + one.activation_bytes(batch, itemsize) for one in unit) for unit in units]
+    return balanced(work, nbytes, count)
 
 
 def units(model: ModelShape) -> list[Chain]:
@@ -126,3 +130,53 @@ def pipedream_plan(
             best = longer
         plans.append(best[layers - 1])
     return min(plans, key=lambda plan: plan[0])[1]
+
+
+def balanced(seconds: Sequence[float], nbytes: Sequence[float], parts: int) -> list[int]:
+    """Return the first unit of each part of the best cut of a chain into `parts` parts of at least one unit.
+
+    The best cut has the least time of its slowest part, and, of several such cuts, the least memory of its largest
+    part; both are found by dynamic programming over the ends of the parts (Narayanan et al. 2019, section 3.1, without
+    replication).
+
+    Args:
+        seconds: time of each unit, in any unit of time.
+        nbytes: memory of each unit, in bytes.
+        parts: number of parts.
+
+    Raises:
+        ConfigurationError: there are fewer units than parts.
+    """
+    if not 1 <= parts <= len(seconds):
+        raise ConfigurationError(
+            f"the number of parts must be >= 1 and <= {len(seconds)}, the number of units in the chain, got {parts}; "
+            "use at most one part per unit"
+        )
+    slowest, _ = _bottleneck(seconds, [0] * len(seconds), parts, math.inf)
+    return _bottleneck(nbytes, seconds, parts, slowest)[1]
+
+
+def _bottleneck(loads: Sequence[float], limited: Sequence[float], parts: int, limit: float) -> tuple[float, list[int]]:
+    """Return the least largest load of a part, and the parts' first units, with sums of `limited` within `limit`."""
+    units = len(loads)
+    load, bound = [0.0, *accumulate(map(float, loads))], [0.0, *accumulate(map(float, limited))]
+    most = limit * (1 + 1e-9)
+    best = [0.0] + [math.inf] * units
+    """Least largest load of the first parts if they end before unit i."""
+    starts: list[list[int]] = []
+    for _ in range(parts):
+        after, begin = [math.inf] * (units + 1), [0] * (units + 1)
+        for end in range(1, units + 1):
+            for start in range(end):
+                if bound[end] - bound[start] > most:
+                    continue
+                worst = max(best[start], load[end] - load[start])
+                if worst < after[end]:
+                    after[end], begin[end] = worst, start
+        best = after
+        starts.append(begin)
+    cut, end = [], units
+    for begin in reversed(starts):
+        end = begin[end]
+        cut.append(end)
+    return best[units], cut[::-1]

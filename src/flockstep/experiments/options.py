@@ -22,6 +22,7 @@ from flockstep.options import (
     Opt,
     ProcessOptions,
     ScriptArguments,
+    SealedOptions,
     TrainingOptions,
     VirtualTimeOptions,
     Workers,
@@ -51,7 +52,9 @@ IN_VIRTUAL_TIME = "has an effect in virtual time only; add --simulate (in Python
 ON_PROCESSES = "is for real processes only; leave out either it or --simulate (in Python, simulated=True)"
 Out = Annotated[Path | str | None, Opt("Folder for the record (default: a new folder in runs/).", panel="Output")]
 JOB = Arg(
-    "A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.", nouns=("workload",)
+    "A built-in workload (see `flockstep list workloads`), a Python file with a job() function, or a file that "
+    "flockstep seal wrote.",
+    nouns=("workload",),
 )
 STRATEGY = Opt(
     "How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
@@ -86,6 +89,7 @@ class TrainOptions(
     ProcessOptions,
     BadGradientOptions,
     DistributionOptions,
+    SealedOptions,
     TrainingOptions,
     TrainedJob,
 ):
@@ -94,7 +98,13 @@ class TrainOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(
-    RecordOptions, BadGradientOptions, DistributionOptions, TrainingOptions, VirtualTimeOptions, TrainedJob
+    RecordOptions,
+    BadGradientOptions,
+    DistributionOptions,
+    SealedOptions,
+    TrainingOptions,
+    VirtualTimeOptions,
+    TrainedJob,
 ):
     """Options of a run in virtual time."""
 
@@ -128,7 +138,13 @@ class ComparedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(
-    ProcessOptions, DistributionOptions, TrainingOptions, VirtualTimeOptions, ScriptArguments, ComparedJob
+    ProcessOptions,
+    DistributionOptions,
+    SealedOptions,
+    TrainingOptions,
+    VirtualTimeOptions,
+    ScriptArguments,
+    ComparedJob,
 ):
     """Options of a comparison."""
 
@@ -169,7 +185,7 @@ class PlannedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(PlannedJob):
+class PlanOptions(SealedOptions, PlannedJob):
     """Options of a plan."""
 
     workers: int | None = Opt(
@@ -279,7 +295,7 @@ def configured(kind: Kind, options: Any, job: str | None = None, strategy: str |
     for name in ("imports", "faults", "arguments"):
         if name in given:
             given[name] = listed(name, given[name])
-    for name in ("checkpoint_every", "rank_output"):
+    for name in ("checkpoint_every", "rank_output", "data", "trust", "key"):
         if given.get(name) is not None:
             given[name] = str(given[name])
     for name in ("shared", "module", "prefix"):

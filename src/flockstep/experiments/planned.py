@@ -182,7 +182,7 @@ def planned(options: PlanOptions, say: ProgressCallback = silent) -> PlanResult:
     if memory is not None:
         shape = shape.with_memory(memory)
     say(f"reading {options.what}")
-    task = task_of(str(options.what), options.batch)
+    task = task_of(str(options.what), options.batch, sealed=options)
     limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
     length = None if options.hours is None else 3600 * options.hours
     outlook = predict(task, shape, options.workers, strategies=chosen, length=length, say=say)

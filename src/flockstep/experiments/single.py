@@ -68,6 +68,12 @@ class RunResult:
         """
         return RunFolder(self.folder).read_result()
 
+    def buffers(self) -> dict[str, FlatArray]:
+        """Return the buffers of the resulting model that training changes, such as BatchNorm's running statistics: name
+        → array, the mean of the workers' for floating-point numbers. Those of an ensemble have a first axis more.
+        """
+        return RunFolder(self.folder).read_buffers()
+
     def __str__(self) -> str:
         from flockstep.report.table import table
 
@@ -99,7 +105,7 @@ def run(options: TrainOptions) -> RunResult:
     return carry_out(config, folder(options.out, f"{options.job}-{options.strategy}"), options.overwrite)
 
 
-def resume(out: Path | str, workers: int | None = None) -> RunResult:
+def resume(out: Path | str, workers: int | None = None, replica_size: int | None = None) -> RunResult:
     """Continue a stopped run from its newest checkpoint, as `flockstep resume` does.
 
     A run of `flockstep launch` is resumed if its script calls `flockstep.checkpoint`.
@@ -107,6 +113,8 @@ def resume(out: Path | str, workers: int | None = None) -> RunResult:
     Args:
         out: folder of the record.
         workers: number of workers with which the run continues; None for the number that it had.
+        replica_size: number of processes that hold each replica of a script's model from now on; None for the number
+            that the run had.
 
     Returns:
         The finished run.
@@ -116,7 +124,7 @@ def resume(out: Path | str, workers: int | None = None) -> RunResult:
         CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed again; the record is complete up to the failure.
     """
-    carry_on(Path(out), workers)
+    carry_on(Path(out), workers, replica_size=replica_size)
     return RunResult.read(out)
 
 
@@ -205,11 +213,17 @@ def carry_on(
     standings: Standings = lambda nodes, steps: None,
     gathering: Gathering | None = None,
     say: Sink | None = None,
+    replica_size: int | None = None,
 ) -> Summary:
     """Continue a run of either kind from its newest checkpoint; see `resume` and `carry_out`."""
     from flockstep.launchers import script, train
     from flockstep.launchers.output import to_terminal
 
     if RunFolder(folder).read_config().kind == "launch":
-        return script.resume_script(folder, say or to_terminal, standings, workers, gathering)
+        return script.resume_script(folder, say or to_terminal, standings, workers, gathering, replica_size)
+    if replica_size is not None:
+        raise ConfigurationError(
+            f"only a script's replicas have a number of processes, got --replica-size {replica_size} for a run of "
+            "flockstep train; leave it out"
+        )
     return train.resume(folder, standings, workers, gathering)

@@ -84,6 +84,10 @@ class Job:
         least_steps: minimum number of steps of each worker, however many workers share the passes.
         target: value of the metric to reach, for the time to target; None for no target.
         name: the job's name.
+        parallel_plan: how `partition=tensor` splits a torch model: name of a module → style, as `parallelize_module`
+            takes it; None for what follows from the layers.
+        schedule: how the learning rate or the batch changes, as an expression such as "cosine", unless the run's
+            options name a schedule; None for no change.
 
     Raises:
         ConfigurationError: batch < 1, or epochs is not positive.
@@ -102,6 +106,8 @@ class Job:
     name: str = "job"
     facts: dict[str, str] = field(default_factory=dict)
     """Facts that must be the same when the run is repeated, such as a hash of the data; the record stores them."""
+    parallel_plan: Any = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, "batch", ">= 1", self.batch, "32 is usual")
@@ -160,16 +166,12 @@ class TrainedModel(ABC):
         return ()
 
 
-class Engine(TrainedModel):
-    """The engine of a job in one process, which computes gradients for any number of replicas, given the replicas' flat
-    parameters.
-
-    Non-trainable buffers (batch-norm statistics) belong to a replica and are never exchanged. An evaluation uses the
-    mean of the named replicas' floating-point buffers and the first replica's integer buffers.
-    """
+class JobData:
+    """What an engine knows of a job besides its model."""
 
     optimizer: Optimizer
     higher_is_better: bool
+    train_size: int
     labels: npt.NDArray[np.int64] | None
     """Class of every training sample (samples,); None if there are no classes or the data set names none."""
     classes: bool
@@ -186,6 +188,15 @@ class Engine(TrainedModel):
         """Facts of the data that must be equal in every process of a run, such as the digest of an iterable."""
         column = self._data.train_x
         return {"train": column.reader.digest} if isinstance(column, SampleColumn) and column.reader.digest else {}
+
+
+class Engine(TrainedModel, JobData):
+    """The engine of a job in one process, which computes gradients for any number of replicas, given the replicas' flat
+    parameters.
+
+    Non-trainable buffers (batch-norm statistics) belong to a replica and are never exchanged. An evaluation uses the
+    mean of the named replicas' floating-point buffers and the first replica's integer buffers.
+    """
 
     @property
     def batching(self) -> str:
@@ -241,6 +252,10 @@ class Engine(TrainedModel):
                 f"this model has no buffers that change in training, got {len(values)} values; build the same model "
                 "as before"
             )
+
+    def mean_buffers(self, replicas: Sequence[int]) -> dict[str, FlatArray]:
+        """Return the buffers with which `evaluate` computes: name of each buffer that changes in training → array."""
+        return {}
 
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int

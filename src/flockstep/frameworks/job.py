@@ -19,9 +19,12 @@ from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, in_short
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
+from flockstep.options import SEALED
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
+JOB_FILES = (".py", SEALED)
+"""Suffixes of the files that hold jobs: Python files, and files that `flockstep seal` wrote."""
 WORDS = (tokenize.NAME, tokenize.STRING, tokenize.OP)
 
 

@@ -19,7 +19,7 @@ from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.errors import ConfigurationError, in_short
-from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, JobData, metric_of
 from flockstep.frameworks.streams import SampleColumn
 from flockstep.frameworks.torch_call import Substituted, called, combined, distance, evaluate
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
@@ -39,9 +39,10 @@ Tensors = dict[str, torch.Tensor]
 Factors = tuple[FlatArray, FlatArray]
 
 
-class TensorEngine(Engine):
-    """An engine whose samples are tensors, and whose model draws torch's random numbers."""
+class TensorData(JobData):
+    """The data of a job as tensors, and the random numbers of torch that its model draws."""
 
+    schema: Schema
     _seed: int
     random = False
     """Whether the model draws random numbers in training."""
@@ -49,10 +50,23 @@ class TensorEngine(Engine):
     def _use(self, job: Job, data: Data, parameters: Sequence[torch.Tensor]) -> None:
         """Set what an engine knows from the job and its data; `parameters`: those of the `schema`, in its order."""
         self.optimizer, self.higher_is_better = optimizer_of(job, self.schema, parameters), job.higher_is_better
+        self._batch_size = job.batch
         self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in parameters)))
         self.train_size, y = len(self._data.train_x), self._data.train_y
         self.classes = y.dtype == torch.int64 and y.dim() == 1
         self.labels = y.numpy() if self.classes else None
+
+    @property
+    def trial_samples(self) -> Indices:
+        """Training samples of one batch for trials, evenly spaced, because data may be sorted by class."""
+        count = min(self._batch_size, self.train_size)
+        return np.arange(count) * self.train_size // count
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative distance between two gradients of this model that is attributed to rounding."""
+        dtypes = {self.schema.dtype, *(entry.dtype for entry in self.schema.entries if entry.dtype)}
+        return max(TOLERANCE[dtype] for dtype in dtypes)
 
     def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of the training samples `indices`."""
@@ -69,7 +83,7 @@ class TensorEngine(Engine):
         return seeded(int(words[0]))
 
 
-class TorchEngine(TensorEngine):
+class TorchEngine(TensorData, Engine):
     """The engine of a job whose model is a torch module on the CPU.
 
     Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
@@ -125,7 +139,6 @@ class TorchEngine(TensorEngine):
             return self.loss(substituted(params, x), y)
 
         self._forward: Callable[..., torch.Tensor] = vmap(loss_of, randomness="error")
-        self._batch_size = job.batch
         self._probe(job)
 
     @property
@@ -162,7 +175,7 @@ class TorchEngine(TensorEngine):
         x, y = self.samples(indices)
         with self.stream(replica, step):
             outputs = self.module(x)
-        loss = total = self.loss(outputs, y)
+            loss = total = self.loss(outputs, y)
         if len(targets.teachers):
             buffers = self._mean_buffers([replica])
             with torch.no_grad():
@@ -170,6 +183,20 @@ class TorchEngine(TensorEngine):
             total = loss + targets.weight * distance(outputs, combined(taught, classes), classes)
         self._backward(total, out)
         return float(loss.item())
+
+    def detached(self) -> torch.nn.Module:
+        """Return the module, whose parameters then have memory of their own. From now on the engine only gives samples,
+        random numbers and buffers.
+        """
+        fresh: dict[int, torch.nn.Parameter] = {}
+        for owner in self.module.modules():
+            for name, one in owner._parameters.items():
+                if one is not None:
+                    own = fresh.setdefault(id(one), torch.nn.Parameter(one.detach().clone(), one.requires_grad))
+                    owner._parameters[name] = own
+        del self.flat, self._backward
+        self._start = None
+        return self.module
 
     @contextlib.contextmanager
     def displaced(self) -> Iterator[None]:
@@ -266,6 +293,10 @@ class TorchEngine(TensorEngine):
             for name, value in buffers.items():
                 self.module.get_buffer(name).copy_(value)
 
+    def mean_buffers(self, replicas: Sequence[int]) -> dict[str, FlatArray]:
+        means = self._mean_buffers(replicas)
+        return {n: (b.float() if b.dtype == torch.bfloat16 else b).cpu().numpy() for n, b in means.items()}
+
     def _mean_buffers(self, replicas: Sequence[int]) -> Tensors:
         if not self.changing_buffers:
             return {}
@@ -360,18 +391,6 @@ class TorchEngine(TensorEngine):
                 f"the loss must be a scalar tensor, the mean over a batch, got {what}; use .mean()"
             )
         return loss
-
-    @property
-    def trial_samples(self) -> Indices:
-        """Training samples of one batch for trials, evenly spaced, because data may be sorted by class."""
-        count = min(self._batch_size, self.train_size)
-        return np.arange(count) * self.train_size // count
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative distance between two gradients of this model that is attributed to rounding."""
-        dtypes = {self.schema.dtype, *(entry.dtype for entry in self.schema.entries if entry.dtype)}
-        return max(TOLERANCE[dtype] for dtype in dtypes)
 
     @cached_property
     def batching(self) -> str:

@@ -20,6 +20,8 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_copies import Copies
+from flockstep.frameworks.torch_dtensors import aligned, like, local
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -63,28 +65,35 @@ class FlatModule:
       `stepping` applies an optimizer's changes to it.
     * Of a DTensor, the flat array holds the local shard, as a master copy too; its gradient is a DTensor over the flat
       array.
+    * A parameter that another process trains (`copies`) is not in the flat array; `write_parameters` gives it the other
+      process's values, and optimizers do not step along its gradient.
     * A module that is already flat does not change, unless it has narrower parameters: a second `FlatModule` of the
     same module shares the arrays of the first.
 
     After freezing or unfreezing a parameter, a new `FlatModule` is needed.
     """
 
-    def __init__(self, module: torch.nn.Module, gradients: bool = True):
+    def __init__(self, module: torch.nn.Module, gradients: bool = True, copies: Copies | None = None):
         """Lay out the parameters of `module` in the order of `module.named_parameters()`.
 
-        Without `gradients`, gradients have no buffer, and no `.grad` is bound.
+        Without `gradients`, gradients have no buffer, and no `.grad` is bound. `copies`: the parameters that other
+        processes hold, too; None if this process holds the whole module, or its DTensors, alone.
 
         Raises:
             ConfigurationError: no trainable parameter, a dtype that is not supported, several devices, a parameter
                 without a shape yet, or two parameters that overlap in memory.
         """
         self.module = module
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        _check(module, named)
-        self.parameters: list[torch.nn.Parameter] = list(named.values())
-        self.schema = schema_of({name: local(parameter) for name, parameter in named.items()})
-        self.sharded = any(local(parameter) is not parameter for parameter in self.parameters)
-        """Whether parameters are DTensors, of which this process holds its shards."""
+        self.trained = trained_in(module)
+        """The trainable parameters by name, with those that another process trains."""
+        self.copies = copies
+        self.elsewhere = {} if copies is None else copies.elsewhere
+        """The parameters that another process trains, by name."""
+        held = {name: one for name, one in self.trained.items() if name not in self.elsewhere}
+        self.parameters: list[torch.nn.Parameter] = list(held.values())
+        self.schema = schema_of(self.trained).only(held)
+        self.sharded = copies is not None or any(local(one) is not one for one in self.parameters)
+        """Whether this process holds a part of the model: parameters, or shards of DTensors."""
         self.narrow = self._narrow(gradients)
         """The module's parameters that are narrower than the flat array, and its DTensors."""
         self._values, self.places = self._flatten([local(p).detach() for p in self.parameters], move=True)
@@ -124,7 +133,14 @@ class FlatModule:
             parameter.grad = gradient
 
     def write_parameters(self) -> None:
-        """Round the values of the flat array into the parameters of narrower dtypes."""
+        """Round the values of the flat array into the parameters of narrower dtypes. All processes that hold parameters
+        together call this, and those that hold a copy of a parameter receive its values.
+        """
+        self._round()
+        if self.copies is not None:
+            self.copies.send()
+
+    def _round(self) -> None:
         for each in self.narrow:
             each.values.copy_(self._values[each.part])
 
@@ -137,12 +153,17 @@ class FlatModule:
         parameters to other values, the flat array has these values up to the remainder, which is at most half the
         distance between two neighboring values of the dtype, at the value before the step.
         """
-        self.write_parameters()
+        self._round()
         for wide, narrow in self._narrow_pieces():
             wide.sub_(narrow)
+        gradients = [(one, one.grad) for one in self.elsewhere.values()]
+        for one, _ in gradients:
+            one.grad = None
         try:
             yield
         finally:
+            for one, gradient in gradients:
+                one.grad = gradient
             for wide, narrow in self._narrow_pieces():
                 wide.masked_fill_(narrow == 0, 0).add_(narrow)
 
@@ -225,6 +246,7 @@ class FlatModule:
         self._leaves = leave and not self.narrow
         if not self._leaves:
             self._hooks = on_gradients(self.parameters, self._completed)
+            self._hooks += on_gradients(list(self.elsewhere.values()), self._completed_elsewhere)
 
     def gather_at_once(self) -> None:
         """Gather the gradients of a small model in `gather_gradients`, in one call, as they are in the cache still."""
@@ -233,7 +255,7 @@ class FlatModule:
 
     def drop_gradients(self) -> None:
         """Remove the gradients: set every parameter's `.grad` to None."""
-        for parameter in self.parameters:
+        for parameter in self.trained.values():
             parameter.grad = None
 
     def drop_absent(self) -> None:
@@ -268,6 +290,9 @@ class FlatModule:
         self.write_gradients()
         for parameter, gradient in zip(self.parameters, self._grads, strict=True):
             parameter.grad = None if parameter.grad is None else gradient
+        for parameter in self.elsewhere.values():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def move_gradients(self, home: FlatArray) -> None:
         """Move the gradients, with their values, to the array `home` (K,)."""
@@ -327,6 +352,7 @@ class FlatModule:
         outside = [(p, view, given.detach()) for p, view, given in pairs if given is not None and given is not view]
         if self.sharded:  # one by one, below
             outside.clear()
+            self.align()
         if outside and all(given.layout == torch.strided for _, _, given in outside):
             torch._foreach_copy_([view for _, view, _ in outside], [given for _, _, given in outside])
             for parameter, view, _ in outside:
@@ -369,6 +395,16 @@ class FlatModule:
         """Gather a gradient that a backward pass has just completed."""
         if parameter.grad is not None and not parameter.grad.requires_grad:  # no gradient of the gradient follows
             self.gather(index)
+
+    def _completed_elsewhere(self, _: int, parameter: torch.Tensor) -> None:
+        """Complete the sum that a gradient may be, as the process does that trains the parameter."""
+        if parameter.grad is not None and not parameter.grad.requires_grad:
+            _align(parameter)
+
+    def align(self) -> None:
+        """Complete the gradients of DTensors that are sums over processes; all of these processes call this."""
+        for parameter in self.trained.values():  # in the same order everywhere
+            _align(parameter)
 
     def in_place(self, index: int) -> bool:
         """Return whether a parameter's `.grad` is a view of the flat array."""
@@ -466,36 +502,24 @@ class FlatModule:
         return first.detach().as_strided((self.schema.size,), (1,), start)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this process holds, without a copy; any other tensor itself."""
-    own: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
-    return tensor if own is None else own
+def _align(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and (complete := aligned(parameter.grad, parameter)) is not parameter.grad:
+        parameter.grad = complete
 
 
-def aligned(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a DTensor with the placements of the parameter; a gradient may be a sum that is due."""
-    given: Any = gradient
-    wanted = getattr(parameter, "placements", None)
-    return gradient if wanted is None or given.placements == wanted else given.detach().redistribute(placements=wanted)
-
-
-def like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the DTensor with the placements of `parameter` of which this process holds `own`; `own` itself if the
-    parameter is no DTensor.
-    """
-    if local(parameter) is parameter:
-        return own
-    from torch.distributed.tensor import DTensor
-
-    given: Any = parameter
-    shape = {"shape": given.shape, "stride": given.stride()}
-    return DTensor.from_local(own, given.device_mesh, given.placements, run_check=False, **shape)
+def trained_in(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable parameters of a module by name; raise `ConfigurationError` if it cannot be made flat."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    _check(module, named)
+    return named
 
 
 def schema_of(named: Mapping[str, torch.Tensor]) -> Schema:
-    """Return the layout of a flat array of the given parameters: name → parameter."""
+    """Return the layout of a flat array of the given parameters, name → parameter, of DTensors with the shapes of the
+    local shards.
+    """
     dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
-    return Schema.of({name: p.shape for name, p in named.items()}, dtypes)
+    return Schema.of({name: local(p).shape for name, p in named.items()}, dtypes)
 
 
 def _zeros(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 
 from flockstep.arrays.namespace import to_host
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule, like, local
+from flockstep.frameworks.torch_dtensors import like, local
+from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_groups import NUMBERS
 from flockstep.optimizers.base import OptimizerState
 

@@ -46,6 +46,8 @@ class Adopted:
     def __init__(self, connection: LocalFrames, introduction: Introduction):
         self.pid = introduction.process
         self.rank = introduction.rank
+        self.replicas = introduction.replica_size, introduction.replica_over_hosts
+        """Number of processes of a replica, and whether they may run on several hosts."""
         self.connection = connection
         self._code: int | None = None
         self._answered = False
@@ -108,8 +110,15 @@ def run(place: Place, script: str, timeout: float, record: Path, processes: Mapp
         RunError: the run failed.
     """
     transport = "shared_memory" if place.all_here else BETWEEN_HOSTS
+    size, over_hosts = next(iter(processes.values())).replicas
     config = RunConfig(
-        kind="launch", job=script, strategy="as the script says", workers=place.workers, transport=transport
+        kind="launch",
+        job=script,
+        strategy="as the script says",
+        workers=place.workers,
+        transport=transport,
+        replica_size=size if size > 1 else None,
+        replica_over_hosts=over_hosts or None,
     )
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts()
@@ -128,7 +137,15 @@ def run(place: Place, script: str, timeout: float, record: Path, processes: Mapp
                 join = Join(node, nodes, place.workers, ranks=ranks, settings=settings, watches=True)
                 HostAgent(meeting, join, lambda spec, _: processes[spec.address].begin(spec), HEARTBEAT).run()
                 return
-            expected = ExpectedHosts(range(1, nodes), None, place.workers, settings, own=ranks)
+            expected = ExpectedHosts(
+                range(1, nodes),
+                None,
+                place.workers,
+                settings,
+                own=ranks,
+                replica_size=config.processes_of_replica,
+                together=config.processes_together,
+            )
             hosts = stack.enter_context(OtherHosts(meeting, expected, config.to_toml(), HEARTBEAT))
             here = on_host(Transport.parse(BETWEEN_HOSTS), meeting.address())
             config = dataclasses.replace(config, transport=str(here))
@@ -180,6 +197,13 @@ def adopted(control: Control, place: Place, found: dict[int, Adopted], timeout: 
                     f"two processes have rank {one.rank}; call flockstep.distribute in only one process per rank"
                 )
             found[one.rank] = one
+            first = next(iter(found.values()))
+            if one.replicas != first.replicas:
+                raise ConfigurationError(
+                    f"all processes must call flockstep.replica with equal arguments, got size={first.replicas[0]}, "
+                    f"over_hosts={first.replicas[1]} on rank {first.rank} and size={one.replicas[0]}, "
+                    f"over_hosts={one.replicas[1]} on rank {one.rank}; call it before flockstep.distribute"
+                )
         for one in found.values():
             if one.exit_code() is not None:
                 raise RunError(

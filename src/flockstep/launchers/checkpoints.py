@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -85,6 +85,7 @@ class Checkpointer:
         self._peers = RunPeers(0, 0.0)
         self._strategy: Strategy
         self._cluster: Cluster
+        self._parts = 1
         self._phase: Stage = "idle"
         self._over = True
         self._lost: dict[Address, int] = {}
@@ -129,9 +130,11 @@ class Checkpointer:
         """Whether some nodes must still stop for a checkpoint."""
         return self._phase == "stopping"
 
-    def begin(self, peers: RunPeers, strategy: Strategy, cluster: Cluster) -> None:
-        """Start the wait for the first checkpoint, because all nodes are ready and the run begins."""
-        self._peers, self._strategy, self._cluster = peers, strategy, cluster
+    def begin(self, peers: RunPeers, strategy: Strategy, cluster: Cluster, parts: int = 1) -> None:
+        """Start the wait for the first checkpoint, because all nodes are ready and the run begins; `parts`: number of
+        workers that hold a replica together.
+        """
+        self._peers, self._strategy, self._cluster, self._parts = peers, strategy, cluster, parts
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
             self.why_not = f"a run with {strategy} has no checkpoints"
@@ -302,17 +305,17 @@ class Checkpointer:
             self._over, self.why_not = True, "a worker had taken its last step"  # the run is about to end
             self._give_up()
             return
-        still = now == self._before and sum(int(one["sent"]) - int(one["received"]) for one in now.values()) == 0
-        self._before = now
         steps = {rank: int(note["step"]) for rank, note in now.items() if rank >= 0}
         stopped = {rank: step for rank, step in steps.items() if now[rank]["state"] == STOPPED}
+        # What the processes of a replica send each other is not counted: while no worker has stopped, one computes.
+        in_flight = sum(int(one["sent"]) - int(one["received"]) for one in now.values())
+        still = bool(stopped) and now == self._before and in_flight == 0
+        self._before = now
         if self._scripts and self._strategy.traits.in_step and (self._cutting or not self._staying):
             # All workers stop at the same step; at the end of a run there is no time for this, and no need.
             furthest = max(steps.values())
             if behind := [rank for rank, step in stopped.items() if step < furthest]:
-                for rank in behind:
-                    self._peers.link(rank).tell(CHECKPOINT, {"do": "stop", "after": furthest})
-                self._ask()
+                self._let_on(behind, furthest)
                 return
         if still and all(note["state"] == STOPPED for note in now.values()):
             self._copy()
@@ -327,9 +330,19 @@ class Checkpointer:
         if still:
             # Workers wait for stopped workers: those that are furthest behind go on by a step.
             self._released += 1
-            for rank, step in stopped.items():
-                if step == min(stopped.values()):
-                    self._peers.link(rank).tell(CHECKPOINT, {"do": "stop", "after": step + 1})
+            least = min(stopped.values())
+            self._let_on([rank for rank, step in stopped.items() if step == least], least + 1)
+            return
+        self._ask()
+
+    def _let_on(self, ranks: Iterable[int], after: int) -> None:
+        """Let stopped workers go on until they have taken `after` steps, and with each the others of its replica, which
+        wait for each other within a step.
+        """
+        replicas = {rank // self._parts for rank in ranks}
+        for rank, link in self._peers.links.items():
+            if rank >= 0 and rank // self._parts in replicas:
+                link.tell(CHECKPOINT, {"do": "stop", "after": after})
         self._ask()
 
     def _copy(self) -> None:
@@ -383,6 +396,7 @@ class Checkpointer:
                     tuple(sorted(shards, key=lambda shard: shard.node)),
                     self._linked.result(),
                     self._lost,
+                    self._parts if self._scripts else 1,
                 )
                 disk.write_manifest(self._folder, manifest)
         except OSError as error:

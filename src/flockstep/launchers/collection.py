@@ -16,10 +16,12 @@ from flockstep.errors import Interrupted, ProtocolError, RunError
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.peers import Outcome, ProcessLink, RunPeers
 from flockstep.messages import Address, Message
+from flockstep.records.access import open_file
 from flockstep.records.events import Event, LostEvent, NodeEvent, StepEvent
 from flockstep.records.flight import FlightEvent, FlightRecorder, append, decoded
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, SnapshotWriter
+from flockstep.records.tape import TAPES, tape_file
 from flockstep.runtime.node_metrics import fingerprint
 from flockstep.runtime.part_group import groups_of
 from flockstep.runtime.replication import ProgramEvents
@@ -73,6 +75,10 @@ class Collection:
         match message.tag:
             case "events":
                 return self._write(message.source, events_in(message.payload)) and message.source >= 0
+            case "tape":
+                segment = self.record / TAPES / str(int(message.note["segment"]))
+                with open_file(tape_file(segment, message.source), "ab") as file:
+                    file.write(message.payload.data)
             case "flight":
                 self._append(message.source, decoded(message.payload.data))
             case "snapshot":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flockstep import __version__
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.launchers.gathering import Gathering
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.links.kinds import Tcp, Transport
@@ -18,7 +18,9 @@ from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import RunFolder
 from flockstep.runtime.cut import Cut, read_cut
+from flockstep.runtime.part_group import PartGroup
 from flockstep.runtime.plan import Plan
+from flockstep.runtime.resharding import why_not_resharded
 from flockstep.runtime.resizing import (
     faults_after,
     require_resizable,
@@ -133,6 +135,8 @@ class ResizedRun:
     states: dict[Address, Cut]
     notes: tuple[str, ...]
     """Sentences for the record about the change of the number of workers."""
+    parts: int = 1
+    """Number of states of each replica."""
 
     def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
@@ -151,7 +155,8 @@ class ResizedRun:
             ]
             strategy, seconds = str(self.plan.strategy), checkpoint.manifest.seconds
             facts = FORMAT, __version__, strategy, self.config.workers, self.config.digest, seconds
-            manifest = Manifest(*facts, tuple(sorted(shards, key=lambda shard: shard.node)))
+            nodes = tuple(sorted(shards, key=lambda shard: shard.node))
+            manifest = Manifest(*facts, nodes, replica_size=self.parts)
             disk.write_manifest(folder, manifest)
         except OSError as error:
             raise ConfigurationError(
@@ -210,28 +215,54 @@ def with_workers(built: BuiltJob, config: RunConfig, workers: int) -> tuple[Plan
     return plan, replace(config, workers=workers, steps=again.steps)
 
 
-def resized_script(checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int] = ()) -> ResizedRun:
-    """Prepare the run of a script to continue from a checkpoint with another number of workers; see `resized_run`.
+def resized_script(
+    checkpoint: Checkpoint, config: RunConfig, asked: RunConfig, gone: Collection[int] = ()
+) -> ResizedRun:
+    """Prepare the run of a script to continue from a checkpoint with the number of workers, and of processes of each
+    replica, of `asked`; see `resized_run`. The states are of the former parts of replicas, of which each process takes
+    its elements.
 
     Raises:
         ConfigurationError: the strategy cannot have this number of workers, or the checkpoint is damaged.
-        CompositionError: the strategy has no rule for another number of workers.
+        CompositionError: the strategy has no rule for another number of workers, or its servers hold former parts.
     """
     from flockstep.runtime import torch_keeper  # noqa: F401 - defines the classes of the saved states
 
     strategy = Strategy.parse(checkpoint.manifest.strategy)
     require_script_resizable(strategy)
-    strategy.check(workers)
-    kept = {shard.node: read_cut(checkpoint, shard.node, script=False) for shard in checkpoint.manifest.shards}
-    order = sorted(checkpoint.manifest.steps, key=lambda rank: (rank in gone, rank))
-    rule = kept[order[0]].at_boundary.rule
-    plan, now = (script_plan(strategy, rule, n, config.seed) for n in (config.workers, workers))
-    states = resized_scripts(plan, now, kept, order, checkpoint.manifest.lost.values())
+    manifest, parts = checkpoint.manifest, checkpoint.manifest.replica_size
+    before, replicas = config.workers // config.processes_of_replica, asked.workers // asked.processes_of_replica
+    strategy.check(replicas)
+    left = {rank // config.processes_of_replica for rank in gone}
+    order = sorted({rank // parts for rank in manifest.steps}, key=lambda replica: (replica in left, replica))
+    lost = {rank // parts: step for rank, step in manifest.lost.items()}  # equal for all parts, which step together
+    states, plans = dict[Address, Cut](), list[Plan]()
+    for part in range(parts):
+        former, later = (PartGroup(part, parts, strategy.servers_for(n), 0, 0) for n in (before, replicas))
+        inside = {shard.node: former.inside(shard.node) for shard in manifest.shards}
+        kept = {own: read_cut(checkpoint, node, script=False) for node, own in inside.items() if own is not None}
+        rule = kept[order[0]].at_boundary.rule
+        plans = [script_plan(strategy, rule, n, config.seed) for n in (before, replicas)]
+        found = resized_scripts(plans[0], plans[1], kept, order, lost.values())
+        states |= {later.outside(own): state for own, state in found.items()}
+    if parts != asked.processes_of_replica:
+        why = f"its servers hold the parameters in the parts of {parts} processes" if min(states) < 0 else ""
+        if why := why or why_not_resharded(states[0]):
+            raise CompositionError(
+                f"a script with {strategy} continues with as many processes for each replica as it had, because {why}, "
+                f"got {asked.processes_of_replica}; resume with --replica-size {parts}"
+            )
     note = (
-        f"{workers} workers continue the run of {config.workers} workers, from step {states[0].before}, counted with "
-        f"{workers} workers"
+        f"{_counted(asked)} continue the run of {_counted(config)}, from step {states[0].before}, counted with "
+        f"{_counted(asked)}"
     )
-    return ResizedRun(replace(config, workers=workers), now, config, states, (note,))
+    return ResizedRun(asked, plans[1], config, states, (note,), parts)
+
+
+def _counted(config: RunConfig) -> str:
+    """The workers of a run, for a sentence."""
+    size = config.processes_of_replica
+    return f"{config.workers} workers" + f" in replicas of {size}" * (size > 1)
 
 
 def require_limits(config: RunConfig) -> None:

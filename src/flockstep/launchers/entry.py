@@ -15,7 +15,7 @@ import msgspec
 from flockstep.arrays.memory import settle_down
 from flockstep.errors import FlockstepError, in_short
 from flockstep.frameworks.base import Engine
-from flockstep.frameworks.job import import_components
+from flockstep.frameworks.job import JOB_FILES, import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
@@ -61,7 +61,7 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
     leaving, make = _obey(threads), _Maker(None)
     found = RunConfig.from_toml(config, "the run's configuration")
     try:
-        require_unchanged(found, digest(Path(found.job)) if found.job.endswith(".py") else None)
+        require_unchanged(found, digest(Path(found.job)) if found.job.endswith(JOB_FILES) else None)
         make(found)
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         feed.sendall((str(error) if isinstance(error, FlockstepError) else in_short(error)).encode())

@@ -207,8 +207,8 @@ def _evaluate(record: RunFolder, own: OwnData | None, split: SplitFacts | None, 
             engine, plan, _ = prepare(config, own, built)
             release()
 
-            def keep(tick: SnapshotTick, params: FlatArray) -> None:
-                record.write_result(*engine.as_saved(params))
+            def keep(tick: SnapshotTick, params: FlatArray, buffers: dict[str, FlatArray]) -> None:
+                record.write_result(*engine.as_saved(params), buffers=buffers)
                 events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
             return SnapshotTracker(engine, plan, events.write, keep)

@@ -104,12 +104,18 @@ class Executable:
     """Number of steps of each worker between two snapshots of a server; 0 for none."""
     policy: ResultPolicy | None = None
     """Which model is the result; None: what the strategy's traits name first."""
+    replica_size: int | None = None
+    """Number of processes that hold each replica of a script from now on; None: as many as before."""
     parts: InitialParts | None = None
     """The parts of a split model; None if every worker holds a whole replica."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Sentences to be added to the record."""
+
+    def follows(self, call: int) -> str:
+        """Return the folder of the tapes that call number `call` of `distribute` repeats; empty if it repeats none."""
+        return ""
 
     def part_name(self, part: int) -> str:
         """Return the name of a part of a split model, for a sentence."""
@@ -125,9 +131,10 @@ class Executable:
         raise NotImplementedError
 
     def resized(
-        self, checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int], record: RunFolder
+        self, checkpoint: Checkpoint, config: RunConfig, asked: RunConfig, gone: Collection[int], record: RunFolder
     ) -> ResizedRun:
-        """Prepare to continue from a checkpoint with another number of workers, of which `gone` have left.
+        """Prepare to continue from a checkpoint with the number of workers, and of the processes of each replica, of
+        `asked`; workers `gone` have left.
 
         Raises:
             CompositionError: the strategy has no rule for another number of workers.

@@ -18,7 +18,7 @@ from flockstep.launchers.children import Child
 from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.host_settings import ARGUMENTS, IMPORT, files_in
-from flockstep.launchers.hosts import ExpectedHosts, OtherHosts
+from flockstep.launchers.hosts import ExpectedHosts, OtherHosts, require_together
 from flockstep.launchers.meeting import Meeting
 from flockstep.links.connection import LINK_TIMEOUT
 from flockstep.links.kinds import Transport
@@ -81,26 +81,31 @@ class Gathering:
         """Whether this host runs the coordinator."""
         return self.node is None or (self.node == 0 and not self.separate)
 
-    def placement(self, workers: int) -> dict[int, range]:
-        """Return node → ranks: consecutive ranks on one host. Without `shares`, numbers of workers differ by at most
-        one.
+    def placement(self, config: RunConfig) -> dict[int, range]:
+        """Return node → ranks: consecutive ranks on one host. Without `shares`, numbers of workers, or of replicas of
+        several workers, differ by at most one.
 
         Raises:
-            ConfigurationError: there are fewer workers than hosts.
+            ConfigurationError: there are fewer workers than hosts, or `shares` puts a replica on several hosts.
         """
-        if not self.shares and workers < self.nodes:
+        together = config.processes_together
+        units = config.workers // together
+        if not self.shares and units < self.nodes:
+            replicas = f" for one replica of {together} processes on each" * (together > 1)
             raise ConfigurationError(
-                f"a run over {self.nodes} hosts needs at least {self.nodes} workers, got {workers}; raise -n, the "
-                "number of workers of all hosts"
+                f"a run over {self.nodes} hosts needs at least {self.nodes * together} workers{replicas}, got "
+                f"{config.workers}; raise -n, the number of workers of all hosts"
             )
-        ends = [workers * node // self.nodes for node in range(self.nodes + 1)]
+        ends = [units * node // self.nodes * together for node in range(self.nodes + 1)]
         if self.shares:
             ends = [0, *accumulate(self.shares)]
-        return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
+        found = {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
+        require_together({f"node {node}": ranks for node, ranks in found.items()}, together)
+        return found
 
-    def ranks(self, workers: int) -> range:
+    def ranks(self, config: RunConfig) -> range:
         """Return the ranks of this host's workers."""
-        return range(0) if self.node is None else self.placement(workers)[self.node]
+        return range(0) if self.node is None else self.placement(config)[self.node]
 
     def over(self, config: RunConfig) -> RunConfig:
         """Return the configuration with the number of workers and the transport that nodes on this host use; a
@@ -123,11 +128,20 @@ class Gathering:
         Raises:
             ConfigurationError: this process cannot listen at the coordinator's address.
         """
-        own = self.ranks(config.workers)
+        own = self.ranks(config)
         others = range(int(bool(own)), self.nodes)
-        placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
+        placement = {node: ranks for node, ranks in self.placement(config).items() if node in others}
         compared = files_in(settings) if resumes else settings
-        expected = ExpectedHosts(others, placement, config.workers, compared, own=own, resumes=resumes)
+        expected = ExpectedHosts(
+            others,
+            placement,
+            config.workers,
+            compared,
+            own=own,
+            replica_size=config.processes_of_replica,
+            together=config.processes_together,
+            resumes=resumes,
+        )
         times = times_of(config)
         return stack.enter_context(OtherHosts(self.meeting, expected, config.to_toml(), *times))
 
@@ -141,7 +155,7 @@ class Gathering:
             RunError: the run failed.
         """
         assert self.node is not None, "a coordinator without workers serves nobody"
-        join = Join(self.node, self.nodes, config.workers, ranks=tuple(self.ranks(config.workers)), settings=settings)
+        join = Join(self.node, self.nodes, config.workers, ranks=tuple(self.ranks(config)), settings=settings)
         times = times_of(config)
         HostAgent(self.meeting, join, start_worker, *times, imports=config.imports).run()
 

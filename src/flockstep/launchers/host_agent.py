@@ -359,6 +359,7 @@ class HostAgent:
             ),
             supervisor=os.getpid(),
             imports=self._imports,
+            tapes=Path(message.spec.tapes).name,
         )
         if message.server is not None:
             server = msgspec.structs.replace(message.server, imports=self._imports)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -203,6 +204,10 @@ class ExpectedHosts:
     """Settings that must be equal on all hosts."""
     own: Sequence[int] = ()
     """Ranks of the coordinator's host."""
+    replica_size: int = 1
+    """Number of workers with consecutive ranks that hold one replica of the model."""
+    together: int = 1
+    """Number of workers with consecutive ranks that must be on one host."""
     resumes: bool = False
     """Whether the run is resumed; then the `settings` name files only, and the checkpoint holds the rest."""
 
@@ -343,6 +348,19 @@ class OtherHosts:
                 f"the ranks of the hosts must be 0 to {self._workers} - 1, each exactly once, got {ranks}; use the "
                 "same -n and --nodes on every host"
             )
+        if self._expected.replica_size > 1:
+            self._place_replicas()
+
+    def _place_replicas(self) -> None:
+        """Say where each replica is, whose processes may be on several hosts only if the user has asked for it."""
+        ranks = {f"node 0 ({socket.gethostname()})": self._own} if self._own else {}
+        for host in self._hosts.values():
+            ranks[host.title] = [rank for rank, one in self._where.items() if one is host]
+        require_together(ranks, self._expected.together)
+        placed = _hosts_of_replicas(ranks, self._expected.replica_size)
+        listed = [f"{number} on {' and '.join(hosts)}" for number, hosts in list(placed.items())[:SHOWN]]
+        more = ", …" * (len(placed) > SHOWN)
+        self._say(f"replicas of {self._expected.replica_size} processes: {', '.join(listed)}{more}")
 
     def _missing(self) -> str:
         """Hosts that have not come, or ranks where the agents say which they have; empty if there are none."""
@@ -672,6 +690,31 @@ class OtherHosts:
         self._links.bus.disconnect(host.peer)
         if told:
             self._say(f"{host.title} is lost: {reason}")
+
+
+def require_together(ranks: Mapping[str, Sequence[int]], together: int) -> None:
+    """Check that each replica of `together` consecutive ranks is on one host; `ranks`: host → its ranks.
+
+    Raises:
+        ConfigurationError: a replica is on several hosts.
+    """
+    for number, hosts in _hosts_of_replicas(ranks, together).items():
+        if len(hosts) > 1:
+            raise ConfigurationError(
+                f"the processes of one replica must run on one host, but replica {number} of {together} processes has "
+                f"processes on {' and '.join(hosts)}; give each host a multiple of {together} consecutive ranks, or "
+                "ask for replicas over hosts with flockstep launch --replica-over-hosts, or in a script that another "
+                f"launcher starts with flockstep.replica(size={together}, over_hosts=True)"
+            )
+
+
+def _hosts_of_replicas(ranks: Mapping[str, Sequence[int]], size: int) -> dict[int, list[str]]:
+    """Number of each replica of `size` consecutive ranks → its hosts; `ranks`: host → its ranks."""
+    found = dict[int, dict[str, None]]()
+    for host, own in ranks.items():
+        for rank in own:
+            found.setdefault(rank // size, {})[host] = None
+    return {number: list(hosts) for number, hosts in sorted(found.items())}
 
 
 def _listed(what: str, numbers: Sequence[int], of: int) -> str:

@@ -128,8 +128,17 @@ class NodeChanges:
 
     @property
     def _staying(self) -> int:
-        """Number of workers that live and have not asked to leave."""
-        return len(set(self._peers.view.ranks) - self._leavers)
+        """Number of workers that live and have not asked to leave, nor has another one that holds their replica."""
+        return self._whole(set(self._peers.view.ranks) - self._leavers)
+
+    def _whole(self, ranks: set[int]) -> int:
+        """Number of workers among `ranks` whose replicas are held by workers among `ranks` alone."""
+        return sum(ranks.issuperset(self._replica(rank)) for rank in ranks)
+
+    def _replica(self, rank: int) -> range:
+        """The workers that hold a replica together with worker `rank`."""
+        first, parts = rank - rank % self._outcome.parts, self._outcome.parts
+        return range(first, first + parts)
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes, here or elsewhere, have built the job."""
@@ -196,7 +205,7 @@ class NodeChanges:
         leavers = self._leavers | set(ranks)
         if self._least is None or self._checkpoints is None or not self._peers.running:
             return False
-        if self._why_not_with(len(set(self._peers.view.ranks) - leavers)):
+        if self._why_not_with(self._whole(set(self._peers.view.ranks) - leavers)):
             return False
         self._leavers = leavers
         return True
@@ -210,6 +219,8 @@ class NodeChanges:
                 f"no worker can join, because {missing}; let the script call flockstep.checkpoint at the top of its "
                 "loop"
             )
+        if workers % self._outcome.parts:
+            return f"{self._outcome.parts} workers hold a replica together, so that they join together, got {workers}"
         total = self._staying + workers
         if self._most is not None and total > self._most:
             return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
@@ -224,9 +235,10 @@ class NodeChanges:
         """
         if self._least is None or self._checkpoints is None or self._peers.over or address in self._leavers:
             return
-        if why := self._why_not_with(self._staying - 1):
+        leavers = self._replica(address)
+        if why := self._why_not_with(self._staying - len(leavers)):
             raise KeyboardInterrupt(f"{node_name(address)} left after SIGTERM, and {why}")
-        self._leavers.add(address)
+        self._leavers.update(leavers)
 
     def _why_not_with(self, workers: int) -> str:
         """Why the run cannot continue with this number of workers; empty if it can."""
@@ -240,7 +252,7 @@ class NodeChanges:
             return "no worker is left"
         try:
             if self._outcome.strategy is not None:
-                self._outcome.strategy.check(workers)
+                self._outcome.strategy.check(workers // self._outcome.parts)
         except FlockstepError as error:
             return str(error)
         return ""

@@ -45,7 +45,7 @@ def ray_cluster(
     that runs on this machine.
 
     Args:
-        workers: number of workers.
+        workers: number of workers, or of replicas that several workers on one node hold.
         nodes: number of nodes that share the workers; None for all nodes of the cluster, but at most `workers`.
         cpus: cores that each worker reserves.
         gpus: GPUs that each worker reserves.

@@ -36,6 +36,7 @@ from flockstep.records.events import EvaluationEvent, Event, NoteEvent, ResultEv
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import Summary
+from flockstep.records.tape import new_segment
 from flockstep.runtime.member import NodeSpec, folder_of_call, run_of_call
 from flockstep.runtime.snapshot_tracker import NewestSnapshots
 from flockstep.strategies.base import ResultPolicy
@@ -145,10 +146,12 @@ class SupervisedRun:
         manifest, config = checkpoint.manifest, config_of(record, checkpoint, unnamed(record.read_config()))
         strategy = self.executable.prepare_again(config, begins=left is None)
         require_resumable(checkpoint, strategy, config.workers, config.digest)
-        change, workers = None, workers or len(manifest.steps)
-        if workers != config.workers or manifest.lost:
+        workers = workers or len(manifest.steps) // manifest.replica_size * config.processes_of_replica
+        size = self.executable.replica_size or config.replica_size
+        change, asked = None, dataclasses.replace(config, workers=workers, replica_size=size)
+        if asked != config or manifest.lost:
             gone = () if left is None else left.gone
-            change = self.executable.resized(checkpoint, config, workers, gone, record)
+            change = self.executable.resized(checkpoint, config, asked, gone, record)
             config = change.config
             require_open_files(len(change.plan.cluster.processes))
         # Events after the checkpoint are dropped first: what is written from here on belongs to the continued run.
@@ -342,6 +345,7 @@ class RunSegment:
             record=str(place),
             workers=config.workers,
             replica_size=config.processes_of_replica,
+            replica_over_hosts=bool(config.replica_over_hosts),
             supervisor=os.getpid(),
             seed=config.seed,
             strategy=config.strategy if config.strategy_given else "",
@@ -352,6 +356,8 @@ class RunSegment:
             link_timeout=link_timeout_of(config),
             facts=None if executable.parts is None else executable.parts.facts,
             changes=run.hosts.here and (config.min_workers, config.max_workers) != (None, None),
+            follows=executable.follows(number),
+            tapes=str(new_segment(place, config.to_toml())) if config.replayable else "",
             checkpoint="" if self.resumed is None or first is not None else str(self.resumed.folder.absolute()),
         )
         # After the loss of a server, the run needs a newer checkpoint to survive another loss, so that repeated losses

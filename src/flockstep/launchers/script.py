@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, RunError
 from flockstep.frameworks.job import import_components, train_instead
 from flockstep.launchers import children
 from flockstep.launchers.checkpoints import require_checkpoints
@@ -39,12 +39,15 @@ from flockstep.launchers.run import SupervisedRun, resume_run
 from flockstep.launchers.script_entry import MODULE_ENTRY, ScriptProgram, script_main
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.links.kinds import Transport
+from flockstep.messages import node_name
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import RunConfig
+from flockstep.records.events import NodeEvent
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
+from flockstep.records.tape import segments_of
 from flockstep.runtime.loop import require_for_scripts
-from flockstep.runtime.member import NodeSpec
+from flockstep.runtime.member import NodeSpec, folder_of_call
 from flockstep.runtime.place import SECRET
 from flockstep.runtime.resizing import require_script_resizable
 from flockstep.runtime.setup import JOB_FILE, canonical, check, digest, require_unchanged
@@ -122,12 +125,8 @@ def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
     """
     if config.processes_of_replica > 1:
         given = {
-            "--min-workers": config.min_workers,
-            "--max-workers": config.max_workers,
-            "--checkpoint-every": config.checkpoint_every,
             "--max-gradient-norm": config.max_gradient_norm,
             f"--on-bad-gradient {config.on_bad_gradient}": config.on_bad_gradient != "stop" or None,
-            "several hosts": gathering,
         }
         for name, value in given.items():
             if value is not None:
@@ -135,6 +134,12 @@ def _require_unchanging(config: RunConfig, gathering: Gathering | None) -> None:
                     f"replicas of {config.replica_size} processes do not work with {name} yet; leave out {name}, or "
                     "--replica-size"
                 )
+    chosen = (config.checkpoint_every, config.min_workers, config.max_workers)
+    if config.replayable and (gathering is not None or chosen != (None, None, None)):
+        raise ConfigurationError(
+            "the run of a script is replayed only if it is on one host, takes no checkpoints and keeps its workers; "
+            "leave out --replayable, or --checkpoint-every, --min-workers, --max-workers and other hosts"
+        )
     if gathering is not None and (config.min_workers, config.max_workers) != (None, None):
         raise ConfigurationError(
             "the number of a script's workers changes during the run only if all processes are on one machine, got "
@@ -148,6 +153,7 @@ def resume_script(
     show: Show = lambda nodes, steps: None,
     workers: int | None = None,
     gathering: Gathering | None = None,
+    replica_size: int | None = None,
 ) -> Summary:
     """Continue the run of a script from its newest complete checkpoint, with the same arguments and configuration.
 
@@ -160,6 +166,7 @@ def resume_script(
         show: see `launch`.
         workers: number of workers with which the run continues; None for the number that it had.
         gathering: the hosts of the run from now on; None: all processes are on this machine.
+        replica_size: number of processes that hold each replica from now on; None for the number that the run had.
 
     Raises:
         ConfigurationError: the folder holds no run that can continue; nothing was started.
@@ -175,14 +182,50 @@ def resume_script(
         )
     script, arguments = program_of(config)
     require_script(script)
-    if gathering is not None and workers not in (None, config.workers):
+    if gathering is not None and (workers, replica_size) not in ((None, None), (config.workers, None)):
         raise ConfigurationError(
-            f"a script on several hosts must be resumed with as many workers as it had, got -n {workers} in place of "
-            f"{config.workers}; leave out -n"
+            f"a script on several hosts must be resumed with the {config.workers} workers, and the replicas of "
+            f"{config.processes_of_replica}, that it had; leave out -n and --replica-size"
         )
     _require_unchanging(config, gathering)
-    executable = ScriptExecutable(script, arguments, Output.of(config, sink), gathering)
+    executable = ScriptExecutable(script, arguments, Output.of(config, sink), gathering, replica_size)
     return resume_run(record, executable, show, workers, gathering, _settings(config, script, arguments))
+
+
+def repeat_script(folder: Path, place: Path, sink: Sink = to_terminal, show: Show = lambda nodes, steps: None) -> int:
+    """Repeat the run of a script that was recorded with `replayable`: every process computes its gradients again, and
+    receives messages in the order of the run; return the number of nodes. `place`: folder for the record of the
+    repetition.
+
+    Raises:
+        ConfigurationError: the run cannot be repeated, or the script has changed; nothing was started.
+        RunError: the repetition differs from the run; the error names the first difference.
+    """
+    before = RunFolder(folder).read_config()
+    script, arguments = program_of(before)
+    require_script(script)
+    require_unchanged(before, digest(_file_of(script, arguments)))
+    import_components(before.imports)
+    segments, recorded = segments_of(folder), RunFolder(folder)
+    if not segments:
+        raise ConfigurationError(f"{folder} does not hold what a replay needs; record the run with --replayable")
+    if len(segments) > 1 or recorded.unfinished or recorded.read_summary().status != "finished":
+        raise ConfigurationError(
+            f"the script's run in {folder} was stopped or resumed, which is not repeated yet; name a run that went "
+            "from its start to its end"
+        )
+    config = dataclasses.replace(before, replayable=False)
+    executable = ScriptExecutable(script, arguments, Output.of(config, sink), None, repeats=folder)
+    record = RunFolder(place)
+    with record.created(config, overwrite=False):
+        SupervisedRun(record, executable, show, OtherHosts()).run(config)
+    now, then = (
+        {event.node: event.hash for event in one.read_events() if isinstance(event, NodeEvent)}
+        for one in (record, RunFolder(folder))
+    )
+    if other := [node_name(node) for node in now if now[node] != then.get(node)]:
+        raise RunError(f"the replay differs from the run: {', '.join(other)} ended with other parameters")
+    return len(now)
 
 
 def with_strategy(config: RunConfig, text: str) -> RunConfig:
@@ -298,7 +341,7 @@ def require_script(script: Path) -> None:
 
 def _ranks_here(config: RunConfig, gathering: Gathering | None) -> range:
     """The ranks of this host's workers."""
-    return range(config.workers) if gathering is None else gathering.ranks(config.workers)
+    return range(config.workers) if gathering is None else gathering.ranks(config)
 
 
 class ScriptExecutable(Executable):
@@ -306,9 +349,19 @@ class ScriptExecutable(Executable):
 
     script = True
 
-    def __init__(self, script: Path, arguments: Sequence[str], output: Output, gathering: Gathering | None):
-        """`gathering`: this host's part in a run over several."""
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        output: Output,
+        gathering: Gathering | None,
+        replica_size: int | None = None,
+        repeats: Path | None = None,
+    ):
+        """`gathering`: this host's part in a run over several. `repeats`: record of the run that is repeated."""
         super().__init__()
+        self._record = repeats
+        self.replica_size = replica_size
         self._script, self._arguments, self._output, self._gathering = script, arguments, output, gathering
         self._sinks: dict[int, RankOutput] = {}
         self._coming: dict[int, RankOutput] = {}
@@ -317,6 +370,9 @@ class ScriptExecutable(Executable):
         """Whether the scripts can take a step again with other workers."""
         self._processes: dict[int, children.Script] = {}
 
+    def follows(self, call: int) -> str:
+        return "" if self._record is None else str(segments_of(folder_of_call(self._record, call))[0])
+
     def prepare_again(self, config: RunConfig, begins: bool) -> None:
         if begins:
             require_unchanged(config, digest(_file_of(self._script, self._arguments)))
@@ -324,9 +380,9 @@ class ScriptExecutable(Executable):
             require_open_files(config.workers)
 
     def resized(
-        self, checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int], record: RunFolder
+        self, checkpoint: Checkpoint, config: RunConfig, asked: RunConfig, gone: Collection[int], record: RunFolder
     ) -> ResizedRun:
-        return resized_script(checkpoint, config, workers, gone)
+        return resized_script(checkpoint, config, asked, gone)
 
     def require_possible(self, strategy: Strategy, repeats: bool) -> None:
         self._repeats = repeats

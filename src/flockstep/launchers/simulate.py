@@ -77,7 +77,7 @@ def simulate(
         run.stop()
         record.check_whole([None])
         if run.tracker.result is not None:
-            record.write_result(*engine.as_saved(run.tracker.result))
+            record.write_result(*engine.as_saved(run.tracker.result), buffers=run.tracker.buffers)
         run.close()
     return record.read_summary()
 

@@ -92,7 +92,7 @@ def slurm_allocation(
     """Return the hosts of the allocation to which this process belongs; the agent of each host is a job step.
 
     Args:
-        workers: number of workers.
+        workers: number of workers, or of replicas that several workers on one host hold.
         nodes: number of hosts that share the workers; None for all hosts of the allocation, but at most `workers`.
         python: path of Python on the hosts, where flockstep is installed.
         timeout: seconds to wait for the hosts.

@@ -30,7 +30,7 @@ from flockstep.launchers.comparisons import Comparisons
 from flockstep.launchers.gathering import link_timeout_of
 from flockstep.launchers.join_requests import JoinRequest
 from flockstep.launchers.node_changes import Members, NodeChanges
-from flockstep.launchers.peers import Outcome, ProcessLink, successor
+from flockstep.launchers.peers import SETTLING, Outcome, ProcessLink, successor
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
 from flockstep.links.control import Control, Frames
@@ -116,6 +116,10 @@ class Supervisor:
         )
         self._comparisons = Comparisons(config.workers, lambda: self.outcome.strategy, config.processes_of_replica)
         self._open = ExitStack()
+        self._failed: dict[Address, float] = {}
+        """Workers that have reported an error → time until which another process of the replica may be found dead."""
+        self._failing: list[tuple[Address, str, str, str]] = []
+        """Errors of these workers, which may be due to such a death, as kind, reason and traceback."""
 
     # The whole run: the first call's supervisor alone does this.
 
@@ -394,7 +398,7 @@ class Supervisor:
             for link in one.peers.links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:
-                        if message.tag in ("events", "snapshot", "part", "done", "flight"):
+                        if message.tag in ("events", "snapshot", "part", "done", "flight", "tape"):
                             one._handle(message)
 
     def _clean_up(self) -> None:
@@ -518,7 +522,7 @@ class Supervisor:
                 self._ask_for_call(address, int(note["number"]))
             case "communicator":
                 self.admission.communicator_met(address)
-            case "events" | "flight" | "snapshot" | "part":
+            case "events" | "flight" | "snapshot" | "part" | "tape":
                 self._keep(message)
             case "waiting":
                 self._wait_monitor.hear(address, note)
@@ -589,7 +593,7 @@ class Supervisor:
         since = began - (0.0 if resumed is None else resumed.manifest.seconds)
         went = self.peers.went = since if self.members.went is None else self.members.went
         if self._checkpoints is not None:
-            self._checkpoints.begin(self.peers, strategy, self.peers.cluster)
+            self._checkpoints.begin(self.peers, strategy, self.peers.cluster, self.outcome.parts)
         self._wait_monitor.begin(bool(strategy.traits.results))
         self.collection.begin(self._open)
         for address, link in self.peers.links.items():
@@ -601,12 +605,21 @@ class Supervisor:
         self._hosts.confirm(text)
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> None:
-        """End the run with the error of a node, unless it is a worker that has joined and taken no step yet."""
-        if self._survived and any(map(self.peers.ended, self._same_replica(address))):
-            return  # it failed because another process of its replica is gone, with which it is lost
+        """End the run with the error of a node, unless it is a worker that has joined and taken no step yet, or that
+        PyTorch has failed because another process of the replica died, which may show a moment later.
+        """
+        due = self._failed.setdefault(address, time.monotonic() + SETTLING)
+        others = [one for one in self._same_replica(address) if one not in self._failed and not self.peers[one].done]
+        if any(map(self.peers.ended, others)):
+            return  # the run hears of the death next
+        if others and self._executable.script and kind == RunError.__name__ and time.monotonic() < due:
+            self._failing.append((address, kind, reason, trace))
+            return
         if self._changes.is_new(address):
             self._lose(address, f"{node_name(address)} failed before its first step: {reason}")
             return
+        earlier = [one for one in self._failing if one[0] in self._same_replica(address)]  # which has caused this one
+        address, kind, reason, trace = [*earlier, (address, kind, reason, trace)][0]
         self.peers[address].state = "failed"
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
@@ -634,7 +647,10 @@ class Supervisor:
         return self.peers.went is not None and strategy is not None and bool(strategy.traits.survives)
 
     def _look_after_processes(self) -> None:
-        """Remove workers that are in quarantine, and notice processes that have died."""
+        """Remove workers that are in quarantine, and notice processes that have failed or died."""
+        failing, self._failing = self._failing, []
+        for failure in failing:
+            self._fail(*failure)
         for address, one in list(self.peers.items()):
             reason, one.condemned = one.condemned, ""
             if reason and one.link is not None and not one.done:
@@ -651,11 +667,18 @@ class Supervisor:
         if self.outcome.parts > 1 and address >= 0:
             replica, part = divmod(address, self.outcome.parts)
             reason = f"{reason}; it held {self._executable.part_name(part)} of replica {replica}"
-            for other in self._same_replica(address):
-                if not self.peers[other].gone and self._survived:
-                    why = f"{node_name(other)} ended with {node_name(address)}, a worker of the same replica"
-                    self._lose_node(other, why, quiet=True)
+        if self._survived:
+            self._lose_with(address)
         self._lose_node(address, reason)
+        if self.outcome.change is not None:
+            self._lose_with(address)
+
+    def _lose_with(self, address: Address) -> None:
+        """Lose the workers that hold a replica together with a worker that is lost."""
+        for other in self._same_replica(address):
+            if not self.peers[other].gone:
+                why = f"{node_name(other)} ended with {node_name(address)}, a worker of the same replica"
+                self._lose_node(other, why, quiet=True)
 
     def _same_replica(self, address: Address) -> list[Address]:
         """The other workers that hold parts of the replica of which worker `address` holds a part."""
@@ -686,7 +709,8 @@ class Supervisor:
             if goes_on:
                 self._checkpoints.end()
             else:
-                self._checkpoints.lose(address, None if self.outcome.parts > 1 else one.step)
+                split = self.outcome.parts > 1 and not self._executable.script
+                self._checkpoints.lose(address, None if split else one.step)
         if goes_on:
             return
         if self.outcome.change is not None:

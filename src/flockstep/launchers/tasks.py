@@ -122,8 +122,15 @@ class TaskGathering(Gathering):
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> OtherHosts:
         """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
         nodes = range(self.nodes)  # the tasks are given the settings of `config`, not the user's
-        placement = self.placement(config.workers)
-        expected = ExpectedHosts(nodes, placement, config.workers, settings_of(config))
+        placement = self.placement(config)
+        expected = ExpectedHosts(
+            nodes,
+            placement,
+            config.workers,
+            settings_of(config),
+            replica_size=config.processes_of_replica,
+            together=config.processes_together,
+        )
         hosts = OtherHosts(self.meeting, expected, config.to_toml(), *times_of(config))
         stack.enter_context(hosts)  # if a task cannot be started
         paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]

@@ -29,6 +29,7 @@ from flockstep.launchers.open_files import require_cores, require_open_files
 from flockstep.launchers.run import SupervisedRun, evaluated_in, resume_run
 from flockstep.launchers.wait_monitor import JOINS_JOB, on_stderr
 from flockstep.links.kinds import Transport
+from flockstep.partitions.base import JointPartition
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -38,6 +39,7 @@ from flockstep.runtime.plan import Plan
 from flockstep.runtime.process import repeats_steps
 from flockstep.runtime.resizing import require_resizable
 from flockstep.runtime.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
+from flockstep.runtime.tape import require_replayable
 from flockstep.split.splitting import without_whole
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.own_data import OwnData
@@ -88,6 +90,13 @@ def train(
         require_cores(config.workers, config.heartbeat or HEARTBEAT)
     job = JobExecutable(test)
     config = job.prepare(config)
+    if config.replayable:
+        require_replayable(job.plan.strategy)
+        if job.parts is not None:
+            raise ConfigurationError(
+                f"a run of a split model cannot be replayed yet, got partition={config.partition}; leave out "
+                "--replayable, or the partition"
+            )
     if config.checkpoint_every is not None:
         require_checkpoints(job.plan.strategy)
     if config.min_workers is not None or config.max_workers is not None:
@@ -207,10 +216,10 @@ class JobExecutable(Executable):
         return self.plan.strategy
 
     def resized(
-        self, checkpoint: Checkpoint, config: RunConfig, workers: int, gone: Collection[int], record: RunFolder
+        self, checkpoint: Checkpoint, config: RunConfig, asked: RunConfig, gone: Collection[int], record: RunFolder
     ) -> ResizedRun:
         assert self._built is not None
-        change = resized_run(checkpoint, self._built, self.plan, config, workers, gone, evaluated_in(record))
+        change = resized_run(checkpoint, self._built, self.plan, config, asked.workers, gone, evaluated_in(record))
         self._follow(change.plan)
         return change
 
@@ -238,8 +247,10 @@ class JobExecutable(Executable):
 
     def start(self, node_spec: NodeSpec) -> Child:
         config = self._config
-        kernels = [KERNELS] if self._transport.zero_copy else ()
-        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels)
+        preload = [KERNELS] if self._transport.zero_copy else []
+        if self.parts is not None and isinstance(self.parts.partition, JointPartition):
+            preload.append("flockstep.split.torch_joint")  # a second in each process otherwise
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), preload)
 
     @property
     def _transport(self) -> Transport:

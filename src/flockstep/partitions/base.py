@@ -6,8 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from flockstep.collectives.base import Collective
-from flockstep.errors import CompositionError, require
+from flockstep import registry
+from flockstep.errors import require
 from flockstep.expression import Component
 
 Division = Literal["nothing", "layers", "tensors", "state"]
@@ -19,24 +19,6 @@ Addressing = Literal["none", "p2p mesh", "distributed array abstraction"]
 """Topology of one replica, as in table 1 of Langer et al. (2020): "p2p mesh" if a part sends messages to certain other
 parts; "distributed array abstraction" if a part works on its slice of an array that all parts hold together.
 """
-
-
-def check_ways(partition: str, ways: int, collective: Collective) -> None:
-    """Raise an error unless there are several ways, whose collective works on flockstep's messages."""
-    require(ways >= 2, f"ways of {partition}", ">= 2", ways, "use partition=none for one worker")
-    if not collective.over_messages:
-        raise CompositionError(
-            f"the ways of {partition} communicate by flockstep's messages, but {collective} opens connections of its "
-            "own among all processes of a run; use collective=ring, or another collective over flockstep's messages"
-        )
-
-
-def check_samples(partition: str, ways: int, samples: int) -> None:
-    """Raise `ConfigurationError` unless a batch, or a micro-batch, has a sample for each way."""
-    rule = f"at most the {samples} samples of a batch or micro-batch"
-    require(
-        ways <= samples, f"ways of {partition}", rule, ways, "use a larger batch, fewer micro-batches or fewer ways"
-    )
 
 
 class Partition(Component):
@@ -58,6 +40,11 @@ class Partition(Component):
     @abstractmethod
     def parts(self) -> int:
         """Number of workers that hold one replica together."""
+
+    @property
+    def together(self) -> int:
+        """Number of workers of a replica that must be on one host; 1 if they may be anywhere."""
+        return 1
 
     @property
     def splits_model(self) -> bool:
@@ -95,58 +82,16 @@ class Partition(Component):
         return 1.0
 
     def copies(self, part: int) -> int:
-        """Return the copies of its parameters that a part's worker stores besides those that it trains."""
-        return 0
+        """Return the copies of its parameters that a part's worker stores besides those that it trains: one while it
+        computes a step.
+        """
+        return 0 if self.divides == "nothing" else 1
 
     def replicas(self, workers: int) -> int:
         """Return the replicas that `workers` workers hold; raise `ConfigurationError` for a fraction."""
         whole, rule = workers >= 1 and workers % self.parts == 0, f"a multiple of {self.parts} for {self}"
-        near = max(1, workers // self.parts) * self.parts
-        require(whole, "the number of workers", rule, workers, f"use {near} workers")
+        require(whole, "the number of workers", rule, workers, f"use {self.parts}, or a multiple of it")
         return workers // self.parts
-
-
-class CombinedPartition(Partition):
-    """A partition `outer` whose parts are each held by the workers of `inner`: worker w of part p is part p W + w, for
-    the W workers of `inner`. What the user is told of `outer` is told of both.
-    """
-
-    addressing: ClassVar[Addressing] = "distributed array abstraction"
-
-    @property
-    @abstractmethod
-    def factors(self) -> tuple[Partition, Partition]:
-        """The partitions `outer` and `inner`."""
-
-    @property
-    def parts(self) -> int:
-        return self.factors[0].parts * self.factors[1].parts
-
-    @property
-    def delays(self) -> str | None:
-        return self.factors[0].delays
-
-    @property
-    def notes(self) -> list[str]:
-        return self.factors[0].notes
-
-    @property
-    def remembers(self) -> bool:
-        return self.factors[0].remembers
-
-    @property
-    def mean_delay(self) -> float:
-        return self.factors[0].mean_delay
-
-    def part_name(self, part: int) -> str:
-        outer, inner = self.factors
-        return f"{inner.part_name(part % inner.parts)} of {outer.part_name(part // inner.parts)}"
-
-    def batches_held(self, part: int) -> float:
-        return self.factors[0].batches_held(part // self.factors[1].parts)
-
-    def copies(self, part: int) -> int:
-        return self.factors[0].copies(part // self.factors[1].parts)
 
 
 @dataclass(frozen=True)
@@ -156,3 +101,34 @@ class Unsplit(Partition):
     @property
     def parts(self) -> int:
         return 1
+
+
+@dataclass(frozen=True)
+class JointPartition(Partition):
+    """A partition by PyTorch over `ways` workers of one host, which together compute each replica."""
+
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    ways: int
+
+    def __post_init__(self) -> None:
+        name = f"ways of {registry.name_of(type(self))}"
+        require(self.ways >= 2, name, ">= 2", self.ways, "use partition=none for one worker")
+
+    @property
+    def parts(self) -> int:
+        return self.ways
+
+    @property
+    def together(self) -> int:
+        return self.ways
+
+    @property
+    @abstractmethod
+    def shares(self) -> int:
+        """Number of shares into which the ways divide the samples of a batch."""
+
+    def require_samples(self, samples: int) -> None:
+        """Raise `ConfigurationError` unless a batch has a sample for each share."""
+        rule = f"at most the {samples} samples of a batch"
+        require(self.shares <= samples, f"ways of {self}", rule, self.ways, "use a larger batch or fewer ways")

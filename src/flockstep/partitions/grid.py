@@ -16,9 +16,8 @@ class SpatialGrid(Partition):
     layer that cannot be divided, for example batch normalization. The first worker computes the layers from there on.
 
     A worker fetches the activations outside of its rectangle that its outputs read, each once, and sends their
-    gradients back. The weights of a locally connected layer never travel; those of a convolution are lent by one of
-    the workers. A fully connected layer that follows the divided layers is divided by its inputs; the first worker adds
-    the terms and computes all further layers.
+    gradients back. Weights of a locally connected layer never travel; one worker lends those of a convolution. If
+    a fully connected layer follows, it is divided by its inputs, and the first worker adds the terms.
     """
 
     divides: ClassVar[Division] = "tensors"
@@ -41,7 +40,3 @@ class SpatialGrid(Partition):
     def part_name(self, part: int) -> str:
         row, column = divmod(part, self.columns)
         return f"{self.part_noun} ({row}, {column})"
-
-    def copies(self, part: int) -> int:
-        """Return 1, because a worker stores a copy of its parameters while it computes a step."""
-        return 1

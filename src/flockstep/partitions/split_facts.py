@@ -19,6 +19,12 @@ class SplitFacts:
     """Size in bytes of the largest output of a chunk for one sample."""
     cross_entropy: bool = False
     """Whether the loss is the mean cross entropy of the outputs; determined only if layers are split."""
+    called: tuple[str, ...] = ()
+    """Modules that a forward pass calls, which FSDP2 may gather one after another; only if PyTorch divides a model."""
+    trial: tuple[float, float] | None = None
+    """Loss of the model for a batch and norm of its gradient, without dropout, with which processes that PyTorch
+    divides a replica over compare theirs; None if the model draws random numbers.
+    """
     of_batch: tuple[str, ...] = ()
     """Layers of a pipeline that compute with all samples of a batch, in words."""
     undivided: tuple[str, ...] = ()

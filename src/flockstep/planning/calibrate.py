@@ -101,6 +101,9 @@ def calibrate(options: MeasureOptions, say: ProgressCallback = silent) -> Calibr
         steps=2 * gradients,
         evaluate_every=float(2 * gradients),
         imports=(str(probe),),
+        data=options.data,
+        trust=options.trust,
+        key=options.key,
     )
     say(f"gradients of {job} and messages on {many(workers, 'process', 'processes')}")
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +112,7 @@ def calibrate(options: MeasureOptions, say: ProgressCallback = silent) -> Calibr
     say("codecs and optimizers")
     limit_threads(options.threads)
     rates, operations = measure_rates(options.codec or CODECS), measure_operations()
-    machine = Machine(rates, operations, task_of(job).work, cores() // options.threads)
+    machine = Machine(rates, operations, task_of(job, sealed=options).work, cores() // options.threads)
     count = many(workers, "process", "processes")
     about = f"measured by flockstep calibrate: {count} of {job} over {options.transport} on one machine"
     return described(events, job, workers, gradients, machine, about)

@@ -12,9 +12,10 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.nodes import Hosts
-from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_worker, usual_seconds
+from flockstep.planning.fit import first_counted, hosts_in, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.record_imports import NotAskedFor, trusted
+from flockstep.planning.recorded import shortest, steps_by_worker
 from flockstep.planning.rehearsal import STEPS, Conditions, rehearse
 from flockstep.planning.step_prediction import StepPrediction, predict_step
 from flockstep.planning.words import short
@@ -182,7 +183,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     import_components(config.imports)
     strategy = Strategy.parse(config.strategy)
     batch = None if config.batch is None else int(config.batch)
-    task = task_of(config.job, batch, load_job(config.job, config.seed))
+    task = task_of(config.job, batch, load_job(config.job, config.seed, config))
     if cluster is None:
         return _of_simulated_run(config, strategy, task, measured)
     site = Site(task, cluster)

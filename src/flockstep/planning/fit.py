@@ -12,11 +12,11 @@ connections do (`fair_link`); simulated runs, on the network of the simulation.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,12 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.costs.cluster import ClusterLink, ClusterShape, MachineGroup
 from flockstep.errors import ConfigurationError
-from flockstep.nodes import Hosts
+from flockstep.links.kinds import Transport
+from flockstep.nodes import Cluster, Hosts
 from flockstep.planning.calibrate import Calibration, fit_law, rounded
 from flockstep.planning.job_profile import JobProfile, identity
 from flockstep.planning.record_imports import trusted
+from flockstep.planning.recorded import PARTS, RecordedTime, shortest, steps_by_worker, usable_config
 from flockstep.planning.rehearsal import LEFT_OUT, Conditions, rehearse
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, HostsEvent, StepEvent
@@ -36,7 +38,7 @@ from flockstep.runtime.setup import prepare
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.handling import Overheads
-from flockstep.simulation.network import Ideal, Link, Network
+from flockstep.simulation.network import Fabric, Ideal, Link, Network
 from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 
@@ -44,8 +46,6 @@ ALIKE = 1.1
 """Largest ratio between the median gradient times of workers that count as equally fast."""
 LONGEST = 400
 """Largest number of steps of each record that a fit reads and rehearses."""
-PARTS = ("compute_seconds", "wait_seconds", "comm_seconds")
-"""Names of the parts of a step's duration in a record."""
 SPANS = 5
 """Number of spans into which the steps of a run are divided, so that the median over spans ignores outliers."""
 POOR = 0.2
@@ -64,21 +64,8 @@ derivatives (STEP), and tolerance (CLOSE).
 """
 SEARCH = 40
 """Largest number of iterations of the search for one unknown, latency or bandwidth."""
-MOST = 1e12
-"""Number of seconds, or of bytes, of a step above which a record counts as invalid."""
 NOTHING = 0.01
 """Share of the step time below which the network's part of a step is ignored."""
-
-
-@dataclass(frozen=True)
-class _Again(ComputeModel):
-    """Gradient times as in a record, one row for each worker."""
-
-    rows: tuple[tuple[float, ...], ...]
-
-    def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Infinite iterator over the recorded durations of one worker, repeated."""
-        return itertools.cycle(self.rows[rank])
 
 
 @dataclass(frozen=True)
@@ -87,8 +74,9 @@ class _Run:
 
     config: RunConfig
     task: JobProfile
-    compute: tuple[tuple[float, ...], ...]
-    """Seconds of each worker's gradients, from the first one on."""
+    compute: RecordedTime
+    steps: int
+    """Number of steps of each worker that are rehearsed."""
     seconds: float
     """Usual seconds of a step; see `usual_seconds`."""
     hosts: Hosts
@@ -97,7 +85,8 @@ class _Run:
     """Costs of nodes besides gradients."""
 
     @classmethod
-    def read(cls, folder: Path, imports: Sequence[str], work: Overheads) -> _Run:
+    def read(cls, folder: Path, imports: Sequence[str] | None, work: Overheads = Overheads()) -> _Run:  # noqa: B008
+        """Read a record. If `imports` is None, the model's schema is that of the record, for which no code is run."""
         record = RunFolder(folder)
         config, events = record.read_config(), record.read_events()
         steps = steps_by_worker(events, config.workers, str(folder))
@@ -106,11 +95,15 @@ class _Run:
             raise ConfigurationError(
                 f"{folder} is the record of a script, which does not name the strategy; fit a run of a job"
             )
-        config = trusted(config, folder, imports)
-        schema = prepare(config)[0].schema
+        if imports is None:
+            schema = record.read_result()[1]
+        else:
+            config = trusted(config, folder, imports)
+            schema = prepare(config)[0].schema
         task = JobProfile(config.job, schema.size, tuple((entry.size,) for entry in schema.entries), schema.dtype)
-        rows = tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps)
-        return cls(config, task, rows, usual_seconds(steps, length), hosts_in(events), work)
+        return cls(
+            config, task, RecordedTime(str(folder)), length, usual_seconds(steps, length), hosts_in(events), work
+        )
 
     @property
     def fair(self) -> bool:
@@ -120,23 +113,95 @@ class _Run:
         network = Network.parse(self.config.network or "ideal")
         return isinstance(network.cards[0] if isinstance(network, Tiers) else network, FairLink)
 
+    def network(self, latency: float, bandwidth: float, workers: int) -> Network:
+        """The network of the run for `workers` workers, with links of that latency and bandwidth; further workers are
+        on further hosts like those of the run.
+        """
+        link = FairLink if self.fair and not math.isinf(bandwidth) else Link
+        if self.hosts:  # between workers of one host messages cost their handling only
+            machines = tuple(map(len, self.hosts)) * -(-workers // self.config.workers)
+            return Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
+        return Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
+
     def excess(self, latency: float, bandwidth: float) -> float:
         """Logarithm of the ratio of the rehearsed to the recorded time of a step."""
         return math.log(self.takes(latency, bandwidth) / self.seconds)
 
     def takes(self, latency: float, bandwidth: float) -> float:
         """Seconds of a step over links of that latency and bandwidth."""
-        link = FairLink if self.fair and not math.isinf(bandwidth) else Link
-        if self.hosts:  # between workers of one host messages cost their handling only
-            machines = tuple(map(len, self.hosts))
-            network: Network = Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
-        else:
-            network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
         events: list[Event] = []
-        at, workers = Conditions(_Again(self.compute), network, self.work, self.config.seed), self.config.workers
-        steps, strategy = len(self.compute[0]), Strategy.parse(self.config.strategy)
-        rehearse(self.task, strategy, workers, at, steps=steps, listen=events.append)
-        return usual_seconds(steps_by_worker(events, workers), steps)
+        workers = self.config.workers
+        at = Conditions(self.compute, self.network(latency, bandwidth, workers), self.work, self.config.seed)
+        strategy = Strategy.parse(self.config.strategy)
+        rehearse(self.task, strategy, workers, at, steps=self.steps, listen=events.append)
+        return usual_seconds(steps_by_worker(events, workers), self.steps)
+
+
+@dataclass(frozen=True)
+class RecordedNetwork(Network):
+    """The network of the run whose record is in folder `run`.
+
+    For a run in virtual time that is the simulation's network. For a run of a job on real processes, the bandwidth is
+    fitted as by `flockstep calibrate --from`, so that a rehearsal with the recorded gradient times takes as long as the
+    run. One record does not tell latency from bandwidth: the latency is 0, and the bandwidth includes the time in which
+    nodes handle messages of these sizes. The hosts of the run are machines.
+    """
+
+    run: str
+
+    def __post_init__(self) -> None:
+        config = usable_config(self.run)
+        if config.kind == "simulate":
+            return
+        if config.kind == "launch":
+            raise ConfigurationError(
+                f"{self.run} is the record of a script, whose messages cannot be rehearsed; use its record for "
+                "--compute, and name a network such as 1gbit or the record of a job's run"
+            )
+        record = RunFolder(self.run)
+        if not record.read_summary().sent_bytes_per_worker:
+            raise ConfigurationError(
+                f"the workers in {self.run} sent no bytes, from which no bandwidth follows; name a network such as "
+                "1gbit, or the record of a run that exchanges"
+            )
+        if not hosts_in(record.read_events()) and Transport.parse(config.transport or "shared_memory").zero_copy:
+            raise ConfigurationError(
+                f"the workers in {self.run} exchanged arrays through shared memory, from which no bandwidth follows; "
+                "simulate with --network ideal, or record the run with --transport tcp"
+            )
+
+    def resolved(self, workers: int) -> Network:
+        """Return the network of the recorded run for `workers` workers.
+
+        Raises:
+            ConfigurationError: with no bandwidth a rehearsal takes as long as the run.
+        """
+        record = RunFolder(Path(self.run).absolute())
+        config = record.read_config()
+        if config.kind == "simulate":
+            return Network.parse(config.network or "ideal").resolved(workers)
+        return _links(record, record.begun)(workers)
+
+    def start(self, cluster: Cluster) -> Fabric:
+        """Return the hops of the recorded run's network."""
+        return self.resolved(cluster.workers).start(cluster)
+
+    def hosts(self, workers: int) -> Hosts:
+        return self.resolved(workers).hosts(workers)
+
+
+@lru_cache(maxsize=8)
+def _links(record: RunFolder, begun: int | None) -> Callable[[int], Network]:
+    """Fit the links of a real run, which began at `begun`, and return its network by number of workers."""
+    run = _Run.read(record.path, None)
+    found = _link([run], None, None, [])
+    error = math.expm1(run.excess(*found))
+    if abs(error) > POOR:
+        raise ConfigurationError(
+            f"a step rehearsed with the best bandwidth must be within {POOR:.0%} of a step in {record.path}, got "
+            f"{error:+.0%}; name a network such as 1gbit, or the record of a strategy that waits for messages"
+        )
+    return partial(run.network, *found)
 
 
 def fit_records(
@@ -213,51 +278,6 @@ def hosts_in(events: Sequence[Event]) -> Hosts:
     return hosts
 
 
-def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[StepEvent]]:
-    """Return the steps of every worker, in order.
-
-    Raises:
-        ConfigurationError: there are fewer events than workers, steps of an unknown worker, or steps with impossible
-            durations or bytes.
-    """
-    if workers > len(events):
-        raise ConfigurationError(
-            f"{where} must contain at least three steps of every worker, got {len(events)} events of {workers} "
-            "workers; repeat the run with more steps, or correct workers in config.toml"
-        )
-    steps: list[list[StepEvent]] = [[] for _ in range(workers)]
-    for event in events:
-        if not isinstance(event, StepEvent):
-            continue
-        if not 0 <= event.rank < workers:
-            raise ConfigurationError(
-                f"the rank of a step in {where} must be >= 0 and < {workers}, the number of workers, got "
-                f"{event.rank}; correct workers in config.toml, or repeat the run"
-            )
-        for name in (*PARTS, "sent_bytes"):
-            if not 0 <= getattr(event, name) <= MOST:
-                raise ConfigurationError(
-                    f"{name} of a step must be >= 0 and <= {MOST:g}, got {getattr(event, name)} of worker "
-                    f"{event.rank} in {where}; repeat the run"
-                )
-        steps[event.rank].append(event)
-    return steps
-
-
-def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
-    """Return the smallest number of steps of a worker.
-
-    Raises:
-        ConfigurationError: a worker has fewer than three steps.
-    """
-    length = min(map(len, steps))
-    if length < 3:
-        raise ConfigurationError(
-            f"{where} must contain at least three steps of every worker, got {length}; repeat the run with more steps"
-        )
-    return length
-
-
 def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequence[str] = PARTS) -> float:
     """Return the usual seconds of a step, or of some parts of a step, after the warm-up at the beginning: the mean over
     all workers in each span of steps, and then the median over the spans, so that outliers have no effect.
@@ -280,7 +300,7 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeMo
     hosts = runs[0].hosts or tuple((rank,) for rank in range(runs[0].config.workers))
     times: list[list[float]] = []
     for host in hosts:
-        rows = [run.compute[rank] for run in runs for rank in host]
+        rows = [run.compute.rows[rank][: run.steps] for run in runs for rank in host]
         times.append([one for row in rows for one in row[first_counted(len(row)) :] if one > 0])
     if min(map(len, times)) < 2:
         raise ConfigurationError(

@@ -26,7 +26,7 @@ from flockstep.partitions.pipeline_schedules import (
     ZeroBubbleH1,
 )
 from flockstep.partitions.sharded import Sharded
-from flockstep.partitions.tensor import Product, TensorParallel
+from flockstep.partitions.tensor import TensorParallel
 from flockstep.planning.advice import Advice, Recommendation, longer, uncertain, unfit
 from flockstep.planning.criteria import preference, relative_samples
 from flockstep.planning.job_profile import Site
@@ -193,7 +193,7 @@ class HybridAdvice:
         if choice is None:
             return None
         job = task.identity if task.file is None else str(task.file)
-        words = ["flockstep", "train", "JOB" if task.job is None or job is None else job]
+        words = ["flockstep", "train", "JOB" if task.job is None or job is None else job, *task.options]
         words += ["-s", short(str(choice.strategy or ONE_REPLICA))]
         words += ["--partition", str(choice.partition)] if choice.split else []
         words += ["-n", str(choice.workers), *([] if task.usual else ["--batch", str(task.batch)])]
@@ -240,7 +240,7 @@ def _speedup(found: StepPrediction, advice: Advice) -> float:
 
 def partitions(site: Site, workers: int) -> list[list[Partition]]:
     """Return the partitions to consider, in lists whose members differ only in the number of micro-batches, which is a
-    power of two: 1F1B with each number of stages, layers split over ways, both together, and sharded parameters.
+    power of two: 1F1B with each number of stages, layers split over ways, and sharded parameters.
 
     Layers are split over ways, and parameters stored in shards, only for a job, because only a job's model shows which
     layers a run can split. A model with convolutions is also split with its convolutions divided by samples.
@@ -251,22 +251,18 @@ def partitions(site: Site, workers: int) -> list[list[Partition]]:
     model, job, found = site.task.shape, site.task.job is not None, list[list[Partition]]()
     places = 0 if model is None else len(units(model))
     numbers = [one for one in range(2, workers + 1) if not workers % one]
-    for stages in [1, *numbers]:
+    for stages in numbers:
         if stages > max(1, places):
             continue
         most = min(site.task.batch, AHEAD * stages)
         counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
         pipelines = [Pipeline(stages, OneForwardOneBackward(), count) for count in counts]
-        if stages > 1:
-            found.append(list(pipelines))
-        for ways in [one for one in numbers if job and not workers % (stages * one)]:
-            tensor = TensorParallel(ways)
-            found.append([tensor] if stages == 1 else [each * tensor for each in pipelines])
+        found.append(list(pipelines))
     convolutions = model is not None and any(layer.kind == "convolution" for layer in model.layers)
     if job and convolutions:
         found += [[TensorParallel(ways, convolutions="divided")] for ways in numbers]
     if job:
-        found += [[Sharded(ways)] for ways in numbers]
+        found += [[kind(ways)] for kind in (TensorParallel, Sharded) for ways in numbers]
     if not found:
         raise ConfigurationError(
             f"no pipeline of {site.task.name} has stages for {workers} workers; use another number of workers"
@@ -333,8 +329,7 @@ def best_partitions(
 
 
 def _pipeline_of(partition: Partition) -> Pipeline | None:
-    found = partition.pipeline if isinstance(partition, Product) else partition
-    return found if isinstance(found, Pipeline) else None
+    return partition if isinstance(partition, Pipeline) else None
 
 
 def _scheduled(option: Partition, schedule: PipelineSchedule) -> Partition | None:
@@ -342,10 +337,9 @@ def _scheduled(option: Partition, schedule: PipelineSchedule) -> Partition | Non
     pipeline = _pipeline_of(option)
     assert pipeline is not None
     try:
-        other = replace(pipeline, schedule=schedule)
+        return replace(pipeline, schedule=schedule)
     except ConfigurationError:
         return None
-    return Product(other, option.tensor) if isinstance(option, Product) else other
 
 
 def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:

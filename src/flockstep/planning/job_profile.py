@@ -22,15 +22,16 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import build_model, make_engine, may_define
+from flockstep.frameworks.job import JOB_FILES, build_model, make_engine, may_define
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.options import SealedOptions
 from flockstep.partitions.base import Partition
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
 from flockstep.runtime.plan import LocalOptimizer
-from flockstep.runtime.setup import digest, load_job
+from flockstep.runtime.setup import UNSEALED, digest, load_job
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.handling import Overheads
 from flockstep.simulation.law import mean_of
@@ -87,6 +88,9 @@ class JobProfile:
     """The layers of the model; None if they are unknown."""
     identity: str | None = None
     """The text by which a cluster file refers to the job; None if the job has no name from which it can be loaded."""
+
+    options: tuple[str, ...] = field(default=(), compare=False)
+    """Words of a command with which it reads the job's file, such as the folder of a sealed job's data."""
 
     @cached_property
     def surrogate_batches(self) -> SurrogateBatches:
@@ -260,7 +264,9 @@ class Site:
         return said
 
 
-def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> JobProfile:
+def task_of(
+    what: str, batch: int | None = None, imported: Job | None = None, sealed: SealedOptions = UNSEALED
+) -> JobProfile:
     """Return the task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, or a reference
     model.
 
@@ -283,19 +289,20 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
                 known,
                 further="a custom job is a Python file with a function job()",
             )
-        imported = load_job(what, 0)
+        imported = load_job(what, 0, sealed)
     task = _of_job(imported, batch)
 
     def job(seed: int) -> Job:
-        return replace(load_job(what, seed) if given is None else given, batch=task.batch)
+        return replace(load_job(what, seed, sealed) if given is None else given, batch=task.batch)
 
-    file = Path(what) if given is None and what.endswith(".py") else None
-    return replace(task, job=job, file=file, identity=identity(what) if _loadable(what) else None)
+    file = Path(what) if given is None and what.endswith(JOB_FILES) else None
+    named = identity(what) if _loadable(what) else None
+    return replace(task, job=job, file=file, identity=named, options=sealed.words())
 
 
 def _loadable(what: str) -> bool:
     """Whether `what` is a file or the expression of a workload."""
-    return what.endswith(".py") or what.partition("(")[0] in {
+    return what.endswith(JOB_FILES) or what.partition("(")[0] in {
         *registry.names("workload"),
         *registry.aliases("workload"),
     }
@@ -307,7 +314,7 @@ def identity(what: str) -> str:
 
     The job's own name is not used, because jobs in two files may have the same name.
     """
-    if what.endswith(".py"):
+    if what.endswith(JOB_FILES):
         return f"{Path(what).name} {digest(Path(what))}"
     return str(Workload.parse(what))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.frameworks.job import JOB_FILES
 from flockstep.records.config import RunConfig
 from flockstep.runtime.setup import JOB_FILE, digest
 from flockstep.workloads.base import Workload
@@ -25,7 +26,7 @@ def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunC
         NotAskedFor: the record names a file that the user has not passed.
     """
     given = {Path(file).name: file for file in files}
-    job = (config.job,) if config.job.endswith(".py") else ()
+    job = (config.job,) if config.job.endswith(JOB_FILES) else ()
     given.update({Path(name).name: file for name in job for file in files if same_job(config, file)})
     for file in (*config.imports, *job):
         if Path(file).name not in given:
@@ -41,7 +42,7 @@ def same_job(config: RunConfig, what: str) -> bool:
     """Return whether `what` is the job of a record: the same workload, however it is written, or a file with the same
     content.
     """
-    if not (config.job.endswith(".py") and what.endswith(".py")):
+    if not (config.job.endswith(JOB_FILES) and what.endswith(JOB_FILES)):
         return what == config.job or (_workload(what) is not None and _workload(what) == _workload(config.job))
     recorded, theirs, ours = config.versions.get(JOB_FILE), Path(config.job), Path(what)
     if recorded is None and theirs.is_file():  # a record without a digest of the file

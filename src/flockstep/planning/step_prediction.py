@@ -214,7 +214,7 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
     Raises:
         ConfigurationError: the cluster cannot have this number of workers.
     """
-    site = Site(task_of(config.job, config.batch), shape)
+    site = Site(task_of(config.job, config.batch, sealed=config), shape)
     strategy, partition = Strategy.parse(config.strategy), Partition.parse(config.partition or "none")
     replicas = partition.replicas(config.workers)
     work = site.work(strategy, replicas, _share_encoded(strategy, site, replicas))

@@ -66,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pending: tuple[Pending, ...] = ()
     lost: dict[int, int] = {}
     """Lost workers, whose states the checkpoint does not hold: rank → number of steps that the worker had taken."""
+    replica_size: int = 1
+    """Number of files with the state of one replica of a script, which as many processes held."""
     sha256: str = ""
     """Hash of the manifest with this field empty."""
 

@@ -22,10 +22,12 @@ from flockstep.options import (
     DistributionOptions,
     ProcessOptions,
     ScriptOptions,
+    SealedOptions,
     TrainingOptions,
     VirtualTimeOptions,
     options_of_kind,
 )
+from flockstep.partitions.base import Partition
 
 Kind = Literal["train", "simulate", "launch"]
 ClockKind = Literal["real", "virtual"]
@@ -113,6 +115,7 @@ class RunConfig(
     ProcessOptions,
     BadGradientOptions,
     DistributionOptions,
+    SealedOptions,
     TrainingOptions,
     RunSubject,
 ):
@@ -163,6 +166,13 @@ class RunConfig(
     def processes_of_replica(self) -> int:
         """Number of processes of a script that hold one replica of the model together."""
         return self.replica_size or 1
+
+    @property
+    def processes_together(self) -> int:
+        """Number of workers with consecutive ranks that must run on one host."""
+        if self.partition is not None:
+            return Partition.parse(self.partition).together
+        return 1 if self.replica_over_hosts else self.processes_of_replica
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:

@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, events.jsonl, summary.json, result.npy and schema.json.
+"""A run's folder: config.toml, events.jsonl, summary.json, result.npy, schema.json and buffers.safetensors.
 
 During a real run the launcher writes the events of each node to a separate file (events/worker-0.jsonl,
 events/server-0.jsonl, events/launcher.jsonl). `merge_events` joins these files into events.jsonl, sorted by time.
@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
+import safetensors.numpy as safetensors
+from safetensors import SafetensorError
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, RunError, SchemaMismatch, require
@@ -43,14 +45,20 @@ from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
 from flockstep.records.owner import OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import LACKS, Summary, summarize, time_of
+from flockstep.records.tape import TAPES
 
 T = TypeVar("T")
 
 FUNCTION = "function"
 """Name of the subfolder that holds the program and the results of a launched function."""
+BUFFERS = "buffers.safetensors"
+"""Name of the file with the buffers of the resulting model that training changes, such as running statistics."""
 ENDED = ("finished", "diverged")
 """Statuses of runs that have ended and need not be repeated."""
-_DAMAGE = (OSError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError, MemoryError, TokenError, Warning)
+_DAMAGE = (
+    *(OSError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError, MemoryError, TokenError, Warning),
+    SafetensorError,
+)
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
@@ -310,9 +318,15 @@ class RunFolder:
         """Return the whole record: configuration, summary and events."""
         return Record(self.read_config(), self.read_summary(), self.read_events(), read_flight(self.path))
 
-    def write_result(self, params: FlatArray, schema: Schema) -> None:
-        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and their schema."""
+    def write_result(
+        self, params: FlatArray, schema: Schema, buffers: Mapping[str, FlatArray] = MappingProxyType({})
+    ) -> None:
+        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, their schema, and the buffers by
+        name.
+        """
         _require(params, schema, "the result")
+        if buffers:
+            write_whole(self.path / BUFFERS, safetensors.save({name: one.copy() for name, one in buffers.items()}))
         write_whole(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
         write_whole(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
 
@@ -326,13 +340,32 @@ class RunFolder:
         _require(params, schema, str(self.path / "result.npy"))
         return params, schema
 
+    def read_buffers(self) -> dict[str, FlatArray]:
+        """Read the buffers of the resulting model: name → array; empty if training changes none."""
+        file = self.path / BUFFERS
+        return _undamaged(file, lambda file: safetensors.load(file.read_bytes())) if file.is_file() else {}
+
     def _clear(self, but: Path | None = None) -> None:
-        """Remove what a run writes, except config.toml; with `but`, that file and the checkpoints stay, too."""
-        for pattern in ("summary.json", "events.jsonl", "result.npy", "schema.json", f"*{HALF}", "events/*.jsonl"):
+        """Remove what a run writes, except config.toml; with `but`, that file, checkpoints and tapes stay, too."""
+        for pattern in (
+            "summary.json",
+            "events.jsonl",
+            "result.npy",
+            "schema.json",
+            BUFFERS,
+            f"*{HALF}",
+            "events/*.jsonl",
+        ):
             for file in self.path.glob(pattern):
                 if file != but:
                     file.unlink(missing_ok=True)
-        for pattern in (SNAPSHOTS, FLIGHT, FUNCTION, "distribute-*", *([] if but is not None else [CHECKPOINTS])):
+        for pattern in (
+            SNAPSHOTS,
+            FLIGHT,
+            FUNCTION,
+            "distribute-*",
+            *([] if but is not None else [CHECKPOINTS, TAPES]),
+        ):
             for folder in self.path.glob(pattern):
                 shutil.rmtree(folder, ignore_errors=True)
 

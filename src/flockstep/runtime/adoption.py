@@ -61,6 +61,10 @@ class Introduction(msgspec.Struct, forbid_unknown_fields=True):
     """Process id of the process that introduces itself."""
     version: str
     """Version of flockstep in the process that introduces itself."""
+    replica_size: int = 1
+    """Number of processes that hold one replica of the model together."""
+    replica_over_hosts: bool = False
+    """Whether the processes of one replica may run on several hosts."""
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,11 +84,18 @@ def folder_of(place: Place) -> Path:
     return Path(tempfile.gettempdir()) / f"flockstep-{name}"
 
 
-def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
+def adopt(
+    place: Place, script: str, timeout: float, *, replica_size: int = 1, replica_over_hosts: bool = False
+) -> NodeSpec:
     """Join the run of the processes that a launcher has started, and return the node specification of this process.
 
-    `timeout`: seconds within which all processes must have connected. Between hosts, the value given by the process
-    with local rank 0 is used.
+    Args:
+        place: place of this process among them.
+        script: path of the script.
+        timeout: seconds within which all processes must have connected. Between hosts, the value given by the process
+            with local rank 0 is used.
+        replica_size: number of processes that hold one replica of the model together, equal in all processes.
+        replica_over_hosts: whether the processes of one replica may run on several hosts.
 
     Raises:
         ConfigurationError: the run cannot begin.
@@ -101,7 +112,10 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
             say_nothing_of(error)
             raise
         connection = stack.enter_context(contextlib.closing(LocalFrames(sock, TIMEOUT)))
-        connection.send([msgspec.json.encode(Introduction(place.rank, place.workers, os.getpid(), __version__))])
+        introduction = Introduction(
+            place.rank, place.workers, os.getpid(), __version__, replica_size, replica_over_hosts
+        )
+        connection.send([msgspec.json.encode(introduction)])
         while (said := connection.receive(0, CONTROL_BYTES)) is None:
             if connection.ended:
                 raise RunError("the agent of this host ended before the run began; see the output of the agent")

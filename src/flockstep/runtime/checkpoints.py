@@ -25,6 +25,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.shard_layout import ShardLayout
 from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
@@ -33,6 +34,7 @@ from flockstep.records.failpoints import reach
 from flockstep.runtime.cut import OF_SCRIPT, Cut, cut_of, read_cut
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.plan import Batches, LocalOptimizer
+from flockstep.runtime.resharding import resharded
 from flockstep.runtime.runner import Runner
 from flockstep.runtime.state import to_arrays, to_bytes
 
@@ -45,8 +47,8 @@ RUNNING, STOPPED, ENDED = 0, 1, 2
 """State of a node that answers the supervisor. RUNNING: the node waits for a message in the middle of its program.
 STOPPED: it has stopped where its program can restart. ENDED: it has taken its last step.
 """
-
-
+AFTER = 40
+"""Number of bits of a step in an instruction."""
 Extra = Mapping[str, Any]
 SHOWN = 60
 """Largest number of characters of a value in an error message."""
@@ -71,9 +73,9 @@ def _folder_of(spec: NodeSpec) -> Path:
     return Path(spec.directory) / spec.checkpoint  # an absolute path stays
 
 
-def load(spec: NodeSpec, address: Address, params: FlatArray) -> Cut | None:
+def load(spec: NodeSpec, address: Address, params: FlatArray, layout: ShardLayout | None = None) -> Cut | None:
     """Return the state from which node `address`, with parameters `params` (K,), continues; None if its run starts from
-    the beginning.
+    the beginning. If other numbers of processes held each replica of a script, its elements are those of `layout`.
 
     Raises:
         ConfigurationError: the checkpoint is damaged, or belongs to another model.
@@ -81,7 +83,13 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> Cut | None:
     if not spec.checkpoint:
         return None
     folder = _folder_of(spec)
-    kept = read_cut(Checkpoint(folder, read_manifest(folder)), address)
+    checkpoint = Checkpoint(folder, read_manifest(folder))
+    size = checkpoint.manifest.replica_size
+    if layout is not None and size != spec.replica_size:
+        replica, part = divmod(address, spec.replica_size)
+        found = (read_cut(checkpoint, replica * size + (part + number) % size) for number in range(size))
+        return msgspec.structs.replace(resharded(found, layout), joins=part >= size)
+    kept = read_cut(checkpoint, address)
     if np.shape(kept.params) != params.shape:
         raise ConfigurationError(
             f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
@@ -136,8 +144,12 @@ class NodeCheckpoints:
         """A copy that is not being written yet: folder, step, whether the supervisor waits for the file, and arrays."""
         self._connection = connection
         self._runner = connection.runner
-        self._from: int | None = None
-        """Steps after which a worker stops; None: the node does not stop."""
+        self._told = 0
+        self._agreed: int | None = None
+        """The supervisor's newest instruction to stop or to go on, as its number, `AFTER` bits to the left, plus 1 more
+        than the steps after which a worker stops, or 0 to go on; and the newest that a process of the same replica had
+        been told at the script's last call of `flockstep.checkpoint`, None if this process holds the replica alone.
+        """
         self._wave = 0
         """The wave that is still to be answered; 0: none."""
         self._stopped = False
@@ -158,13 +170,23 @@ class NodeCheckpoints:
         match note["do"]:
             case "stop":
                 self._copied, self._held = None, False  # of a checkpoint that was given up
-                self._from = int(note["after"])
+                self._instruct(int(note["after"]) + 1)
             case "count":
                 self._wave = int(note["wave"])
             case "copy":
                 self._copy(self._place(str(note["folder"])), at_once=bool(note["wait"]))
             case "go on":
-                self._from, self._wave, self._held = None, 0, bool(note["hold"])
+                self._wave, self._held = 0, bool(note["hold"])
+                self._instruct(0)
+
+    def _instruct(self, stop: int) -> None:
+        self._told = ((self._told >> AFTER) + 1) << AFTER | stop
+
+    def agree(self, newest: Callable[[int], int]) -> None:
+        """Let all processes of a replica stop after the same step, because they wait for each other within a step, out
+        of the supervisor's sight; `newest` returns the largest of a number over these processes.
+        """
+        self._agreed = newest(self._told)
 
     @property
     def asked(self) -> bool:
@@ -239,9 +261,11 @@ class NodeCheckpoints:
         node, self._runner.at_rest = self._runner.node, True
         if not isinstance(node, Worker):
             return
-        while self._from is not None and node.step >= self._from and (self.script is None or self.script.may_stop):
+        followed = self._told if self._agreed is None else self._agreed
+        while 0 < followed % (1 << AFTER) <= node.step + 1 and (self.script is None or self.script.may_stop):
             self._stopped = True
             self._connection.attend_stopped()
+            followed = max(followed, self._told)
         self._stopped = self._runner.at_rest = False
 
     def _place(self, folder: str) -> Path:
@@ -406,6 +430,8 @@ class ScriptCheckpoints:
         if self._keeper.refusal:
             raise ConfigurationError(self._keeper.refusal)
         self._steps, self._extra = 0, extra
+        if self._keeper.newest is not None:
+            self._checkpoints.agree(self._keeper.newest)
         if not self._begun:
             self._begin(_values(extra))
         elif self._checkpoints.copied:

@@ -79,7 +79,9 @@ class Cut(msgspec.Struct, kw_only=True, eq=False):
     and its values `extra`. None if there is no script, as in a declared job.
     """
     joins: bool = False
-    """Whether the worker joins the run with this checkpoint; its script then keeps its own random streams."""
+    """Whether the worker, or this process of its replica, joins the run with this checkpoint; its script then keeps its
+    own random streams.
+    """
 
     def restore(self, node: Node, stepper: LocalOptimizer | None) -> None:
         """Set a node's state to this cut, which must belong to no other node; the caller restores the position in the

@@ -53,6 +53,7 @@ class GroupMemory(SharedArrays):
 
     def _waited(self) -> None:
         self._metrics.waited += self._group.waited
+        self._worker.port.turn()
 
     def _kept(self, size: int, dtype: str) -> FlatArray:
         """Return an array in shared memory, the same for equal size and dtype."""

@@ -37,7 +37,7 @@ from flockstep.runtime.checkpoints import Extra, ScriptCheckpoints, manifest_of
 from flockstep.runtime.cut import Cut
 from flockstep.runtime.epochs import deal_as_before, deals_data
 from flockstep.runtime.member import BeginAgain, NodeSpec
-from flockstep.runtime.node_creation import Stepping, make_server, make_worker
+from flockstep.runtime.node_creation import DeclaredWork, Stepping, make_server, make_worker
 from flockstep.runtime.node_metrics import NodeMetrics, fingerprint
 from flockstep.runtime.node_spec import (
     claim_spec,
@@ -46,7 +46,7 @@ from flockstep.runtime.node_spec import (
     spec_from_environment,
     take_spec,
 )
-from flockstep.runtime.part_group import NodePart, ReplicaParts, groups_of
+from flockstep.runtime.part_group import NodePart, PartGroup, ReplicaParts, groups_of
 from flockstep.runtime.plan import require_parts
 from flockstep.runtime.program_restart import (
     ScriptRequests,
@@ -100,6 +100,8 @@ class OfFramework:
     """Action and largest norm for this worker's gradients; None: as `flockstep launch` says."""
     parts: ReplicaParts | None = None
     """The parts of the replica, which several processes hold; None if this process holds it whole."""
+    fragments: Callable[[int], list[slice]] | None = None
+    """See `Worker.fragments`; None if this process holds the replica whole."""
     keeper: TorchKeeper | None = None
     """Keeps the state of the script's optimizer for checkpoints and other workers; None if the script does not."""
 
@@ -175,7 +177,8 @@ class Loop:
         spec = node_spec if node_spec is not None and node_spec.call == 1 else None
         self.joined = spec is not None and spec.joins
         """Whether this worker has joined others that were training."""
-        self._repeats = spec is not None and spec.changes and bool(strategy.repeats) and self._of.keeper is not None
+        can_repeat = bool(strategy.repeats) and self._of.keeper is not None and self._part is None
+        self._repeats = spec is not None and spec.changes and can_repeat
         if node_spec is None:
             self._alone()
         else:
@@ -246,11 +249,11 @@ class Loop:
             self._session.start(begin, stops=self.checkpoints is not None and self.strategy.traits.restarts)
         self._runner.advance()
         require_side_by_side()
-        if self._part is not None and self._worker.works_between_steps:
+        if self._part is not None and any(task.again == "afresh" for task in self._worker.tasks):
             raise CompositionError(
-                f"{self.strategy} has background tasks, for which a worker would wait for another one that waits for "
-                "the processes of its own replica; use a strategy without background tasks, such as all_reduce, "
-                "local_sgd, ps or dpsgd, or start the script without --replica-size"
+                f"{self.strategy} has background tasks that answer other workers at any time, for which a worker would "
+                "wait for another one that waits for the processes of its own replica; use a strategy without such "
+                "tasks, such as all_reduce, local_sgd, ps or dpsgd, or start the script without --replica-size"
             )
 
     def step(self) -> None:
@@ -282,6 +285,11 @@ class Loop:
             raise
         if self.watch is not None:
             self._note()
+
+    def require(self, check: Callable[[], None]) -> None:
+        """Make a check of the framework; if it fails, the supervisor says why, and the script's process does not."""
+        with self._telling():
+            check()
 
     def _use_gradient(self, loss: float | None) -> None:
         """Let the strategy use the gradient; if other workers are lost meanwhile, together with those that live."""
@@ -441,7 +449,8 @@ class Loop:
             )
 
     def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        watched = self._worker.busy and self.watch is not None  # background tasks may write to the parameters
+        # Background tasks may write to the parameters. Those of parts do not, and parts are busy at different times.
+        watched = self._worker.busy and self.watch is not None and self._part is None
         if watched and self.watch is not None:
             self.watch.check()
         with self._telling():
@@ -737,15 +746,14 @@ class Loop:
         if former is None:
             self._params[:] = to_device_of(params, self._params)
         del params  # it lies in the memory of another node
-        worker = make_worker(
-            strategy, cluster, self.rank, self._params, self._schema, node_spec.seed, Stepping(stepper, optimizer)
-        )
+        stepping, work = Stepping(stepper, optimizer), DeclaredWork(fragments=self._of.fragments)
+        worker = make_worker(strategy, cluster, self.rank, self._params, self._schema, node_spec.seed, stepping, work)
         if former is not None:
             self._held.go_on(worker, former, strategy)
         elif self._repeats:
             self._held.watch(worker)
         with self._telling():
-            kept = self._load(session, worker)
+            kept = self._load(session, worker, group)
             connection = session.begin(lambda member: NodeConnection(member, worker, strategy, group=group))
         self._worker = worker
         worker.overlaps = self._of.overlaps and self.workers > 1 and not worker.shared.covers_run
@@ -767,7 +775,7 @@ class Loop:
             if self._repeats and former is None:  # without a call of flockstep.checkpoint
                 self.checkpoints.on_begin()
 
-    def _load(self, session: Session, worker: Worker) -> Cut | None:
+    def _load(self, session: Session, worker: Worker, group: PartGroup | None) -> Cut | None:
         """The state from which this worker goes on; None if the run begins at its start.
 
         Raises:
@@ -782,7 +790,7 @@ class Loop:
                 f"the strategy of the checkpoint {node_spec.checkpoint} is {manifest.strategy}, but the script has "
                 f"{self.strategy}; change the script back to the strategy of the checkpoint"
             )
-        kept = session.load(worker)
+        kept = session.load(worker, group, None if self._of.keeper is None else self._of.keeper.layout)
         if self._of.keeper is None or kept is None or kept.script is None:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._of.keeper.restore_at_boundary(kept.at_boundary)

@@ -11,7 +11,8 @@ node → supervisor   "alive" after some time without a message; sending it fail
 node → supervisor   "events" for the record; "waiting": what the node waits for; "unfinished", "done" or "failed";
                     "quarantine": a worker to remove from the run;
                     "gradient", "settings", "data": digests that the supervisor compares between workers;
-                    "checkpoint": how far the node is with one; "flight": its last messages, after a fault;
+                    "checkpoint": how far the node is with one; "flight": its last messages, after a fault; "tape": what
+                    entered the program of a node on another host;
                     "call", "communicator": a further call of `distribute`, and that of `join`, begins
                     "snapshot", followed by its parameters in one or more "part" messages
 supervisor → node   "taken" for each "part"
@@ -52,15 +53,26 @@ from flockstep.links import control
 from flockstep.links.bus import LAUNCHER, Traffic
 from flockstep.links.connection import LINK_TIMEOUT
 from flockstep.links.kinds import Transport
-from flockstep.links.shared_group import needed, room_for, warm_up
+from flockstep.links.shared_group import SharedGroup, needed, room_for, warm_up
 from flockstep.links.shared_memory import SharedMemory, host_here
 from flockstep.links.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.failpoints import reach
+from flockstep.records.tape import (
+    TAPES,
+    MappedFile,
+    SentTape,
+    TapeHeader,
+    TapeWriter,
+    is_sent,
+    tape_file,
+    without_secret,
+)
 from flockstep.runtime.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.runtime.replication import NOTES as REPLICAS
+from flockstep.runtime.tape import RecordingTape, Tape
 from flockstep.runtime.user_code import said_of
 
 if TYPE_CHECKING:
@@ -182,6 +194,8 @@ class NodeSpec:
     """
     replica_size: int = 1
     """Number of workers whose scripts hold one replica of the model together."""
+    replica_over_hosts: bool = False
+    """Whether the processes of one replica may run on several hosts."""
     process: int = 0
     """Process id of the only process that may use this specification; 0 if every process that receives the
     specification may use it.
@@ -212,6 +226,10 @@ class NodeSpec:
     """Whether workers of the run may leave and join."""
     joins: bool = False
     """Whether this worker joins others that go on with what their processes hold, and takes its state from one."""
+    tapes: str = ""
+    """Folder for what enters the nodes' programs, see `is_sent`; empty if the run cannot be replayed."""
+    follows: str = ""
+    """Folder of the tapes that this process repeats; empty if it does not repeat a run."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. On another
     host than the coordinator's, a relative path is relative to `directory`.
@@ -223,7 +241,14 @@ class NodeSpec:
         Each call has its own run and record.
         """
         record = str(folder_of_call(Path(self.record), number))
-        return dataclasses.replace(self, call=number, run=run_of_call(self.run, number), record=record)
+        tapes, follows = (
+            str(folder_of_call(Path(folder).parents[1], number) / TAPES / "0")  # a later call has one segment
+            if folder and number > 1 and not is_sent(folder)
+            else folder
+            for folder in (self.tapes, self.follows)
+        )
+        run = run_of_call(self.run, number)
+        return dataclasses.replace(self, call=number, run=run, record=record, tapes=tapes, follows=follows)
 
 
 def run_of_call(run: str, number: int) -> str:
@@ -255,7 +280,8 @@ def on_same_host(again: NodeSpec, before: NodeSpec) -> NodeSpec:
     """
     if again.control:
         return again
-    places = {name: getattr(before, name) for name in ("control", "directory", "transport", "supervisor", "imports")}
+    names = ("control", "directory", "transport", "supervisor", "imports", "tapes")
+    places = {name: getattr(before, name) for name in names}
     return dataclasses.replace(again, **places)
 
 
@@ -323,6 +349,8 @@ class Member:
         self._replicated = False
         """Whether the servers of the run have backups."""
         self._early: deque[Message] = deque()
+        self.tape: Tape | None = None
+        """What enters this node's program, if the run can be replayed."""
 
     def begin_call(self, node_spec: NodeSpec) -> NodeSpec:
         """Tell the supervisor of the process's first call to `distribute` about a later call, and wait until the
@@ -371,7 +399,8 @@ class Member:
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
         self._replicated = welcome.note.replicas > 0
         reach("meeting.begun")
-        cluster = Cluster(len(self.view.ranks), welcome.note.servers, replicas=welcome.note.replicas)
+        self._servers = welcome.note.servers
+        cluster = Cluster(len(self.view.ranks), self._servers, replicas=welcome.note.replicas)
         if welcome.note.memory:
             self.memory = SharedMemory.attach(
                 welcome.note.memory, needed(cluster.workers, room_for(self.schema.nbytes))
@@ -410,6 +439,23 @@ class Member:
         self.tell("ready")
         self._went = float(self.wait_for("go").note["at"])
         self.bus.release()  # every node has the first model
+        if self.node_spec.tapes:
+            self.tape = self._recorded()
+
+    def _recorded(self) -> RecordingTape:
+        spec, memory = self.node_spec, (self.memory is not None, self.host_memory is not None)
+        text = without_secret(msgspec.json.encode(dataclasses.asdict(spec)).decode())
+        place = spec.address, self.view.epoch, self.view.ranks, self.hosts, self._servers
+        sent, file = is_sent(spec.tapes), tape_file(Path(spec.tapes), spec.address)
+        sink = SentTape(self._send_tape) if sent else MappedFile(file)
+        return RecordingTape(TapeWriter(sink, TapeHeader(*place, *memory, text)))
+
+    def _send_tape(self, data: bytes) -> None:
+        self.tell("tape", np.frombuffer(data, np.uint8), {"segment": self.node_spec.tapes})
+
+    def group(self, segment: SharedMemory, rank: int, workers: int) -> SharedGroup:
+        """Return the place of this process among the `workers` processes that share a segment."""
+        return SharedGroup(segment, rank, workers, room_for(self.schema.nbytes))
 
     def seconds(self) -> float:
         """Return the seconds since all nodes were ready, by the supervisor's clock."""
@@ -474,6 +520,8 @@ class Member:
         Raises:
             Interrupted: the supervisor is gone.
         """
+        if tag in ("events", "done") and self.tape is not None:
+            self.tape.flush()
         try:
             self.line.send(tag, note, array)
         except PeerLost:
@@ -515,7 +563,10 @@ class Member:
         The array of a `wanted` message may be received directly into the memory where it is needed.
         """
         if self._early:
-            return self._early.popleft()
+            early = self._early.popleft()
+            if self.tape is not None:
+                self.tape.heard(early)
+            return early
         until = None if seconds is None else time.monotonic() + seconds
         others = () if also is None else (also,)
         while True:
@@ -529,8 +580,11 @@ class Member:
             else:
                 self._unheard += 1
             if message is not None or also is not None or left == 0:
-                if message is None and self._introduced and (seconds or 0.0) >= PATIENCE:
-                    self.tell("alive")
+                if message is None:
+                    if self._introduced and (seconds or 0.0) >= PATIENCE:
+                        self.tell("alive")
+                elif self.tape is not None:
+                    self.tape.heard(message)
                 return message
 
     def _heard(self) -> Message | None:
@@ -575,6 +629,7 @@ class Member:
             Interrupted: the run has ended instead.
         """
         early = deque(message for message in self._early if message.source == LAUNCHER)
+        tape, self.tape = self.tape, None  # which holds where this node goes on
         self.leave()
         while True:
             message = early.popleft() if early else self._heard()
@@ -583,6 +638,9 @@ class Member:
             elif message.tag == "stop":
                 raise stopped(message)
             elif message.tag == AGAIN and not (again := begin_again(message)).waits:
+                if tape is not None:
+                    tape.heard(message)
+                    tape.close()
                 return again
 
     def close(self, linger: float) -> None:
@@ -593,6 +651,8 @@ class Member:
     def leave(self, linger: float = 0.0) -> None:
         """Leave the run, which has ended; the link to the supervisor stays open for further calls of `distribute`."""
         self.closed = True
+        if self.tape is not None:
+            self.tape.close()
         self.bus.close(linger)
         self.memory = self.host_memory = None
         self._early.clear()
@@ -696,7 +756,8 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
             limit = f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
         reason = (
             f"{node_name(node_spec.address)} ran out of memory{limit}; split the model over more workers, for "
-            "example with --partition 'pipeline(2)', use a smaller batch, or allow the process more memory"
+            "example with --partition 'pipeline(2)', or in a script with fully_shard and --replica-size 2, use a "
+            "smaller batch, or allow the process more memory"
         )
         kind = RunError.__name__
     elif not isinstance(error, FlockstepError):

@@ -33,7 +33,7 @@ class Stepping(NamedTuple):
 
 
 class DeclaredWork(NamedTuple):
-    """What a declared job says of a worker's work; a script says nothing."""
+    """What a declared job says of a worker's work; a script says nothing, except of a part of a replica."""
 
     steps: int | None = None
     """Number of steps; None: the worker trains as long as the user's loop runs."""
@@ -43,6 +43,8 @@ class DeclaredWork(NamedTuple):
     """Number of training samples in the worker's part."""
     layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
     """Returns the layers whose gradients can be factored."""
+    fragments: Callable[[int], list[slice]] | None = None
+    """See `Worker.fragments`; None if the worker's parameters are the whole model."""
 
 
 def make_worker(
@@ -59,6 +61,7 @@ def make_worker(
     random, work = node_random(seed, rank), work or DeclaredWork()
     worker = Worker(rank, cluster, params, random, stepping.stepper, work.steps, stepping.optimizer, work.train_size)
     worker.schema, worker.samples, worker.find_layers = schema, work.samples, work.layers
+    worker.fragments = worker.fragments if work.fragments is None else work.fragments
     worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)
     return worker
 

@@ -23,6 +23,8 @@ NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification, without the secret, to a script's process."""
 _feeds: dict[int, socket.socket] = {}
 """Process → socket over which its specification comes."""
+_replicas: tuple[int, bool] = (1, False)
+"""What the script has asked for: number of processes of a replica, and whether they may run on several hosts."""
 _secrets: dict[str, str] = {}
 """Run → its secret. The secret is never in the environment, which children inherit and crash reports show."""
 
@@ -107,7 +109,8 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
         raise ConfigurationError(f"timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
     place = None if NODE_SPEC in os.environ else place_from(os.environ)
     if place is not None:
-        node_spec = adopt(place, sys.argv[0], timeout)
+        size, over_hosts = _replicas
+        node_spec = adopt(place, sys.argv[0], timeout, replica_size=size, replica_over_hosts=over_hosts)
         os.environ.pop(SECRET, None)  # the agent has it, and what the script starts needs none
         take_spec(node_spec)
     return spec_from_environment()
@@ -156,8 +159,32 @@ def place_of_replica() -> tuple[int, int, int, int]:
     processes, and the number of replicas.
     """
     (rank, workers), node_spec = place_of_script(), _spec_of_script()
-    size = 1 if node_spec is None else node_spec.replica_size
+    size = node_spec.replica_size if node_spec is not None else _replicas[0] if workers > 1 else 1
     return rank // size, rank % size, size, workers // size
+
+
+def ask_for_replicas(size: int, over_hosts: bool) -> None:
+    """Let `size` processes hold one replica if torchrun, mpirun or srun has started the processes of the run.
+
+    Raises:
+        ConfigurationError: the size does not divide the number of processes, or the run has begun with another size.
+    """
+    global _replicas
+    (_, workers), node_spec = place_of_script(), _spec_of_script()
+    if size < 1 or (workers > 1 and workers % size):
+        raise ConfigurationError(
+            f"size must be a number that divides the number of processes, {workers}, got {size}; start a multiple of "
+            f"{max(size, 1)} processes, or give flockstep.replica another size"
+        )
+    if node_spec is None:
+        _replicas = size, over_hosts
+    elif (node_spec.replica_size, node_spec.replica_over_hosts) != (size, over_hosts):
+        raise ConfigurationError(
+            f"the script asks for replicas of {size} processes{' over hosts' * over_hosts}, but the run has replicas "
+            f"of {node_spec.replica_size}{' over hosts' * node_spec.replica_over_hosts}; give flockstep launch "
+            f"--replica-size {size}{' --replica-over-hosts' * over_hosts}, or call flockstep.replica without arguments "
+            "there; under torchrun, mpirun or srun call flockstep.replica before flockstep.distribute"
+        )
 
 
 def place_now(rank: int, workers: int) -> tuple[int, int]:

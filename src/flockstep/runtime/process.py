@@ -19,16 +19,18 @@ from flockstep.programs import NeedGradient
 from flockstep.records.failpoints import reach
 from flockstep.runtime.change import HeldWork, beside, held_of, settle
 from flockstep.runtime.fault_injector import wrong_gradients
-from flockstep.runtime.member import BeginAgain, NodeSpec
+from flockstep.runtime.member import BeginAgain, Member, NodeSpec
 from flockstep.runtime.node_creation import make_server
 from flockstep.runtime.part_group import NodePart, PartGroup, groups_of
 from flockstep.runtime.plan import FIRST_BATCH, Batches, LocalOptimizer, Plan, computed
 from flockstep.runtime.program_restart import notes_of_all
 from flockstep.runtime.real import NodeConnection
+from flockstep.runtime.real_joint import JointConnection
 from flockstep.runtime.real_part import PartConnection
 from flockstep.runtime.runner import Runner
 from flockstep.runtime.session import Session
 from flockstep.runtime.settings import room_for
+from flockstep.split.joint import JointModel
 from flockstep.split.parts import notes_between
 from flockstep.split.stages import SplitModel
 from flockstep.strategies.base import Strategy
@@ -38,7 +40,9 @@ from flockstep.workloads.sampler import SamplerState
 class JobWorker:
     """A worker of a declared job, over all changes of the run's workers that its process lives through."""
 
-    def __init__(self) -> None:
+    def __init__(self, member_of: Callable[..., Member] | None = None) -> None:
+        """`member_of`: see `Session`."""
+        self._member_of = member_of
         self._worker: Worker | None = None
         """The worker that this process was before the last change."""
         self._plan: Plan
@@ -62,7 +66,7 @@ class JobWorker:
         `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave` returns
         whether a signal has asked this worker to leave the run.
         """
-        with np.errstate(over="ignore", invalid="ignore"), Session(node_spec) as session:
+        with np.errstate(over="ignore", invalid="ignore"), Session(node_spec, None, self._member_of) as session:
             # An overflow shows as a loss that is not finite.
             engine, plan = make()
             if plan.split is not None:
@@ -208,7 +212,14 @@ def _run_part(session: Session, engine: Engine, plan: Plan, split: SplitModel) -
     release()
     kept, batches = session.load(worker, group), Batches(plan, rank)
     taken = 0 if kept is None else kept.before + kept.step
-    connection = session.begin(lambda member: PartConnection(member, worker, plan, split, group, batches, taken))
+    given = worker, plan, split, group, batches
+
+    def connect(member: Member) -> PartConnection | JointConnection:
+        if isinstance(split, JointModel):
+            return JointConnection(member, *given, begins=kept is None)
+        return PartConnection(member, *given, taken)
+
+    connection = session.begin(connect)
     ours = connection.checkpoints
     ours.stepper, ours.batches = stepper, batches
     ours.buffers = connection.snapshots.buffers = lambda: part.buffers(rank)
@@ -229,12 +240,14 @@ def run_server(
     schema: Schema,
     every: int,
     group: PartGroup | None = None,
+    member_of: Callable[..., Member] | None = None,
 ) -> int:
     """Take part in a run as a server; return the exit code of the process.
 
-    `group` is the group of the server if the model is split; `index` counts the servers of this group.
+    `group` is the group of the server if the model is split; `index` counts the servers of this group. `member_of`: see
+    `Session`.
     """
-    with np.errstate(over="ignore", invalid="ignore"), Session(node_spec) as session:
+    with np.errstate(over="ignore", invalid="ignore"), Session(node_spec, None, member_of) as session:
         rule, spec = Strategy.parse(strategy), Optimizer.parse(optimizer)
         spec.load()  # before the others are met, who would wait for the import at their first step
         largest = max(rule.largest_message, room_for(optimizer))

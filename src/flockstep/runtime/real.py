@@ -14,7 +14,6 @@ from flockstep import nodes
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.links.bus import LAUNCHER
-from flockstep.links.shared_group import SharedGroup, room_for
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, SharedArrays, Work
@@ -83,6 +82,8 @@ class NodeConnection(Messenger):
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
         address = member.node_spec.address
         self.runner.metrics.address = address
+        if member.tape is not None:
+            self.runner.keep(member.tape, self.take)
         self.replication = self.runner.replication = replicate(self.runner, node.cluster, address, self.send)
         node.bad_gradients, self.runner.quarantine = member.node_spec.bad_gradients, self._quarantine
         if isinstance(node, Worker):
@@ -200,6 +201,8 @@ class NodeConnection(Messenger):
         """Send a snapshot of `params` (default: the node's current parameters) to the supervisor, which evaluates the
         snapshot off the run's clock.
         """
+        if self.runner.tape is not None:
+            self.runner.tape.snapshot(tick, self.node.run_step, self.node.params if params is None else params)
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
 
     @property
@@ -278,12 +281,10 @@ class NodeConnection(Messenger):
         )
         user = worker, self.runner.metrics, self._listen
         if (segment := self._member.memory) is not None and worker.workers > 1:
-            room = room_for(self._member.schema.nbytes)
-            self._memory = RunMemory(SharedGroup(segment, worker.rank, worker.workers, room), *user)
+            self._memory = RunMemory(self._member.group(segment, worker.rank, worker.workers), *user)
         elif (segment := self._member.host_memory) is not None:
             host, nbytes = next(host for host in worker.hosts if worker.rank in host), self._member.schema.nbytes
-            group = SharedGroup(segment, host.index(worker.rank), len(host), room_for(nbytes))
-            self._memory = HostMemory(group, *user, nbytes)
+            self._memory = HostMemory(self._member.group(segment, host.index(worker.rank), len(host)), *user, nbytes)
         if self._memory is not None:
             worker.shared = self._memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from functools import partial
 
@@ -20,7 +21,31 @@ from flockstep.split.program import NeedRequest, PartRun, PartRunner, require_pl
 from flockstep.split.stages import SplitModel
 
 
-class PartConnection(NodeConnection):
+class HoldingConnection(NodeConnection):
+    """The connection of a worker that holds one part of a replica, and computes the part's gradients with others."""
+
+    def __init__(self, member: Member, worker: Worker, plan: Plan, split: SplitModel, group: PartGroup):
+        super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
+        self._plan, self._partition, self._part = plan, split.partition, group.part
+
+    def train(self, stepper: LocalOptimizer) -> None:
+        """Run the worker's program to its end, with the gradients of the part."""
+        runner, node = self.runner, self.node
+        answer: tuple[FlatArray | None, float | None] = None, None
+        while runner.advance(*answer):
+            need = runner.waiting
+            assert isinstance(need, NeedGradient)
+            require_plain(need, self._plan.strategy, self._partition)
+            stepper.lr = self._plan.lr_at(node.run_step)
+            answer = self._computed(need)
+            reach("gradient.computed")
+
+    @abstractmethod
+    def _computed(self, need: NeedGradient) -> tuple[FlatArray, float]:
+        """Compute the gradient of the part for the next batch, and return it and the loss."""
+
+
+class PartConnection(HoldingConnection):
     """The connection of a worker that holds one part: to its group's workers, and to its replica's other parts."""
 
     def __init__(
@@ -34,25 +59,12 @@ class PartConnection(NodeConnection):
         taken: int,
     ):
         """`taken`: number of steps that the worker has taken before, in a run that continues."""
-        super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
-        self._plan, self._partition, self._part = plan, split.partition, group.part
+        super().__init__(member, worker, plan, split, group)
         self._numbers: Counter[int] = Counter()
         """Number of messages sent to each other part."""
         batch = partial(batches.next, GRADIENT)
         run = PartRun(worker.rank, group.part, plan.steps, batch, self._send_to_part, plan.seed, taken)
         self._runner_of_part = PartRunner(program_of(split, run), lambda need: None, lambda gradient, loss: None)
-
-    def train(self, stepper: LocalOptimizer) -> None:
-        """Run the worker's program to its end, with the gradients of the part."""
-        runner, node = self.runner, self.node
-        answer: tuple[FlatArray | None, float | None] = None, None
-        while runner.advance(*answer):
-            need = runner.waiting
-            assert isinstance(need, NeedGradient)
-            require_plain(need, self._plan.strategy, self._partition)
-            stepper.lr = self._plan.lr_at(node.run_step)
-            answer = self._computed()
-            reach("gradient.computed")
 
     def take(self, message: Message) -> None:
         """Deliver a message, which may come from another part of the replica."""
@@ -62,8 +74,7 @@ class PartConnection(NodeConnection):
         self.flight.note("receive", message.source, message.tag, self.node.step, message.payload_bytes)
         self._runner_of_part.deliver(message)
 
-    def _computed(self) -> tuple[FlatArray, float]:
-        """Compute the passes of a step, and return the gradient of the part and the loss."""
+    def _computed(self, need: NeedGradient) -> tuple[FlatArray, float]:
         part = self._runner_of_part
         part.request(self.node.params)
         while not isinstance(part.waiting, NeedRequest):

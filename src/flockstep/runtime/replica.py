@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import ConfigurationError, MissingDependency
-from flockstep.runtime.node_spec import place_of_replica, require_own_process, spec_from_environment
+from flockstep.runtime.node_spec import (
+    ask_for_replicas,
+    enter_run,
+    joining_run,
+    place_of_replica,
+    refuse,
+    require_own_process,
+    spec_from_environment,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +75,8 @@ class Replica:
         from torch.distributed.device_mesh import init_device_mesh
 
         cuda = torch.cuda.is_available() and backend != "gloo"
-        open_group(self, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), cuda)
+        with joining_run("replica().mesh"):
+            open_group(self, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), cuda)
         _shapes.update(zip(names, sizes, strict=True))
         return init_device_mesh("cuda" if cuda else "cpu", sizes, mesh_dim_names=tuple(names))
 
@@ -90,17 +99,29 @@ class Replica:
         return self.index * along + rank % along, self.count * along
 
 
-def replica() -> Replica:
+def replica(size: int | None = None, *, over_hosts: bool = False) -> Replica:
     """Return the replica that this process holds a part of, with `index`, `rank`, `size` and `mesh()`.
 
     `flockstep launch -n 8 --replica-size 4` starts two replicas of four processes. Worker r × 4 + p, as `rank()` counts
     them, is process p of replica r. Without `--replica-size`, and in a script that runs alone, a replica is one
     process.
 
+    Args:
+        size: number of processes of a replica, for a script that torchrun, mpirun or srun starts; given in the first
+            call, before `flockstep.distribute`. None for the number that flockstep launch or an earlier call was given.
+        over_hosts: let the processes of one replica run on several hosts, as `--replica-over-hosts` does.
+
     Raises:
-        ConfigurationError: the script of a launched run has started this process.
+        ConfigurationError: the script of a launched run has started this process, the size does not divide the number
+            of processes, or the run has replicas of another size.
     """
     require_own_process("replica")
+    if size is not None:
+        try:
+            ask_for_replicas(size, over_hosts)
+        except ConfigurationError as error:
+            refuse(error, spec_from_environment())
+            raise
     return Replica(*place_of_replica())
 
 
@@ -108,7 +129,7 @@ def open_group(replica: Replica, backend: str, cuda: bool = False) -> None:
     """Open the default process group over the processes of a replica, unless it is open.
 
     Raises:
-        ConfigurationError: the open group has other processes.
+        ConfigurationError: the open group has other processes, or the replica is on several hosts and no group is open.
     """
     import torch
     import torch.distributed
@@ -117,7 +138,14 @@ def open_group(replica: Replica, backend: str, cuda: bool = False) -> None:
 
     dist: Any = torch.distributed  # not all of what it offers is declared
     if not dist.is_initialized():
-        spec = spec_from_environment()
+        spec = enter_run()
+        if replica.size > 1 and spec is not None and spec.replica_over_hosts:
+            raise ConfigurationError(
+                "flockstep opens the process group of a replica only within one host, because its links are not "
+                'encrypted; for a replica over hosts call torch.distributed.init_process_group("gloo", '
+                'init_method="tcp://HOST:PORT", rank=replica.rank, world_size=replica.size) before '
+                "replica.mesh(), with an address of the host of the replica's first process"
+            )
         if cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the only way to say that no other host may connect

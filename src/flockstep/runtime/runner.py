@@ -28,6 +28,7 @@ from flockstep.runtime.node_metrics import NodeMetrics
 from flockstep.runtime.program_restart import CHANNEL, ProgramRestart, ScriptRequests
 from flockstep.runtime.replication import NOTES as BETWEEN_PROCESSES
 from flockstep.runtime.settings import OPTIMIZER, taken_over
+from flockstep.runtime.tape import Tape
 from flockstep.runtime.tracker import Progress
 from flockstep.runtime.user_code import place_of, said_of
 from flockstep.strategies.base import Strategy
@@ -114,7 +115,7 @@ class Runner:
         "__dict__", "__weakref__", "_again", "_checked", "_checks", "_driver", "_params", "_program", "_serves",
         "_settle", "_since", "_then", "at_rest", "clock", "counted", "done", "ended", "every", "history", "metrics",
         "node", "partly", "progress", "quarantine", "recorded", "replaying", "replication", "script_requests", "send",
-        "send_snapshot", "source", "stepped", "strikes", "waiting", "wrong_gradients",
+        "send_snapshot", "source", "stepped", "strikes", "tape", "waiting", "wrong_gradients",
     )  # fmt: skip
     send_snapshot: Callable[..., None] | None
     """Function that sends a snapshot of the node's parameters at a tick of progress; None if no snapshots are sent."""
@@ -145,6 +146,8 @@ class Runner:
     """Function that removes a worker from the run; its arguments are the worker's address and the reason."""
     wrong_gradients: WrongGradients | None
     """Injected faults that change the worker's gradients; None if there are none."""
+    tape: Tape | None
+    """Records what enters the program, or repeats what a record says; None if the run cannot be replayed."""
     replication: Replication | None
     """Handles the messages between the processes of a run whose servers have backups; None if there are no backups."""
 
@@ -155,6 +158,7 @@ class Runner:
         self.every, self.replaying, self.counted, self.at_rest = 0, False, False, False
         self.send_snapshot = self.source = self.stepped = self.ended = self.quarantine = None
         self.progress = self.script_requests = self.history = self.wrong_gradients = self.replication = None
+        self.tape = None
         self.recorded = metrics.emit is not None
         self.clock = clock
         self.waiting: Effect | None = None
@@ -188,6 +192,26 @@ class Runner:
         self._again = lambda: strategy.master(node)
         self._checks = strategy.checks
         self.begin(self._again())
+
+    def keep(self, tape: Tape, take: Callable[[Message], None]) -> None:
+        """Tell the tape what the program asks for from now on; `take` delivers a message."""
+        self.tape, send = tape, self.send
+        tape.begin(self.node, take)
+
+        def send_and_turn(to: Address, message: Message) -> None:
+            send(to, message)
+            tape.turn()
+
+        self.send = send_and_turn
+
+    def turn(self) -> None:
+        """Mark that a wait inside the program has ended."""
+        if self.tape is not None:
+            self.tape.turn()
+
+    def read_clock(self) -> float:
+        """Return the seconds on the node's clock, for the program."""
+        return self.clock() if self.tape is None else self.tape.reading(self.clock)
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
         """Record the program's inputs from now on, so that the program can be restarted; `save` returns the node's
@@ -304,6 +328,8 @@ class Runner:
 
     def resume(self, value: Any) -> None:
         """Resume the program with the value that it waits for, until it waits again or ends."""
+        if self.tape is not None:
+            self.tape.turn()
         program, self.waiting, self.at_rest = self._program, None, False
         assert program is not None
         try:
@@ -340,6 +366,8 @@ class Runner:
         need, node = self.waiting, self.node
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
+        if self.tape is not None:
+            self.tape.turn()
         if self.recorded:
             self.lap("compute")
         reason = None
@@ -363,6 +391,8 @@ class Runner:
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("gradient", copied(gradient), loss, first))
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
+        if need.closes and self.tape is not None:
+            self.tape.gradient(loss, gradient[: need.size(len(gradient))])
         if need.closes and self.recorded:
             self._step(loss)
         self.resume(gradient)
@@ -511,6 +541,7 @@ class Runner:
     def collect(self) -> None:
         """Deliver the messages that have arrived."""
         self._driver.collect()
+        self.turn()
 
     def emit(self, event: Event) -> None:
         """Write an event to the record."""
@@ -570,7 +601,7 @@ class Runner:
 
     def _needless(self) -> bool:
         """Cancel the awaited gradient if it is needless, and resume the program; return whether that was done."""
-        self._driver.collect()
+        self.collect()
         found = self.needless()
         if found is not None:
             self.give_up(found)

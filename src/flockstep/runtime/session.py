@@ -20,12 +20,14 @@ from typing import Any, Protocol, Self, TypeVar
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
+from flockstep.frameworks.shard_layout import ShardLayout
 from flockstep.messages import Notes
 from flockstep.nodes import Cluster, Node, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.runtime.adoption import say_nothing_of
 from flockstep.runtime.checkpoints import ScriptCheckpoints, load
 from flockstep.runtime.cut import Cut
+from flockstep.runtime.follower import FollowingMember
 from flockstep.runtime.member import (
     BeginAgain,
     Member,
@@ -39,6 +41,7 @@ from flockstep.runtime.part_group import NodePart, PartGroup
 from flockstep.runtime.program_restart import notes_of
 from flockstep.runtime.real import NodeConnection
 from flockstep.runtime.replication import NOTES as REPLICAS
+from flockstep.runtime.tape import require_replayable
 from flockstep.strategies.base import Strategy
 
 C = TypeVar("C", bound=NodeConnection)
@@ -59,9 +62,14 @@ class ScriptLoop(Protocol):
 class Session:
     """One node's part in one run. As a context manager it reports an error to the supervisor, and leaves the run."""
 
-    def __init__(self, node_spec: NodeSpec, loop: ScriptLoop | None = None):
-        """`loop`: the training loop of a script; None for the nodes of a job, and for a communicator."""
+    def __init__(
+        self, node_spec: NodeSpec, loop: ScriptLoop | None = None, member_of: Callable[..., Member] | None = None
+    ):
+        """`loop`: the training loop of a script; None for the nodes of a job, and for a communicator. `member_of` makes
+        the links, with the arguments of `Member`, in a replay in one process.
+        """
         self.node_spec = node_spec
+        self._member_of = member_of or (FollowingMember if node_spec.follows else Member)
         self.loop = loop
         self.connection: NodeConnection | None = None
         """Connects the node's program; None before the program begins, and after the run's end."""
@@ -126,25 +134,27 @@ class Session:
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
+        if self.node_spec.tapes and strategy is not None:
+            require_replayable(strategy)
         self._part = "" if part is None else part.name
         known = {} if strategy is None else notes_of(strategy)
         sums = strategy is not None and strategy.sums and self.node_spec.address >= 0 and part is None
-        self._member = Member(self.node_spec, schema, largest, {**known, **REPLICAS, **(notes or {})}, sums)
+        self._member = self._member_of(self.node_spec, schema, largest, {**known, **REPLICAS, **(notes or {})}, sums)
         text, data = "" if strategy is None else to_text(strategy), {} if optimizer is None else to_data(optimizer)
         cluster, params = self._member.join(text, data, initial, part=part, repeats=repeats)
         if part is not None and strategy is not None:
             cluster = strategy.cluster(cluster.workers // part.group.parts)
         return cluster, params
 
-    def load(self, node: Node, group: PartGroup | None = None) -> Cut | None:
+    def load(self, node: Node, group: PartGroup | None = None, layout: ShardLayout | None = None) -> Cut | None:
         """Return the state from which a node goes on, whose group is `group` if the model is split; None if its run
-        begins at its start.
+        begins at its start. `layout`: what a script's process holds.
 
         Raises:
             ConfigurationError: the checkpoint is damaged, or belongs to another model.
         """
         address = node.address if group is None else group.outside(node.address)
-        kept = self._kept = load(self.node_spec, address, node.params)
+        kept = self._kept = load(self.node_spec, address, node.params, layout)
         if kept is not None and kept.mailbox is not None:
             received = kept.mailbox.received()
             self.member.expect(received if group is None else {group.outside(peer): n for peer, n in received.items()})

@@ -15,15 +15,16 @@ from typing import Any
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import import_components, load_job_file, make_engine
+from flockstep.frameworks.job import JOB_FILES, import_components, load_job_file, make_engine
 from flockstep.links.kinds import Transport
+from flockstep.options import SEALED, SealedOptions
 from flockstep.partitions.base import Partition, Unsplit
-from flockstep.partitions.pipeline import check_microbatches
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import SPLIT, RunConfig
 from flockstep.runtime.plan import Plan, require_splittable, whole_cluster
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
+from flockstep.sealed.job import load_sealed
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
@@ -39,15 +40,25 @@ from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
 JOB_FILE = "job_file"
-"""Key, among the versions in a record, of the digest of the job's Python file."""
+"""Key, among the versions in a record, of the digest of the job's file."""
 EVALUATIONS = 40
 """Default number of evaluations of the model during a run."""
 
 
-def load_job(text: str, seed: int) -> Job:
-    """Return the job that `text` names: the expression of a workload, or the path of a Python file with a `job()`
-    function.
+UNSEALED = SealedOptions()
+"""The options of a job that is not sealed."""
+
+
+def load_job(text: str, seed: int, given: SealedOptions = UNSEALED) -> Job:
+    """Return the job that `text` names: the expression of a workload, the path of a Python file with a `job()`
+    function, or of a file that `flockstep seal` wrote, which has the data and the keys that the options name.
     """
+    if text.endswith(SEALED):
+        return load_sealed(text, given)
+    if words := given.words():
+        raise ConfigurationError(
+            f"{words[0]} is for a job that flockstep seal wrote, got {text}; leave the option out, or seal the job"
+        )
     if text.endswith(".py"):
         return load_job_file(Path(text))
     if text not in (*registry.names("workload"), *registry.aliases("workload")) and Path(text).exists():
@@ -164,6 +175,8 @@ def canonical(config: RunConfig) -> RunConfig:
         for name, base in bases.items()
         if getattr(config, name) is not None
     }
+    if config.network is not None:
+        texts["network"] = str(Network.parse(texts["network"]).resolved(config.workers))
     partition = partition_of(config)
     texts["partition"] = None if partition == Unsplit() else str(partition)
     texts["system"] = config.system or _system(config.strategy)
@@ -238,7 +251,7 @@ class BuiltJob:
             CompositionError: workers of the strategy compute on each other's samples, and each has its `own`.
         """
         strategy = check(config)
-        loaded = load_job(config.job, config.seed)
+        loaded = load_job(config.job, config.seed, config)
         job = overridden(loaded, config)
         if own is not None:
             require_own_samples(strategy)
@@ -279,6 +292,7 @@ def prepare(
     config = canonical(config)
     built = built or BuiltJob.of(config, own)
     job, engine = built.job, built.engine
+    config = _scheduled(config, job)
     replicas = partition_of(config).replicas(config.workers)
     facts = {**job.facts, **engine.facts}
     for fact, value in config.facts.items():
@@ -318,9 +332,10 @@ def prepare(
     )
     if built.split is not None:
         require_splittable(plan)
-        check_microbatches(built.split.microbatches, plan.batch_at(0))
+        for samples in {plan.batch_at(step) for step in range(plan.steps)}:
+            built.split.require_batch(samples)
     found = versions()
-    if config.job.endswith(".py"):
+    if config.job.endswith(JOB_FILES):
         found[JOB_FILE] = digest(Path(config.job))
     if built.split is not None and built.split.note is not None:
         found[SPLIT] = built.split.note
@@ -339,6 +354,13 @@ def prepare(
         versions=found,
     )
     return engine, plan, resolved
+
+
+def _scheduled(config: RunConfig, job: Job) -> RunConfig:
+    """Return the configuration with the job's schedule, unless it names a schedule."""
+    if config.schedule is not None or job.schedule is None:
+        return config
+    return dataclasses.replace(config, schedule=str(Schedule.parse(job.schedule)))
 
 
 def require_own_samples(strategy: Strategy) -> None:

@@ -119,12 +119,16 @@ class NewestSnapshots:
         return tick
 
 
+Keep = Callable[[SnapshotTick, FlatArray, dict[str, FlatArray]], None]
+"""Stores the final model: its tick, its parameters, and its buffers by name."""
+
+
 class SnapshotTracker(Tracker):
     """Evaluates the model of each tick of progress when the snapshots of all nodes have arrived, and stores the final
     model with `keep`.
     """
 
-    def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[SnapshotTick, FlatArray], None]):
+    def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Keep):
         sizes = (engine.schema.size,) if plan.split is None else plan.split.sizes
         facts = *tracked(plan, sizes), plan.samples_at, by_worker(emit, len(sizes))
         super().__init__(engine, plan.result, *facts)
@@ -194,4 +198,4 @@ class SnapshotTracker(Tracker):
     def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
         assert isinstance(entry, SnapshotTick)
         if tick == FINAL:
-            self._keep(entry, params)
+            self._keep(entry, params, self._buffers_of(entry, params))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.frameworks.torch_flat import local
+from flockstep.frameworks.torch_dtensors import local
 from flockstep.nodes import Worker
 from flockstep.runtime.node_metrics import fingerprint
 from flockstep.runtime.payloads import receive_pieces, send_pieces

@@ -71,7 +71,7 @@ class Clipping:
                 "whole gradient; use a strategy that updates all parameters on one node, such as all_reduce or bsp, "
                 "or clip each worker's own gradient with torch.nn.utils.clip_grad_norm_"
             )
-        whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
+        whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.trained.values()}
         if traits.server_optimizer and self.flat.sharded:
             raise CompositionError(
                 f"a server of {self.strategy} holds one part of each replica, and does not know the norm of the whole "
@@ -90,7 +90,7 @@ class Clipping:
             self.skip()
         if self._alone:  # measured now, for scripts that read it; clipped in the step, as parts may be sent already
             if self.flat.sharded:
-                clip.norm.copy_(clip_shards(parameters, math.inf, norm_type))
+                clip.norm.copy_(clip_shards(self.flat, parameters, math.inf, norm_type))
             else:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 clip.norm.copy_(torch.nn.utils.get_total_norm(gradients, norm_type))
@@ -104,7 +104,7 @@ class Clipping:
         """Clip the gradients as they are, of a DTensor over all of its processes; return the norm before clipping."""
         if not self.flat.sharded:
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
-        clip = Clip(parameters, max_norm, norm_type, strict, clip_shards(parameters, max_norm, norm_type))
+        clip = Clip(parameters, max_norm, norm_type, strict, clip_shards(self.flat, parameters, max_norm, norm_type))
         clip.check()
         return clip.norm
 
@@ -175,7 +175,7 @@ def clip_grad_norm_(
     if not max_norm > 0:
         raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to compute the norm without clipping")
     if isinstance(clipping := getattr(of, "clipping", None), Clipping):
-        return clipping.ask(list(clipping.flat.parameters), max_norm, norm_type, error_if_nonfinite)
+        return clipping.ask(list(clipping.flat.trained.values()), max_norm, norm_type, error_if_nonfinite)
     if isinstance(of, torch.optim.Optimizer):
         of = [p for group in of.param_groups for p in group["params"]]
     given = list(of) if isinstance(of, Iterable) and not isinstance(of, torch.Tensor) else [of]
@@ -187,7 +187,7 @@ def clip_grad_norm_(
         )
     held = set(map(id, wanted))
     for candidate in Clipping.live:
-        if not held.isdisjoint(map(id, candidate.flat.parameters)):
+        if not held.isdisjoint(map(id, candidate.flat.trained.values())):
             return candidate.ask(wanted, max_norm, norm_type, error_if_nonfinite)
     return clip_now(wanted, max_norm, norm_type, error_if_nonfinite, foreach)  # of one worker alone
 

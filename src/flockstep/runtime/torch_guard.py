@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.namespace import first_not_finite, namespace
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule, local, on_gradients
+from flockstep.frameworks.torch_dtensors import local
+from flockstep.frameworks.torch_flat import FlatModule, on_gradients
 from flockstep.runtime.settings import compared_at
 
 COMPARED = 1 << 8
@@ -61,9 +62,9 @@ class Guard:
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None, server_side: bool = False):
         """`server_side`: servers or other ranks step in place of the optimizer."""
         self._flat, self._optimizer, self._server_side = flat, optimizer, server_side
-        self._names = {id(p): entry.name for entry, p in zip(flat.schema.entries, flat.parameters, strict=True)}
+        self._names = {id(p): name for name, p in flat.trained.items()}
         self._all = list(flat.module.parameters())
-        names = [entry.name.rpartition(".") for entry in flat.schema.entries]
+        names = [name.rpartition(".") for name in flat.trained]
         self._owners = [(flat.module.get_submodule(owner), name) for owner, _, name in names]
         """Where the module holds each parameter."""
         self._structure, self._checks = self._seen(), 0
@@ -206,11 +207,11 @@ class Guard:
 def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) -> None:
     """Raise `ConfigurationError` unless `optimizer` holds exactly the parameters that the module trains."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    trained = {id(p) for p in flat.parameters}
-    for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
+    trained = {id(p) for p in flat.trained.values()}
+    for name, parameter in flat.trained.items():
         if id(parameter) not in held:
             raise ConfigurationError(
-                f"the optimizer must hold every trainable parameter, but {entry.name} is missing; pass "
+                f"the optimizer must hold every trainable parameter, but {name} is missing; pass "
                 "model.parameters() to the optimizer, or freeze the parameter with requires_grad_(False); if another "
                 "optimizer trains it, call distribute once for each optimizer, with a submodule or a "
                 "torch.nn.ParameterList that holds what the optimizer trains"

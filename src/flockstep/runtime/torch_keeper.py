@@ -14,6 +14,8 @@ from flockstep.arrays.namespace import to_device_of
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch
 from flockstep.expression import to_text
+from flockstep.frameworks.shard_layout import ShardLayout
+from flockstep.frameworks.torch_dtensors import box_of, local, placed_like
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.optimizers.base import Optimizer
 from flockstep.runtime.torch_buffers import Buffers
@@ -31,6 +33,8 @@ class OptimizerContent:
     """State of each parameter in the order of the parameter groups; empty if servers run the optimizer."""
     rule: str
     """The optimizer in the form that servers execute, as text."""
+    layout: ShardLayout | None = None
+    """Place of the parameters' elements, which this process trains, in the whole model; None in older checkpoints."""
 
 
 @dataclass
@@ -58,10 +62,13 @@ class TorchKeeper:
         server_side: bool,
         why_not: Callable[[], str],
         rule: Callable[[], Optimizer],
+        newest: Callable[[int], int] | None = None,
     ):
         """`server_side`: servers step in place of the optimizer. `why_not`: returns the reason why the script cannot be
-        stopped now. `rule`: returns the optimizer in the form that servers execute now.
+        stopped now. `rule`: returns the optimizer in the form that servers execute now. `newest`: returns the
+        largest of a number over the processes of this replica, all of which call it at one point; None for one process.
         """
+        self.newest = newest
         self._flat, self._optimizer, self._buffers, self._server_side = flat, optimizer, buffers, server_side
         self._why_not, self._rule = why_not, rule
         self._kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -73,8 +80,16 @@ class TorchKeeper:
 
     def at_boundary(self) -> OptimizerContent:
         """Return the optimizer's state where the worker's program has stopped; tensors are not copied."""
-        states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
-        return OptimizerContent(self._flat.schema, self._kind, states, to_text(self._rule()))
+        states = [] if self._server_side else [self._state(one) for one in self._parameters()]
+        return OptimizerContent(self._flat.schema, self._kind, states, to_text(self._rule()), self.layout)
+
+    @property
+    def layout(self) -> ShardLayout:
+        """The elements of the model that this process trains."""
+        places = {id(parameter): index for index, parameter in enumerate(self._flat.parameters)}
+        order = tuple(places.get(id(parameter), -1) for parameter in self._parameters())
+        boxes = tuple(map(box_of, self._flat.parameters))
+        return ShardLayout(self._flat.schema, boxes, tuple(self._flat.trained), order)
 
     def restore_at_boundary(self, kept: OptimizerContent) -> None:
         """Restore the optimizer's state; raise `ConfigurationError` for another model's or optimizer's."""
@@ -85,6 +100,11 @@ class TorchKeeper:
             raise ConfigurationError(
                 f"the script's model differs from the model of the checkpoint: {what}; restore the script as it was"
             ) from None
+        if kept.layout is not None and kept.layout != self.layout:
+            raise ConfigurationError(
+                "the script shards its model in another way than the script that wrote the checkpoint; restore the "
+                "script as it was"
+            )
         count = 0 if self._server_side else len(self._parameters())
         if kept.kind != self._kind or len(kept.states) != count:
             raise ConfigurationError(
@@ -94,7 +114,7 @@ class TorchKeeper:
         for parameter, state in zip(self._parameters(), kept.states, strict=False):
             self._optimizer.state.pop(parameter, None)
             if state:
-                self._optimizer.state[parameter] = state
+                self._optimizer.state[parameter] = placed_like(parameter, state)
 
     def take(self, params: FlatArray, kept: OptimizerContent) -> None:
         """Take the parameters (K,) and the state of the optimizer of another worker, whose replica is equal."""
@@ -144,5 +164,20 @@ class TorchKeeper:
             np.random.set_state(kept.numpy_stream)  # noqa: NPY002 - the stream that scripts use
             standard.setstate(kept.python_stream)
 
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The optimizer's state of a parameter, of DTensors the shards of this process."""
+        found = {name: local(value) for name, value in self._optimizer.state.get(parameter, {}).items()}
+        for name, value in self._optimizer.state.get(parameter, {}).items():
+            if found[name] is not value and not _has_shape(found[name], local(parameter)):
+                raise ConfigurationError(
+                    f"the state {name} of {self._kind} is a DTensor of another shape than its parameter; use an "
+                    "optimizer whose state has the shape of the parameters, such as torch.optim.AdamW"
+                )
+        return found
+
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_shape(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -32,7 +33,7 @@ from flockstep.runtime.torch_guard import Guard, require_same_parameters, requir
 from flockstep.runtime.torch_join import Consent, Remember
 from flockstep.runtime.torch_keeper import TorchKeeper
 from flockstep.runtime.torch_memory import WorkerMemory, memory_of
-from flockstep.runtime.torch_shards import parts_of
+from flockstep.runtime.torch_shards import divided, fragments, largest
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
@@ -94,7 +95,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _require_usable(module, optimizer)
         self.inner = optimizer
         without = [parameter for parameter in module.parameters() if parameter.grad is None]
-        self.flat = flat = FlatModule(module)
+        copies, parts = divided(module)
+        self.flat = flat = FlatModule(module, copies=copies)
         self.buffers = Buffers(module, buffers)
         require_same_parameters(flat, optimizer)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -106,7 +108,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         server_side, self._sliced = strategy.traits.server_optimizer, strategy.traits.memory == "slices"
         self._spec: Optimizer = for_servers(optimizer, flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(flat, optimizer, self._prepare, holds=self._searches)
-        keeper = TorchKeeper(flat, optimizer, self.buffers, server_side, self._why_not_stopped, lambda: self._spec)
+        keeper = TorchKeeper(
+            flat,
+            optimizer,
+            self.buffers,
+            server_side,
+            self._why_not_stopped,
+            lambda: self._spec,
+            newest=None if parts is None else largest,
+        )
         self.loop = Loop(
             flat.params,
             flat.grads,
@@ -114,7 +124,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             stepper,
             self._spec,
-            OfFramework(self.buffers.packed, not flat.sharded, bad_gradients, parts_of(flat), keeper),
+            OfFramework(
+                self.buffers.packed,
+                not flat.sharded,
+                bad_gradients,
+                parts=parts,
+                fragments=None if parts is None else partial(fragments, flat),
+                keeper=keeper,
+            ),
         )
         if self._searches:
             _require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
@@ -303,6 +320,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # What is refused for its loss becomes zeros in the flat array.
         leave = not self._searches and scale is None and math.isfinite(self.loop.loss or 0.0)
         self.flat.gather_gradients(self._backward.handed_from, leave)
+        if self.flat.copies is not None:
+            self.loop.require(self.flat.copies.require_equal_gradients)
         self.clipping.begin()
         skips = self._consent.skips(overflow)
         if overflow is not None:
@@ -355,11 +374,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return (
                 f"flockstep.checkpoint does not work with {type(self.inner).__name__}, which may evaluate its closure "
                 "several times in a step; save state_dict()s, as docs/how-to/loops.md shows"
-            )
-        if self.flat.sharded:
-            return (
-                "flockstep.checkpoint does not save the shards of DTensors yet; save the model and the optimizer with "
-                "torch.distributed.checkpoint, in every replica inside of optimizer.consensus()"
             )
         if self._consent.joining:
             return (

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 from flockstep.arrays.namespace import as_tensor, to_host
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.torch_flat import FlatModule, local
+from flockstep.frameworks.torch_dtensors import placed_like
+from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import shared_entries
 from flockstep.frameworks.torch_state import flat_state, set_state
 from flockstep.messages import Fields
@@ -99,18 +100,13 @@ class WorkerMemory:
         if me.rank == source:
             if takers:  # its size may be several times the model's
                 send_pieces(me, sorted(takers), "state", _packed(self._optimizer, whole=True))
-        elif me.rank in takers and any(
-            local(p) is not p for group in self._optimizer.param_groups for p in group["params"]
-        ):
-            raise ConfigurationError(
-                f"the state of {type(self._optimizer).__name__} differs between replicas, and shards of DTensors are "
-                "not copied from one to another; load the same state in every replica"
-            )
         elif me.rank in takers:
             state = unpacked(await receive_pieces(me, source, "state"))
             own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
             if len(own) == len(groups):
                 state["param_groups"] = [a | b for a, b in zip(own, groups, strict=True)]
+            held = [p for group in self._optimizer.param_groups for p in group["params"]]
+            state["state"] = {at: placed_like(held[int(at)], one) for at, one in state["state"].items()}
             self._taking = True
             self._optimizer.load_state_dict(state)
             self._taking = False

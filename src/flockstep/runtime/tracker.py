@@ -128,6 +128,8 @@ class Tracker:
         `samples`: function from a worker's steps to its samples.
         """
         self.result: FlatArray | None = None
+        self.buffers: dict[str, FlatArray] = {}
+        """The buffers of the result: name → array."""
         self.evaluation: Evaluation | None = None
         self._engine = engine
         self._policy = policy
@@ -228,7 +230,16 @@ class Tracker:
     def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
         """Hook before the model of a tick is evaluated."""
         if tick >= self._latest:
-            self.result = params
+            self.result, self.buffers = params, self._buffers_of(entry, params)
+
+    def _buffers_of(self, entry: Tick, params: FlatArray) -> dict[str, FlatArray]:
+        """Return the buffers with which the model of a tick is evaluated: name → array; those of the members of an
+        ensemble have a first axis more.
+        """
+        if params.ndim == 1:
+            return self._engine.mean_buffers(range(self._cluster.workers))
+        members = [self._engine.mean_buffers([rank]) for rank in entry.ranks()]
+        return {name: np.stack([one[name] for one in members]) for name in members[0]}
 
     def _choose(self, entry: Tick) -> FlatArray | None:
         """The resulting model (K,), or the members of an ensemble (M, K)."""

@@ -91,6 +91,13 @@ class ComputeModel(Component):
         return False
 
     @property
+    def ranks(self) -> int:
+        """Number of workers whose durations may differ in their mean; the durations of further workers are like those
+        of these workers in turn.
+        """
+        return 1
+
+    @property
     def spells(self) -> int:
         """Number of `SlowSpells` that this model contains, one inside the other; each draws from its own random
         stream.
@@ -430,6 +437,10 @@ class Wrapper(ComputeModel):
     @property
     def turns(self) -> bool:
         return self.base.turns
+
+    @property
+    def ranks(self) -> int:
+        return self.base.ranks
 
     @property
     def spells(self) -> int:

@@ -47,7 +47,8 @@ def mean_of(law: ComputeModel, rank: int | None = None) -> float:
         return _truncated(law.mean, law.deviation)
     if isinstance(law, (ConstantTime, Exponential, Lognormal, Pareto, Empirical)):
         return law.mean
-    return statistics.fmean(itertools.islice(law.stream(0, rank or 0), DRAWS))
+    ranks = range(law.ranks) if rank is None else (rank,)
+    return statistics.fmean(statistics.fmean(itertools.islice(law.stream(0, one), DRAWS)) for one in ranks)
 
 
 def _truncated(mean: float, deviation: float) -> float:

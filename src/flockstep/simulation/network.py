@@ -163,6 +163,12 @@ class Network(Component):
         """Return the workers of each host; all workers are on one host unless the network describes machines."""
         return one_host(workers)
 
+    def resolved(self, workers: int) -> Network:
+        """Return the network that a record names for this network and a number of workers: itself, unless its links are
+        found elsewhere, so that the record holds every value.
+        """
+        return self
+
 
 @dataclass(frozen=True)
 class Ideal(Network):

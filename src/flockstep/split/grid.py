@@ -1,5 +1,5 @@
-"""The interface between drivers and frameworks for a model whose layers are divided into rectangles on a grid of
-workers.
+"""A model whose layers are divided into rectangles on a grid of workers (Coates et al. 2013): the interface between
+drivers and frameworks, and the program of one worker.
 
 A plane is the height × width of the outputs of a layer for one sample. Each worker of a replica holds a rectangle of
 every plane; between two layers the workers exchange the parts of rectangles that other workers read.
@@ -7,67 +7,63 @@ every plane; between two layers the workers exchange the parts of rectangles tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
+from flockstep.messages import frozen
 from flockstep.partitions.grid import SpatialGrid
-from flockstep.split.stages import PipelineModel
+from flockstep.partitions.pipeline_schedules import PipelinePass
+from flockstep.split.program import PartRun
+from flockstep.split.stage_program import TAGS, PipelineStage, StageNote
+from flockstep.split.stages import MicroBatch, PipelineModel
 
 
 @dataclass(frozen=True)
 class PlaneRectangle:
-    """A rectangle of places of a plane: rows `top` to `bottom` - 1, columns `left` to `right` - 1."""
+    """A rectangle of places of a plane: rows and columns."""
 
-    top: int
-    bottom: int
-    left: int
-    right: int
+    axes: tuple[range, ...]
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, ...]:
         """Height and width in places; 0 if the rectangle is empty."""
-        return max(0, self.bottom - self.top), max(0, self.right - self.left)
+        return tuple(map(len, self.axes))
 
     @property
     def places(self) -> int:
         """Number of places of the rectangle."""
-        return self.size[0] * self.size[1]
-
-    @property
-    def slices(self) -> tuple[slice, slice]:
-        """Slices of the rectangle in an array (height, width) of the whole plane."""
-        return slice(self.top, self.bottom), slice(self.left, self.right)
+        return math.prod(self.size)
 
     def overlap(self, other: PlaneRectangle) -> PlaneRectangle:
         """Return the places that two rectangles have in common."""
-        return PlaneRectangle(
-            max(self.top, other.top),
-            min(self.bottom, other.bottom),
-            max(self.left, other.left),
-            min(self.right, other.right),
-        )
+        pairs = zip(self.axes, other.axes, strict=True)
+        return PlaneRectangle(tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs))
 
-    def of(self, array: FlatArray, held: PlaneRectangle) -> FlatArray:
-        """Return the view of this rectangle in `array` (…, height, width), which has the places of `held`."""
-        rows = slice(self.top - held.top, self.bottom - held.top)
-        view: FlatArray = array[..., rows, self.left - held.left : self.right - held.left]
-        return view
+    def within(self, held: PlaneRectangle) -> tuple[Any, ...]:
+        """Return the index of this rectangle in an array (…, height, width) of the places of `held`."""
+        spans = zip(self.axes, held.axes, strict=True)
+        return ..., *(slice(a.start - b.start, a.stop - b.start) for a, b in spans)
 
 
-NOWHERE = PlaneRectangle(0, 0, 0, 0)
+def whole_plane(size: Sequence[int]) -> PlaneRectangle:
+    """Return the rectangle of all places of a plane of the given height and width."""
+    return PlaneRectangle(tuple(map(range, size)))
+
+
+NOWHERE = whole_plane((0, 0))
 """The empty rectangle."""
-SINGLE = PlaneRectangle(0, 1, 0, 1)
-"""The only place of a plane of 1 × 1 places."""
 
 
-def rectangles(size: tuple[int, int], grid: SpatialGrid) -> tuple[PlaneRectangle, ...]:
+def rectangles(size: Sequence[int], grid: SpatialGrid) -> tuple[PlaneRectangle, ...]:
     """Return the rectangle of each worker of a grid, row by row, for a plane of the given height and width."""
     pairs = product(slices(size[0], grid.rows), slices(size[1], grid.columns))
-    return tuple(PlaneRectangle(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in pairs)
+    return tuple(PlaneRectangle(tuple(range(one.start, one.stop) for one in pair)) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -84,68 +80,36 @@ class HaloExchange:
     channels: int
     """Number of activations at each place, for one sample."""
 
+    @property
+    def back(self) -> HaloExchange:
+        """The exchange of the backward pass, in which the gradients of an output's uses are the terms of a sum."""
+        return HaloExchange(self.needed, self.held, self.channels)
+
     def sent(self, part: int) -> dict[int, PlaneRectangle]:
-        """Return worker → places that worker `part` sends this worker in the forward pass."""
-        return self._shared(part, [self.held[part].overlap(one) for one in self.needed])
-
-    def fetched(self, part: int) -> dict[int, PlaneRectangle]:
-        """Return worker → places that worker `part` gets from this worker in the forward pass."""
-        return self._shared(part, [self.needed[part].overlap(one) for one in self.held])
-
-    def fetched_elements(self, part: int) -> int:
-        """Return the number of activations that worker `part` fetches for one sample."""
-        return self.channels * sum(one.places for one in self.fetched(part).values())
+        """Return worker → places that worker `part` sends this worker."""
+        shared = {other: self.held[part].overlap(one) for other, one in enumerate(self.needed) if other != part}
+        return {other: one for other, one in shared.items() if one.places}
 
     @property
     def largest(self) -> int:
         """Number of activations of the largest message, for one sample."""
-        return self.channels * max(
-            (one.places for part in range(len(self.held)) for one in self.sent(part).values()), default=0
-        )
-
-    def pieces(self, part: int, outputs: FlatArray | None) -> dict[int, FlatArray]:
-        """Return worker → what worker `part` sends it, of `outputs` (samples, channels, height, width)."""
-        return {} if outputs is None else {to: one.of(outputs, self.held[part]) for to, one in self.sent(part).items()}
-
-    def slopes(self, part: int, errors: FlatArray | None) -> dict[int, FlatArray]:
-        """Return worker → what `part` sends back to it, of the gradients `errors` of its inputs."""
-        return (
-            {} if errors is None else {to: one.of(errors, self.needed[part]) for to, one in self.fetched(part).items()}
-        )
+        sent = [one.places for part in range(len(self.held)) for one in self.sent(part).values()]
+        return self.channels * max(sent, default=0)
 
     def inputs(self, part: int, outputs: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
-        """Return the inputs of worker `part`, from its own and arrived outputs; None if it computes no layer behind."""
-        return self._filled(part, self.needed[part], self.held[part], outputs, arrived, self.fetched(part))
-
-    def output_slopes(self, part: int, errors: FlatArray | None, arrived: Mapping[int, FlatArray]) -> FlatArray | None:
-        """Return the gradient of the outputs of worker `part`: the sum of the gradients of its own inputs and of those
-        that other workers sent back, in the order of the workers.
+        """Return what worker `part` needs, from its own and arrived outputs (samples, channels, height, width), added
+        in the order of the workers; None if it needs nothing.
         """
-        return self._filled(part, self.held[part], self.needed[part], errors, arrived, self.sent(part))
-
-    def _shared(self, part: int, places: Sequence[PlaneRectangle]) -> dict[int, PlaneRectangle]:
-        return {other: one for other, one in enumerate(places) if other != part and one.places}
-
-    def _filled(
-        self,
-        part: int,
-        wanted: PlaneRectangle,
-        has: PlaneRectangle,
-        own: FlatArray | None,
-        arrived: Mapping[int, FlatArray],
-        places: Mapping[int, PlaneRectangle],
-    ) -> FlatArray | None:
-        """An array of the places `wanted`: zeros, plus the worker's own array of the places `has`, plus arrivals."""
-        like = next((one for one in (own, *arrived.values()) if one is not None), None)
-        if like is None or not wanted.places:
+        wanted, known = self.needed[part], dict(arrived) | ({} if outputs is None else {part: outputs})
+        if not known or not wanted.places:
             return None
+        like = next(iter(known.values()))
         found = np.zeros((len(like), self.channels, *wanted.size), like.dtype)
-        both = wanted.overlap(has)
-        for other in range(len(self.held)):
-            if other == part and own is not None and both.places:
-                both.of(found, wanted)[...] += both.of(own, has)
-            elif other in places:
-                places[other].of(found, wanted)[...] += arrived[other]
+        for other, one in sorted(known.items()):
+            both = wanted.overlap(self.held[other])
+            if both.places:
+                piece = one[both.within(self.held[part])] if other == part else one
+                found[both.within(wanted)] += piece
         return found
 
 
@@ -164,3 +128,43 @@ class GridModel(PipelineModel):
     def note(self) -> str | None:
         undivided = "; ".join(self.facts.undivided)
         return f"{self.partition} does not divide all layers: {undivided}." if undivided else None
+
+
+class GridWay(PipelineStage):
+    """The program of one worker of the grid that holds one replica."""
+
+    def __init__(self, run: PartRun, model: GridModel):
+        super().__init__(run, model.parts[run.number], model.pipeline, model.ties)
+        self._exchanges = model.exchanges
+
+    async def _outputs(
+        self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        given, loss = await super()._outputs(work, weights, batch, inputs)
+        for number, exchange in enumerate(self._exchanges):
+            given = await self._exchanged(exchange, replace(work, chunk=number), given)
+            if number + 1 < len(self._part.shares):
+                given, loss = await super()._outputs(replace(work, chunk=number + 1), weights, batch, given)
+        return None, loss
+
+    async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        for number, exchange in reversed(list(enumerate(self._exchanges))):
+            if number + 1 < len(self._part.shares):
+                errors = await super()._slopes(replace(work, chunk=number + 1), batch, errors)
+            errors = await self._exchanged(exchange.back, replace(work, chunk=number), errors)
+        return await super()._slopes(work, batch, errors)
+
+    async def _exchanged(self, exchange: HaloExchange, work: PipelinePass, array: FlatArray | None) -> FlatArray | None:
+        """Send what other workers need of an array, and return what this worker needs."""
+        tag, key = f"{TAGS[work.kind]} {work.chunk}", (work.step, work.microbatch)
+        note = StageNote(*key, loss=self._own.get(key, 0.0))
+        for other, places in exchange.sent(self.number).items():
+            assert array is not None
+            piece = array[places.within(exchange.held[self.number])]
+            self._send(other, tag, frozen(piece).reshape(-1), note)
+        arrived: dict[int, FlatArray] = {}
+        for other, places in exchange.back.sent(self.number).items():
+            message = await self._message(tag, other, *key)
+            arrived[other] = message.payload.reshape(-1, exchange.channels, *places.size)
+            self._own[key] = message.note.loss  # known behind the forward pass of the first worker
+        return exchange.inputs(self.number, array, arrived)

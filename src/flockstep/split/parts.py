@@ -12,15 +12,11 @@ from flockstep.frameworks.base import Indices
 from flockstep.messages import NO_NOTES, Message, Notes
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules import FlushedSchedule, Turn
-from flockstep.split.grid import GridModel
-from flockstep.split.grid_program import GridWay
+from flockstep.split.grid import GridModel, GridWay
+from flockstep.split.joint import JointModel, JointWay
 from flockstep.split.program import NeedPass, NeedRequest, PartProgram, PartRun, PartRunner
-from flockstep.split.sharded_program import PartShard, ShardedWay
-from flockstep.split.shards import ShardedModel, ShardedPartsModel
 from flockstep.split.stage_program import PipelineStage, stage_notes
 from flockstep.split.stages import PipelineModel, SplitModel
-from flockstep.split.tensor_program import TensorWay
-from flockstep.split.ways import TensorModel
 
 
 def program_of(model: SplitModel, run: PartRun) -> PartProgram:
@@ -30,36 +26,23 @@ def program_of(model: SplitModel, run: PartRun) -> PartProgram:
         CompositionError: there is no program for the parts of such a model.
     """
     part = run.number
-    drawing = part - part % model.tensor.ways if isinstance(model, TensorModel) else part
-    run = replace(run, name=model.partition.part_name(part), drawing=drawing)
+    run = replace(run, name=model.partition.part_name(part))
     match model:
         case GridModel():
             return GridWay(run, model)
         case PipelineModel():
             return PipelineStage(run, model.parts[part], model.pipeline, model.ties)
-        case TensorModel():
-            return TensorWay(run, model)
-        case ShardedModel():
-            return ShardedWay(run, model)
-        case ShardedPartsModel():
-            ways = model.partition.sharded.ways
-            inner, shard = divmod(part, ways)
-            # a replica of the inner partition for each shard, so that shards have their own random numbers
-            inside = replace(run, rank=run.rank * ways + shard, number=inner)
-            return PartShard(
-                run, model, lambda batch, send: program_of(model.inner, replace(inside, batch=batch, send=send))
-            )
+        case JointModel():
+            return JointWay(run, model)
     raise CompositionError(f"no program computes the parts of {model.partition}; use partition=none")
 
 
 def notes_between(model: SplitModel) -> Notes:
     """Return message tag → type of the note, for the messages between the parts of a replica."""
-    if isinstance(model, ShardedPartsModel):
-        return notes_between(model.inner)
     if isinstance(model, GridModel):
         return stage_notes(len(model.exchanges), len(model.ties))
-    if isinstance(model, PipelineModel | TensorModel):
-        return stage_notes(model.pipeline.schedule.chunks, len(model.ties) if isinstance(model, PipelineModel) else 0)
+    if isinstance(model, PipelineModel):
+        return stage_notes(model.pipeline.schedule.chunks, len(model.ties))
     return NO_NOTES
 
 
@@ -78,7 +61,7 @@ class _OneBatch(FlushedSchedule):
 
 
 def computed_by_parts(
-    model: PipelineModel | TensorModel, params: Iterable[FlatArray], indices: Indices
+    model: PipelineModel, params: Iterable[FlatArray], indices: Indices
 ) -> tuple[float, list[FlatArray]]:
     """Let the programs of all parts compute one step over the samples `indices` in this process, each with its
     parameters (K,); return the loss, and the gradient of each part.

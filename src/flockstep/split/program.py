@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,10 @@ class PartRun:
     """Number of steps before the run was continued from a checkpoint; no message was in flight then."""
     name: str = "part"
     """Name of the part for the user."""
-    drawing: int = 0
-    """The part whose random numbers are used: all ways of a stage encode equal activations as equal bytes."""
 
     def random(self, step: int) -> np.random.Generator:
         """Return the generator of a step for the random choices of codecs and collectives, the same in all drivers."""
-        return np.random.default_rng(np.random.SeedSequence((self.seed, STREAM, self.rank, self.drawing, step)))
+        return np.random.default_rng(np.random.SeedSequence((self.seed, STREAM, self.rank, self.number, step)))
 
 
 class PartProgram(ABC):
@@ -175,36 +173,36 @@ def resumed(effect: PartEffect) -> Generator[PartEffect, Any, Any]:
 
 
 class Ways:
-    """One way as a member of the group that shares its layers, and sums arrays by messages."""
+    """One part of a replica as a member of the group of all parts, which sums arrays by messages."""
 
-    def __init__(self, parts: Sequence[int], run: PartRun, mailbox: Mailbox) -> None:
-        """Create the member that `run` places in the group of `parts`; messages arrive in `mailbox`."""
-        self.rank, self.workers, self.random = parts.index(run.number), len(parts), run.random(run.taken)
-        self.hosts: Hosts = (tuple(range(len(parts))),)
+    def __init__(self, workers: int, run: PartRun, mailbox: Mailbox) -> None:
+        """Create the member that `run` places in a group of `workers` parts; messages arrive in `mailbox`."""
+        self.rank, self.workers, self.random = run.number, workers, run.random(run.taken)
+        self.hosts: Hosts = (tuple(range(workers)),)
         self.rendezvous: Rendezvous | None = None
         self.shared = SharedArrays()
-        self._parts, self._run, self._mailbox = parts, run, mailbox
+        self._run, self._mailbox = run, mailbox
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
-        """Send a message to another way of the stage; the array is copied."""
+        """Send a message to another part; the array is copied."""
         copy = None if array is None else frozen(array)
-        self._run.send(self._parts[to], Message(PART + self._run.number, tag, copy, {} if note is None else note))
+        self._run.send(to, Message(PART + self.rank, tag, copy, {} if note is None else note))
 
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
-        """Send one message to each of several ways."""
+        """Send one message to each of several parts."""
         for rank in to:
             self.send(rank, tag, array, note)
 
     async def receive(self, tag: str, source: Address) -> Message:
-        """Return the next message with the given tag from another way of the stage."""
-        message: Message = await resumed(Wanted(tag, PART + self._parts[source]))
+        """Return the next message with the given tag from another part."""
+        message: Message = await resumed(Wanted(tag, PART + source))
         self.require_all(source)
         return message
 
     async def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Array:
-        """Return the array of the next message with this tag from another way, stored in `into` if given."""
+        """Return the array of the next message with this tag from another part, stored in `into` if given."""
         array = (await self.receive(tag, source)).payload
         if into is None:
             return array
@@ -212,5 +210,5 @@ class Ways:
         return into
 
     def require_all(self, source: Address) -> None:
-        """Check that no message from another way was lost."""
-        self._mailbox.require_all(PART + self._parts[source])
+        """Check that no message from another part was lost."""
+        self._mailbox.require_all(PART + source)

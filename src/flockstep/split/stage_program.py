@@ -8,7 +8,6 @@ parameters at request number v are version v of the stage's weights.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import dropwhile
@@ -25,7 +24,7 @@ from flockstep.messages import PART, Array, Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.pipeline_schedules import PipelinePass
 from flockstep.split.program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
-from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, Tie
+from flockstep.split.stages import MicroBatch, ModelPart, Tie
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages that carry the inputs and outputs of such passes."""
@@ -107,22 +106,20 @@ class ActivationDifferences:
         return np.stack(found) if found else like[:0]
 
 
-class StageProgram(PartProgram):
-    """One stage of one replica, with the versions of its weights and the gradient of the current step.
+class PipelineStage(PartProgram):
+    """One stage of one replica, with the versions of its weights and the gradient of the current step."""
 
-    If the layers of a stage are split over W ways, each way is a part; stage s has the parts sW to sW + W - 1.
-    """
-
-    _ways = 1
-    """Number of parts of a stage (W)."""
-    _borrowed = 0
-    """Number of parameters (B) that the stage computes with and another stage trains; they follow the stage's own."""
-
-    def __init__(self, run: PartRun, part: HeldPart, pipeline: Pipeline):
+    def __init__(self, run: PartRun, part: ModelPart, pipeline: Pipeline, ties: Sequence[Tie] = ()):
+        """`ties`: the parameters that several parts compute with."""
         super().__init__(run, part)
-        self._pipeline, self._schedule, taken = pipeline, pipeline.schedule, run.taken
-        self._stage = run.number // self._ways
-        """Number of the stage in the pipeline."""
+        self._part, self._pipeline, self._schedule, taken = part, pipeline, pipeline.schedule, run.taken
+        self._stage = run.number % pipeline.stages
+        """Number of the stage in the pipeline; 0 in a grid, whose parts have one stage each."""
+        self._lends = [(one, tie) for one, tie in enumerate(ties) if tie.owner == run.number]
+        self._borrows = [(one, tie) for one, tie in enumerate(ties) if tie.user == run.number]
+        self._slope = np.zeros(part.schema.size + part.borrowed, part.schema.dtype)
+        """Gradient (K + B,) of what this stage computes with."""
+        self.gradient = self._slope[: part.schema.size]
         passes = pipeline.schedule.passes(self._stage, pipeline.stages, pipeline.microbatches, run.steps)
         self._passes = dropwhile(lambda one: one.step < taken, passes)
         self._randoms: dict[int, np.random.Generator] = {}
@@ -148,7 +145,7 @@ class StageProgram(PartProgram):
             (held,) = self._versions.values()
             self._versions.clear()
         else:
-            held = np.empty(len(params) + self._borrowed, params.dtype)
+            held = np.empty(len(self._slope), params.dtype)
         held[: len(params)] = params
         self._versions[self._requests] = held
         self._requests += 1
@@ -174,35 +171,51 @@ class StageProgram(PartProgram):
                 await self._backward(work, message)
 
     async def _begin_step(self) -> None:
-        """Do what a stage does at a new version of its weights, before any pass that uses it."""
-        self.gradient[:] = 0
+        """Lend this stage's tied parameters, and borrow those of other stages."""
+        step = self.versions[-1]
+        weights = self._versions[step]
+        for one, tie in self._lends:
+            self._send(tie.user, f"{LENT} {one}", frozen(weights[tie.lent]), StageNote(step, 0))
+        for one, tie in self._borrows:
+            weights[tie.borrowed] = (await self._message(f"{LENT} {one}", tie.owner, step, 0)).payload
+        self._slope[:] = 0
 
     async def _end_step(self, step: int) -> None:
-        """Complete the gradient of a step, after all its passes."""
+        """Send the gradients of borrowed parameters to their owners, and add those of lent parameters."""
+        for one, tie in self._borrows:
+            self._send(tie.owner, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), StageNote(step, 0))
+        for one, tie in self._lends:
+            self._slope[tie.lent] += (await self._message(f"{RETURNED} {one}", tie.user, step, 0)).payload
 
-    @abstractmethod
     async def _outputs(
         self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
         """Compute a forward pass; return the outputs, or None and the loss."""
+        await self._time(work, batch)
+        return self._part.forward(work.chunk, weights, batch, inputs)
 
-    @abstractmethod
     async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         """Compute a backward pass, of either half or both; return the gradient of its inputs, if they need one."""
+        await self._time(work, batch)
+        if work.kind == "weight_backward":
+            self._part.weight_backward(work.chunk, batch, self._slope)
+            return None
+        return self._part.backward(work.chunk, batch, errors, self._slope if work.kind == "backward" else None)
 
-    def _at(self, stage: int) -> int:
-        """Return the part of the same way in a stage."""
-        return stage * self._ways + self.number % self._ways
+    async def _time(self, work: PipelinePass, batch: MicroBatch) -> None:
+        """Let the time of a pass go by."""
+        share: float = getattr(self._part.shares[work.chunk], work.kind)
+        await resumed(NeedPass(work.step, share, len(batch.indices)))
 
     async def _input(self, work: PipelinePass) -> Message | None:
         """The message with the input of a pass; None if the input is data, or kept by this stage."""
         last = self._pipeline.stages - 1
         if self._schedule.one_forward_at_a_time and work.kind == "forward" and self._stage == 0 < work.step and last:
-            await self._message(PASSED, self._at(last), work.step - 1, 0)
+            await self._message(PASSED, last, work.step - 1, 0)
         source = self._schedule.source(work, self._stage, self._pipeline.stages)
         if source is None:
             return None
-        return await self._message(f"{TAGS[work.kind]} {work.chunk}", self._at(source[0]), work.step, work.microbatch)
+        return await self._message(f"{TAGS[work.kind]} {work.chunk}", source[0], work.step, work.microbatch)
 
     def _send(self, to: int, tag: str, array: Array | None, note: StageNote) -> None:
         self._run.send(to, Message(PART + self.number, tag, array, note))
@@ -230,7 +243,7 @@ class StageProgram(PartProgram):
             self._own[work.step, work.microbatch] = loss
         self._pass_on(work, batch, outputs, 0.0)
         if self._schedule.one_forward_at_a_time and self._stage == self._pipeline.stages - 1 > 0:
-            self._send(self._at(0), PASSED, None, StageNote(work.step, work.microbatch))
+            self._send(0, PASSED, None, StageNote(work.step, work.microbatch))
 
     async def _backward(self, work: PipelinePass, message: Message | None) -> None:
         batch = self._microbatch(work)
@@ -257,7 +270,7 @@ class StageProgram(PartProgram):
                 data = before.encode(array, batch.indices.tolist(), codec_of, random)
             else:
                 data = codec.encode(array.reshape(-1), random)
-            self._send(self._at(target[0]), f"{TAGS[work.kind]} {target[1]}", data, note)
+            self._send(target[0], f"{TAGS[work.kind]} {target[1]}", data, note)
 
     def _decoded(self, message: Message | None, work: PipelinePass, batch: MicroBatch) -> FlatArray | None:
         """The array that the message with the input of a pass encodes."""
@@ -293,52 +306,3 @@ class StageProgram(PartProgram):
             self._versions = {version: held for version, held in self._versions.items() if version >= least}
         elif work.kind != "input_backward":
             self._using.pop((work.step, work.microbatch, work.chunk))
-
-
-class PipelineStage(StageProgram):
-    """One stage of one replica that is not split over ways: one worker computes the stage."""
-
-    def __init__(self, run: PartRun, part: ModelPart, pipeline: Pipeline, ties: Sequence[Tie] = ()):
-        """`ties`: the parameters that several stages compute with."""
-        super().__init__(run, part, pipeline)
-        self._part, self._borrowed, number = part, part.borrowed, run.number
-        self._lends = [(one, tie) for one, tie in enumerate(ties) if tie.owner == number]
-        self._borrows = [(one, tie) for one, tie in enumerate(ties) if tie.user == number]
-        self._slope = np.zeros(part.schema.size + part.borrowed, part.schema.dtype)
-        """Gradient (K + B,) of what this stage computes with."""
-        self.gradient = self._slope[: part.schema.size]
-
-    async def _begin_step(self) -> None:
-        """Lend this stage's tied parameters, and borrow those of other stages."""
-        step = self.versions[-1]
-        weights = self._versions[step]
-        for one, tie in self._lends:
-            self._send(tie.user, f"{LENT} {one}", frozen(weights[tie.lent]), StageNote(step, 0))
-        for one, tie in self._borrows:
-            weights[tie.borrowed] = (await self._message(f"{LENT} {one}", tie.owner, step, 0)).payload
-        self._slope[:] = 0
-
-    async def _end_step(self, step: int) -> None:
-        """Send the gradients of borrowed parameters to their owners, and add those of lent parameters."""
-        for one, tie in self._borrows:
-            self._send(tie.owner, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), StageNote(step, 0))
-        for one, tie in self._lends:
-            self._slope[tie.lent] += (await self._message(f"{RETURNED} {one}", tie.user, step, 0)).payload
-
-    async def _outputs(
-        self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
-    ) -> tuple[FlatArray | None, float]:
-        await self._time(work, batch)
-        return self._part.forward(work.chunk, weights, batch, inputs)
-
-    async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        await self._time(work, batch)
-        if work.kind == "weight_backward":
-            self._part.weight_backward(work.chunk, batch, self._slope)
-            return None
-        return self._part.backward(work.chunk, batch, errors, self._slope if work.kind == "backward" else None)
-
-    async def _time(self, work: PipelinePass, batch: MicroBatch) -> None:
-        """Let the time of a pass go by."""
-        share: float = getattr(self._part.shares[work.chunk], work.kind)
-        await resumed(NeedPass(work.step, share, len(batch.indices)))

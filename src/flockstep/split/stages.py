@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
-from flockstep.partitions.base import Partition, check_samples
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.base import Partition
+from flockstep.partitions.pipeline import Pipeline, check_microbatches
 from flockstep.partitions.split_facts import SplitFacts
 
 
@@ -28,17 +28,6 @@ class MicroBatch:
     """Indices of the training samples of the micro-batch."""
     share: float
     """Number of samples of the micro-batch, as a share of the samples of the batch."""
-
-    def divided(self, ways: int, partition: str) -> list[MicroBatch]:
-        """Divide the samples among the ways of a partition, in shares whose sizes differ by at most one sample; raise
-        `ConfigurationError` if there are fewer samples than ways.
-        """
-        count = len(self.indices)
-        check_samples(partition, ways, count)
-        return [
-            replace(self, indices=self.indices[part], share=self.share * (part.stop - part.start) / count)
-            for part in slices(count, ways)
-        ]
 
 
 @dataclass(frozen=True)
@@ -77,13 +66,14 @@ class HeldPart(TrainedModel):
     held_bytes: int
     """Number of bytes that `values` returns."""
 
-    @abstractmethod
     def values(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the part's initial parameters (K,), followed by the bytes of its other tensors."""
+        """Return the bytes of the part's initial parameters (K,), followed by the bytes of any other tensors."""
+        return self.initial().view(np.uint8)
 
-    @abstractmethod
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
         """Store this part's tensors, as bytes of another process's `values`; return a copy of the parameters (K,)."""
+        params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
+        return params
 
     def buffers(self, replica: int) -> FlatArray:
         """Return a replica's changing buffers that belong to this part, concatenated in float64; empty if there are
@@ -94,11 +84,6 @@ class HeldPart(TrainedModel):
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         """Set a replica's buffers of this part to an array that `buffers` returned, possibly in another process."""
         assert not len(values), f"{type(self).__name__} has no buffers"
-
-    @property
-    @abstractmethod
-    def kept(self) -> int:
-        """Number of forward passes whose activations are currently stored, over all replicas."""
 
 
 class ModelPart(HeldPart):
@@ -173,6 +158,10 @@ class SplitModel(ABC):
             f"otherwise compute with all samples of a batch: {', '.join(self.facts.of_batch)}; use microbatches=1 for "
             "the results of the unsplit model."
         )
+
+    def require_batch(self, samples: int) -> None:
+        """Raise `ConfigurationError` unless the parts can compute a batch of so many samples."""
+        check_microbatches(self.microbatches, samples)
 
     def largest_message(self, batch: int) -> int:
         """Return the bytes of the largest array that parts send to each other, for `batch` samples."""

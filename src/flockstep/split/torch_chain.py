@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from flockstep.costs.layers import Layer, ModelShape
+from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError
-from flockstep.partitions.cutting import balanced
+from flockstep.split.stages import PassShares
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,8 @@ class ChainLayer:
     """Names of the model's modules that lie entirely in this layer."""
     own: tuple[str, ...] = ()
     """Names of modules whose own work counts for this layer, without the work of the modules inside them."""
+    share: float = 1.0
+    """Share of the layer's work that one part of the model computes."""
 
     def named(self, name: str) -> str:
         """Return the name in the model of a tensor that has the name `name` in `module`."""
@@ -60,23 +63,25 @@ def is_chain(module: nn.Module) -> bool:
 
 def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
     """Return the layers of `shape`, the counted layers of the model, that lie in one layer of the chain."""
-    return layers_named(shape, layer.whole, layer.own)
-
-
-def layers_named(shape: ModelShape, whole: Sequence[str], own: Sequence[str] = ()) -> list[Layer]:
-    """Return the counted layers that have these names, and those inside of the layers `whole`."""
-    inside = tuple(start for name in whole for start in (f"{name}.", f"{name} ("))
-    exact = {*whole, *own}
+    inside = tuple(start for name in layer.whole for start in (f"{name}.", f"{name} ("))
+    exact = {*layer.whole, *layer.own}
     return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
 
 
-def work_of(layers: Sequence[Layer], batch: int) -> tuple[float, float, float]:
-    """Return the work of layers for `batch` samples: forward, by input, and by weight."""
-    return (
-        float(sum(one.work_forward(batch) for one in layers)),
-        float(sum(one.by_input.work(batch) for one in layers)),
-        float(sum(one.by_weight.work(batch) for one in layers)),
-    )
+def pass_shares(
+    layers: Sequence[ChainLayer], shape: ModelShape | None, batch: int, total: float, first: bool
+) -> PassShares:
+    """Return the work of the passes over consecutive layers for `batch` samples, relative to `total`; zeros if the work
+    is unknown. If the layers are the `first` of the model, all backward work is for the gradient of the weights,
+    because data have no gradient.
+    """
+    if shape is None or not total:
+        return PassShares(0.0, 0.0, 0.0)
+    counted = [(layer.share, one) for layer in layers for one in layers_within(shape, layer)]
+    forward = sum(share * one.work_forward(batch) for share, one in counted) / total
+    by_input = sum(share * one.by_input.work(batch) for share, one in counted) / total
+    by_weight = sum(share * one.by_weight.work(batch) for share, one in counted) / total
+    return PassShares(forward, 0.0 if first else by_input, by_weight + (by_input if first else 0.0))
 
 
 def chunks_of(
@@ -91,10 +96,9 @@ def chunks_of(
     """Return the first layer of each of `count` chunks.
 
     A chunk begins with a layer that has trainable parameters, except the first. Without `split_at`, the names of the
-    layers at which the second and every later chunk begins, the cut is the one whose slowest chunk has the least work W
-    (of `shape`, for `batch` samples), and, of several such cuts, the one whose largest chunk needs the least memory for
-    parameters and activations. `ties`: layers that share weights may be in different chunks; without `split_at` they
-    are only if the chain cannot be cut into `count` chunks otherwise.
+    layers at which the second and every later chunk begins, the chunks are those of `cut`. `ties`: layers that share
+    weights may be in different chunks; without `split_at` they are only if the chain cannot be cut into `count` chunks
+    otherwise.
 
     Raises:
         ConfigurationError: the chain of the model `who` cannot be cut in this way.
@@ -117,12 +121,7 @@ def chunks_of(
         [one for layer in chain[start:end] for one in layers_within(shape, layer)]
         for start, end in zip(places, ends, strict=True)
     ]
-    work = [sum(one.work(batch) for one in unit) for unit in units]
-    nbytes = [
-        sum(one.parameters * shape.itemsize + one.activation_bytes(batch, shape.itemsize) for one in unit)
-        for unit in units
-    ]
-    return [places[first] for first in balanced(work, nbytes, count)]
+    return [places[first] for first in cut(units, batch, shape.itemsize, count)]
 
 
 def places_of(chain: Sequence[ChainLayer], together: bool = True) -> list[int]:

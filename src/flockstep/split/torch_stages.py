@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flockstep.arrays.namespace import as_tensor
@@ -24,27 +24,18 @@ from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, RunError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.torch import (
-    TensorEngine,
-    Tensors,
-    TorchEngine,
-    fill,
-    joined,
-    seeded,
-)
+from flockstep.frameworks.torch import TensorData, Tensors, TorchEngine, fill, joined, seeded
 from flockstep.frameworks.torch_call import Substituted
 from flockstep.frameworks.torch_flat import native, schema_of
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 from flockstep.split.parts import computed_by_parts
-from flockstep.split.shards import ShardedModel
 from flockstep.split.stages import HeldPart, MicroBatch, ModelPart, PassShares, PipelineModel, SplitModel, Tie
 from flockstep.split.torch_accumulation import AddedTogether, WeightGradient, fusible
-from flockstep.split.torch_blocks import all_of_all_samples
-from flockstep.split.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within, work_of
-from flockstep.split.torch_trace import traced_chain, writes_inputs
-from flockstep.split.ways import TensorModel
+from flockstep.split.torch_chain import ChainLayer, chunks_of, layers_within, pass_shares
+from flockstep.split.torch_held import Held, model_chain, of_all_samples, order_of, schema_of_parts, trained_entries
+from flockstep.split.torch_trace import writes_inputs
 
 S = TypeVar("S", bound=SplitModel)
 ROUNDING = 1e-6
@@ -61,8 +52,9 @@ TRIAL_BATCHES = 16
 """Number of batches of targets for which the mean loss of the micro-batches is compared with the loss of the batch."""
 
 
-def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
-    """Build the job's model and cut it into the stages of `pipeline`.
+def split_torch(job: Job, seed: int, pipeline: Pipeline, known: SplitFacts | None = None) -> PipelineModel:
+    """Build the job's model and cut it into the stages of `pipeline`. With `known`, the facts that another process has
+    found, the parts have no values before `ModelPart.take`, unless the facts name an obstacle.
 
     Dropout draws from a stream for each replica, step, micro-batch and chunk. Batch normalization uses the statistics
     of the micro-batch, and its running statistics belong to the replica and are updated with every micro-batch in
@@ -72,24 +64,12 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
         ConfigurationError: the model cannot be traced, cannot be cut into these stages, computes something other than
             its layers in sequence, or has a loss that is not the mean over samples.
     """
-    whole, who = TorchEngine(job, seed), f"job {job.name!r}"
-    return cut_chain(job, whole, model_chain(whole.module, who), pipeline)
-
-
-def cut_chain(
-    job: Job,
-    whole: TorchEngine,
-    chain: Sequence[ChainLayer],
-    pipeline: Pipeline,
-    make: type[TorchPart] | None = None,
-    way_out: str = "microbatches=1",
-) -> PipelineModel:
-    """Cut the chain of a job's model into the stages of `pipeline`.
-
-    `make` is the class of the parts; None stands for `TorchPart`. `way_out` names, for errors, a setting with which a
-    batch is computed as a whole.
-    """
-    who = f"job {job.name!r}"
+    whole, who = engine_for(job, seed, known), f"job {job.name!r}"
+    chain = model_chain(whole.module, who)
+    if known is not None:
+        chunks = cut_at(known.starts, chain)
+        return _assembled(whole, chunks, known, pipeline, _shares(chunks, None, job.batch))
+    assert isinstance(whole, TorchEngine)
     samples, _ = whole.samples(whole.trial_samples)
     shape = shape_of(whole.module, samples, name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
@@ -97,27 +77,19 @@ def cut_chain(
         chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who, ties=pipeline.delays is None
     )
     chunks = cut_at(starts, chain)
-    changing, most = tuple(whole.changing_buffers), _check(chunks, samples, whole, who)
-    of_batch = all_of_all_samples(chain, changing)
-    facts = SplitFacts(tuple(starts), changing, whole.random, most, of_batch=of_batch)
     check_buffers(whole, chunks, who)
-    split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
-    with passes_over(who):
-        outputs, buffers = trial(split, split)
-    if outputs:
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
-            "what the model does besides running its layers (a forward method of its own, state that layers share) "
-            "into one layer, let a layer read parameters from its attributes only, or use partition=none"
-        )
-    if buffers:
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
-            f"values that differ by {buffers:.2g}; change buffers in the forward method of a layer, not in a hook, or "
-            "use partition=none"
-        )
-    check_loss(engine_of(split), whole, pipeline.microbatches, who, way_out)
-    return split if make or of_batch else with_layers_of_batch(split, len(whole.trial_samples))
+    of_batch = of_all_samples(whole)
+    facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, of_batch=of_batch)
+    split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch))
+    require_same_results(split, who, "run one after another")
+    split = replace(split, facts=replace(facts, sample_bytes=engine_of(split).sample_bytes))
+    check_loss(engine_of(split), whole, pipeline.microbatches, who)
+    return split if of_batch else with_layers_of_batch(split, len(whole.trial_samples))
+
+
+def engine_for(job: Job, seed: int, known: SplitFacts | None) -> WholeTorch:
+    """Return the engine of a whole model; without values if the `known` facts of another process name no obstacle."""
+    return TorchEngine(job, seed) if known is None or known.obstacle else SkeletonEngine(job, seed, known)
 
 
 def with_layers_of_batch(split: S, samples: int) -> S:
@@ -126,18 +98,6 @@ def with_layers_of_batch(split: S, samples: int) -> S:
     if not 1 < count <= samples or not (why := difference_in_shares(split, count)):
         return split
     return replace(split, facts=replace(split.facts, of_batch=(f"some layer, which gives {why}",)))
-
-
-def stage_torch(
-    job: Job, seed: int, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None = None
-) -> PipelineModel:
-    """Return the parts of a model that another process has cut, to one of which this process then gives its values by
-    `ModelPart.take`. If `facts` names no obstacle, the parts have no values and take no memory before. `make` is the
-    class of the parts; None stands for `TorchPart`.
-    """
-    whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
-    chunks = cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
-    return _assembled(whole, chunks, facts, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
 def with_obstacle(split: S, build: Callable[[], S]) -> S:
@@ -163,118 +123,106 @@ def with_obstacle(split: S, build: Callable[[], S]) -> S:
     return replace(split, facts=replace(split.facts, obstacle=obstacle))
 
 
-def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
-    """Return the layers of an `nn.Sequential`, or the units of a module that is traced."""
-    return chain_of(module, who) if is_chain(module) else traced_chain(module, who)
-
-
 def cut_at(starts: Sequence[int], chain: Sequence[ChainLayer]) -> list[Sequence[ChainLayer]]:
     """Return the parts of a chain that begin at the layers `starts`."""
     return [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
 
 
 def _assembled(
-    whole: TorchEngine | SkeletonEngine,
+    whole: WholeTorch,
     chunks: Sequence[Sequence[ChainLayer]],
     facts: SplitFacts,
     pipeline: Pipeline,
     shares: Sequence[PassShares],
-    make: type[TorchPart] | None,
 ) -> PipelineModel:
-    """Return the parts that hold the chunks."""
-    count, stages = len(chunks), range(pipeline.stages)
+    """Return the parts that hold the chunks; the stage of the first chunk that uses a parameter trains it."""
+    count, stages = len(chunks), pipeline.stages
     names_of = {id(one): name for name, one in whole.module.named_parameters()}
-    used = [trained_within(names_of, whole.schema, chunk) for chunk in chunks]
-    owners: dict[str, int] = {}
-    for number, one in enumerate(used):
-        owners.update({name: number % pipeline.stages for name in one if name not in owners})
-    held = [chunks[part :: pipeline.stages] for part in stages]
-    buffers = [[name for chunk in part for name in buffers_within(chunk, facts)] for part in held]
-    within = [dict.fromkeys(name for one in used[part :: pipeline.stages] for name in one) for part in stages]
-    own = [[name for name in within[part] if owners[name] == part] for part in stages]
-    borrowed = [[name for name in within[part] if owners[name] != part] for part in stages]
-    names = [name for part in own for name in part]
-    entries, dtype = {entry.name: entry for entry in whole.schema.entries}, whole.schema.dtype
-    schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
-    engine = PartsEngine(whole, schema, [name for part in buffers for name in part])
-    passes = pipeline.schedule.passes(0, pipeline.stages, pipeline.microbatches, 1)
+    entries, held = trained_entries(whole.schema), [list[Held]() for _ in range(stages)]
+    made = [list[Chunk]() for _ in range(stages)]
+    for number, (layers, share) in enumerate(zip(chunks, shares, strict=True)):
+        chunk = Chunk(number, layers, names_of, share, last=number == count - 1)
+        made[number % stages].append(chunk)
+        held[number % stages] += [Held.whole(entries.pop(name)) for name in chunk.names if name in entries]
+    passes = pipeline.schedule.passes(0, stages, pipeline.microbatches, 1)
     whole_backward = not any(work.kind == "input_backward" for work in passes)
-    parts = tuple(
-        (make or TorchPart)(
-            engine,
-            [
-                Chunk(number, chunks[number], used[number], names_of, shares[number], last=number == count - 1)
-                for number in range(part, count, pipeline.stages)
-            ],
-            own[part],
-            borrowed[part],
-            buffers[part],
-            whole_backward,
-        )
-        for part in stages
-    )
-    ties = tuple(
-        Tie(owners[name], parts[owners[name]].place(name), part, parts[part].place(name))
-        for part in stages
-        for name in borrowed[part]
-    )
+    engine, parts, ties = parts_of(whole, held, made, facts, whole_backward)
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
-    described = [" and ".join(words[part :: pipeline.stages]) for part in stages]
-    return PipelineModel(engine, parts, tuple(described), facts, pipeline, pipeline, ties)
+    described = tuple(" and ".join(words[part::stages]) for part in range(stages))
+    return PipelineModel(engine, parts, described, facts, pipeline, pipeline, ties)
 
 
-@dataclass(eq=False)
+def parts_of(
+    whole: WholeTorch,
+    held: Sequence[Sequence[Held]],
+    chunks: Sequence[Sequence[Chunk]],
+    facts: SplitFacts,
+    whole_backward: bool,
+) -> tuple[PartsEngine, tuple[TorchPart, ...], tuple[Tie, ...]]:
+    """Return the engine of all parts, the parts, and the parameters that a part computes with and another part trains.
+
+    `held` and `chunks` are what each part trains and computes. `whole_backward`: no backward pass is divided into the
+    gradients of inputs and of weights.
+    """
+    buffers = [[name for chunk in part for name in chunk.others if name in facts.changing] for part in chunks]
+    engine = PartsEngine(whole, held, [name for part in buffers for name in part])
+    parts = tuple(
+        TorchPart(engine, number, own, changing, whole_backward)
+        for number, (own, changing) in enumerate(zip(chunks, buffers, strict=True))
+    )
+    owners = {one.name: part for part, tensors in enumerate(held) for one in tensors}
+    ties = tuple(
+        Tie(owners[name], parts[owners[name]].place(name), user, part.place(name))
+        for user, part in enumerate(parts)
+        for name in part.borrows
+    )
+    return engine, parts, ties
+
+
 class Chunk:
-    """A chunk of the model that one part holds: consecutive layers."""
+    """Consecutive layers of the model, which one part holds."""
 
-    number: int
-    """Index of the chunk in the model."""
-    layers: Sequence[ChainLayer]
-    names: Sequence[str]
-    """Names of the trainable parameters in the model, in order."""
-    names_of: Mapping[int, str]
-    """Identity of every parameter → name of the parameter in the model; the first name if there are several."""
-    shares: PassShares
-    last: bool
-    alike: int = 0
-    """Number of first layers that all parts of a replica compute, with the same random numbers."""
-    module: nn.Sequential = field(init=False)
-    leading: nn.Sequential = field(init=False)
-    """The first `alike` layers."""
-    rest: nn.Sequential = field(init=False)
-    """The layers behind the first `alike` layers."""
-    writes_inputs: bool = field(init=False)
-    """Whether the layers may write to their inputs."""
-    local: dict[str, str] = field(init=False)
-    """Name in the model → name in the chunk's `module`, for every parameter and buffer."""
-    others: dict[str, torch.Tensor] = field(init=False)
-    """Name in the model → tensor, for every frozen parameter and buffer."""
-    call: Substituted = field(init=False)
-    fusible: Sequence[nn.Module] = field(init=False)
-    """The layers whose backward passes can add the gradients of weights directly to an array."""
-
-    def __post_init__(self) -> None:
-        modules = [layer.module for layer in self.layers]
-        self.module = nn.Sequential(OrderedDict((f"at{i}", module) for i, module in enumerate(modules)))
-        self.leading, self.rest = nn.Sequential(*modules[: self.alike]), nn.Sequential(*modules[self.alike :])
-        self.writes_inputs = writes_inputs(modules)
-        self.local = {
-            self.names_of.get(id(tensor), layer.named(name)): f"at{i}.{name}"
-            for i, layer in reversed(list(enumerate(self.layers)))  # a tensor has its value under its first name
-            for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-        }
-        self.others = others_of(self.layers)
+    def __init__(
+        self,
+        number: int,
+        layers: Sequence[ChainLayer],
+        names_of: Mapping[int, str],
+        shares: PassShares,
+        *,
+        last: bool,
+        alike: int = 0,
+    ):
+        """`number`: index of the chunk in the model. `names_of`: identity of every parameter → its first name in the
+        model. `last`: the loss follows. `alike`: number of first layers that all parts of a replica compute, with the
+        same random numbers.
+        """
+        self.number, self.shares, self.last, self.alike = number, shares, last, alike
+        self.module = nn.Sequential(*(layer.module for layer in layers))
+        self.leading, self.rest = self.module[:alike], self.module[alike:]
+        self.names = list(dict.fromkeys(names_of[id(one)] for layer in layers for one in layer.trained))
+        """Names of the trained parameters in the model, in order."""
+        self.local: dict[str, str] = {}
+        """Name in the model → name in `module`, for every parameter and buffer."""
+        self.others: Tensors = {}
+        """Name in the model → tensor, for every frozen parameter and buffer."""
+        for at, layer in enumerate(layers):
+            for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
+                self.local.setdefault(names_of.get(id(tensor), layer.named(name)), f"{at}.{name}")
+                if not tensor.requires_grad:
+                    self.others[layer.named(name)] = tensor
+        self.writes_inputs = writes_inputs(list(self.module))
         self.call, self.fusible = Substituted(self.module), fusible(self.module)
+        self._end = layers[-1].name
 
-
-def others_of(layers: Sequence[ChainLayer]) -> Tensors:
-    """Return name in the model → tensor, for every frozen parameter and buffer of the layers."""
-    return {
-        layer.named(name): tensor
-        for layer in layers
-        for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-        if not tensor.requires_grad
-    }
+    def check(self, outputs: Any, samples: int) -> None:
+        """Raise `ConfigurationError` unless the outputs can be sent to another part."""
+        if isinstance(outputs, torch.Tensor) and outputs.dtype in FLOATS and outputs.shape[:1] == (samples,):
+            return
+        got = f"shape {tuple(outputs.shape)} of {outputs.dtype}" if isinstance(outputs, torch.Tensor) else type(outputs)
+        raise ConfigurationError(
+            f"the output of layer {self._end!r} must be one tensor of floats with the {samples} samples on its first "
+            f"axis to be sent to the next stage, got {got}; cut elsewhere with split_at, or use partition=none"
+        )
 
 
 @dataclass(eq=False)
@@ -290,36 +238,44 @@ class ForwardPass:
 class TorchHeldPart(HeldPart):
     """The parameters, the other values and the buffers of a part of a torch module."""
 
-    _way = 0
-    """Number of the way whose buffers the part has."""
-
-    def __init__(self, engine: PartsEngine, schema: Schema, start: int, others: Tensors, buffers: Sequence[str]):
-        """`start`: first element of the part's parameters in the array of the engine. `others`: every frozen parameter
-        and buffer of the part, by its name in the model. `buffers`: names in the model of its changing buffers.
+    def __init__(self, engine: PartsEngine, number: int, others: Tensors, buffers: Sequence[str]):
+        """`others`: every frozen parameter and buffer of part `number`, by its name in the model. `buffers`: names in
+        the model of its changing buffers.
         """
-        self._engine, self.schema, self._start, self.train_size = engine, schema, start, engine.train_size
+        names = [one.name for one in engine.held[number]]
+        self._engine, self.schema, self.train_size = engine, engine.schema.only(names), engine.train_size
+        self._start = sum(one.size for tensors in engine.held[:number] for one in tensors)
+        """First element of the part's parameters in the array of the engine."""
         self._others, self._buffer_names = others, buffers
-        self.held_bytes = schema.nbytes + sum(one.nbytes for one in others.values())
-
-    @property
-    def engine(self) -> PartsEngine:
-        """The engine of all parts."""
-        return self._engine
+        self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in others.values())
 
     def initial(self) -> FlatArray:
         return self._engine.initial()[self._start : self._start + self.schema.size].copy()
 
     def values(self) -> npt.NDArray[np.uint8]:
-        return self._engine.as_bytes(self.initial(), self._others)
+        first = self._engine.whole.changing_buffers
+        others = [first.get(name, one).detach().cpu().reshape(-1) for name, one in self._others.items()]
+        return np.concatenate([super().values(), *(one.view(torch.uint8).numpy() for one in others)])
 
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        return self._engine.taken(values, self.schema, self._others)
+        if len(values) != self.held_bytes:
+            raise ConfigurationError(
+                f"the values of a part must have {self.held_bytes} bytes, got {len(values)}; build the same model in "
+                "every process"
+            )
+        start = self.schema.nbytes
+        for name, one in self._others.items():
+            if isinstance(self._engine.whole, SkeletonEngine):
+                kept = torch.from_numpy(values[start : start + one.nbytes].copy())
+                self._engine.whole.constants[name] = kept.view(one.dtype).reshape(one.shape)
+            start += one.nbytes
+        return super().take(values)
 
     def buffers(self, replica: int) -> FlatArray:
-        return joined(self._engine.named_buffers(replica, self._buffer_names, self._way))
+        return joined(self._engine.named_buffers(replica, self._buffer_names))
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        fill(self._engine.named_buffers(replica, self._buffer_names, self._way), values)
+        fill(self._engine.named_buffers(replica, self._buffer_names), values)
 
 
 class TorchPart(TorchHeldPart, ModelPart):
@@ -328,32 +284,29 @@ class TorchPart(TorchHeldPart, ModelPart):
     def __init__(
         self,
         engine: PartsEngine,
+        number: int,
         chunks: Sequence[Chunk],
-        names: Sequence[str],
-        borrowed: Sequence[str],
         buffers: Sequence[str],
         whole_backward: bool,
-        way_out: str = "cut the model elsewhere",
     ):
-        """`names`: parameters, one after another in the engine's array, that the part trains; `borrowed`: those that it
-        computes with and another part trains; `buffers`: its changing buffers. `whole_backward`: no backward pass is
-        divided into the gradients of inputs and of weights. `way_out`: advice if the part has no parameter of the
-        widest dtype.
-        """
-        entries = {entry.name: entry for entry in engine.schema.entries}
-        dtype = engine.schema.dtype
-        schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
-        if schema.dtype != dtype:
-            raise ConfigurationError(
-                f"every part of a model must hold a parameter of the widest dtype {dtype}, got a part with parameters "
-                f"of {schema.dtype}; {way_out}, or convert it with model.float()"
-            )
+        """`chunks`: what part `number` computes; `buffers`: its changing buffers."""
         others = {name: one for chunk in chunks for name, one in chunk.others.items()}
-        super().__init__(engine, schema, entries[names[0]].offset, others, buffers)
+        super().__init__(engine, number, others, buffers)
+        if all(entry.dtype for entry in self.schema.entries):
+            narrow = ", ".join(dict.fromkeys(entry.dtype for entry in self.schema.entries))
+            raise ConfigurationError(
+                f"every part of a model must hold a parameter of the widest dtype {engine.schema.dtype}, got a part "
+                f"with parameters of {narrow}; divide it elsewhere or less, or convert it with model.float()"
+            )
+        entries = {entry.name: entry for entry in engine.schema.entries}
+        own = [entry.name for entry in self.schema.entries]
+        used = dict.fromkeys(name for chunk in chunks for name in chunk.names)
+        self.borrows = [name for name in used if name not in own]
+        """Parameters with which the part computes and which another part trains."""
         self._places_of: dict[str, Entry] = {}
         """Name → place in the array (K + B,) with which the part computes."""
         offset = 0
-        for name in [*names, *borrowed]:
+        for name in [*own, *self.borrows]:
             self._places_of[name] = replace(entries[name], offset=offset)
             offset += entries[name].size
         self.borrowed = offset - self.schema.size
@@ -372,10 +325,6 @@ class TorchPart(TorchHeldPart, ModelPart):
         entry = self._places_of[name]
         return slice(entry.offset, entry.offset + entry.size)
 
-    @property
-    def kept(self) -> int:
-        return len(self._kept)
-
     def forward(
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
@@ -389,11 +338,14 @@ class TorchPart(TorchHeldPart, ModelPart):
                     x = one.leading(x)
             with engine.stream(batch, one.number):
                 outputs = one.rest(x.clone() if one.writes_inputs else x)
-        if one.last:
+        if not one.last:
+            one.check(outputs, len(batch.indices))
+        else:
             outputs = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
         self._kept[self._key(chunk, batch)] = ForwardPass(begun, outputs, weights)
         if one.last:
             return None, float(outputs.item())
+        engine.sample_bytes = max(engine.sample_bytes, outputs.nbytes // max(1, len(outputs)))
         return native(outputs.detach().clone()), 0.0  # a layer may return its weight, or memory that it uses again
 
     def backward(
@@ -407,8 +359,10 @@ class TorchPart(TorchHeldPart, ModelPart):
             self._add(chunk, batch, kept, out, below)
         elif below:
             with self._computing(chunk, batch, kept.weights):
-                add_gradients([(kept.outputs, kept.errors)], below, [], [], retain=True)
-        return None if kept.inputs is None else native(slope_of(kept.inputs))
+                add_gradients(kept, below, [], [], retain=True)
+        if kept.inputs is None:
+            return None
+        return native(torch.zeros_like(kept.inputs) if kept.inputs.grad is None else kept.inputs.grad)
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         self._add(chunk, batch, self._kept.pop(self._key(chunk, batch)), out, [])
@@ -430,7 +384,7 @@ class TorchPart(TorchHeldPart, ModelPart):
         for one, weight, place in zip(sums, kept.weights, places, strict=False):
             one.tensor = place if place.dtype == weight.dtype else None
         with self._computing(chunk, batch, kept.weights):
-            add_gradients([(kept.outputs, kept.errors)], below, kept.weights, places)
+            add_gradients(kept, below, kept.weights, places)
         done = self._completes(chunk, batch)
         for one in sums:
             if done:
@@ -489,40 +443,33 @@ class TorchPart(TorchHeldPart, ModelPart):
 
 
 def add_gradients(
-    outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    kept: ForwardPass,
     below: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     places: Sequence[torch.Tensor],
     retain: bool = False,
 ) -> None:
-    """Compute a backward pass from outputs with their gradients (None for a loss). Add the gradients of the leaves
-    `weights` to the tensors `places`, and those of the leaves `below` to their `grad`. `retain`: the graph is needed
-    again.
+    """Compute a backward pass. Add the gradients of the leaves `weights` to the tensors `places`, and those of the
+    leaves `below` to their `grad`. `retain`: the graph is needed again.
     """
     for weight, place in zip(weights, places, strict=True):
         weight.grad = place if place.dtype == weight.dtype else None
-    if outputs and (below or weights):
-        given = [error for _, error in outputs]
-        torch.autograd.backward([one for one, _ in outputs], given, retain, inputs=[*below, *weights])
+    if below or weights:
+        torch.autograd.backward(kept.outputs, kept.errors, retain, inputs=[*below, *weights])
     for weight, place in zip(weights, places, strict=True):
         if weight.grad is not None and place.dtype != weight.dtype:
             place.add_(weight.grad)
 
 
-def slope_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a leaf; zeros if no output of the backward pass depends on the leaf."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-class SkeletonEngine(TensorEngine):
+class SkeletonEngine(TensorData):
     """The engine of a job whose torch model has shapes but no values (torch's meta device). The part that this process
     holds gets its values from a process that has built the whole model. The memory of this engine does not grow with
     the model.
     """
 
     def __init__(self, job: Job, seed: int, facts: SplitFacts):
-        """Build the model without values, and load the data; raise `ConfigurationError` if parameters are not built on
-        torch's default device, or the data are drawn from the random numbers that the model draws from.
+        """Build the model without values, and load the data; raise `ConfigurationError` if the data are drawn from the
+        random numbers that the model draws from.
         """
         assert job.loss is not None
         self._seed, self._facts, self.random = seed, facts, facts.random
@@ -536,12 +483,6 @@ class SkeletonEngine(TensorEngine):
                     "data drawn with torch's random numbers depend on the numbers that the model has drawn before; "
                     "draw the data with a separate torch.Generator"
                 )
-        for name, one in module.named_parameters():
-            if not one.is_meta:
-                raise ConfigurationError(
-                    f"a model without values must be built on torch's default device, got {name!r} on {one.device}; "
-                    "create parameters without a device of their own"
-                )
         self.module, self.loss = module.train(), job.loss
         named = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self.schema = schema_of(named)
@@ -554,81 +495,41 @@ class SkeletonEngine(TensorEngine):
         """Name → initial value of every buffer of this process's part that changes in training."""
         return {name: self.constants[name] for name in self._facts.changing if name in self.constants}
 
-    def initial(self) -> FlatArray:
-        return self._refuse()
 
-    def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        return self._refuse()
-
-    def gradients(
-        self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
-    ) -> npt.NDArray[np.float64]:
-        return self._refuse()
-
-    def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        return self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise RunError("this process holds only one part of the model; use a process that holds the whole model")
+WholeTorch = TorchEngine | SkeletonEngine
+"""The engine of an unsplit model, with or without values."""
 
 
 class PartsEngine(Engine):
     """A torch engine whose flat array holds the parts one after another; each replica has its buffers."""
 
-    def __init__(
-        self,
-        whole: TorchEngine | SkeletonEngine,
-        schema: Schema,
-        buffers: Sequence[str],
-        order: Callable[[], npt.NDArray[np.int64]] | None = None,
-    ):
-        """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise.
-        `order`: returns the place of each element in the flat array of `whole`; None: each tensor is whole.
-        """
-        self.whole, self.schema, self._buffer_names, self._given_order = whole, schema, buffers, order
+    def __init__(self, whole: WholeTorch, held: Sequence[Sequence[Held]], buffers: Sequence[str]) -> None:
+        """`held`: what each part trains; `buffers`: the changing buffers in the order of the parts."""
+        self.whole, self.held, self.schema, self._buffer_names = whole, held, schema_of_parts(held), buffers
         self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
         self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
-        self._buffers: dict[tuple[int, int], Tensors] = {}
+        self._buffers: dict[int, Tensors] = {}
         self.in_trial = False
         """Whether all chunks draw random numbers as the unsplit model does."""
+        self.sample_bytes = 0
+        """Size of the largest output of a chunk so far, for one sample."""
+
+    @property
+    def unsplit(self) -> TorchEngine:
+        """The engine of the unsplit model; raise `RunError` in a process that does not have the model's values."""
+        if isinstance(self.whole, TorchEngine):
+            return self.whole
+        raise RunError("this process holds only one part of the model; use a process that holds the whole model")
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64] | None:
         """Place of each element in the flat array of `whole`; None if the places are the same."""
-        if self._given_order is not None:
-            return self._given_order()
-        entries = {entry.name: entry for entry in self.whole.schema.entries}
-        spans = [(e.offset, e.offset + e.size) for e in (entries[entry.name] for entry in self.schema.entries)]
-        if all(one[1] == other[0] for one, other in pairwise(spans)):
-            return None
-        return np.concatenate([np.arange(start, stop) for start, stop in spans])
+        return order_of(self.held)
 
     @property
     def constants(self) -> Tensors:
         """Name → value of tensors that the chunks' modules lack, because they belong to no module."""
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
-
-    def as_bytes(self, params: FlatArray, others: Tensors) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a part's parameters (K,) and other tensors, as `HeldPart.values` does."""
-        first = self.whole.changing_buffers
-        values = [first.get(name, one).detach().cpu().reshape(-1) for name, one in others.items()]
-        return np.concatenate([params.view(np.uint8), *(one.view(torch.uint8).numpy() for one in values)])
-
-    def taken(self, values: npt.NDArray[np.uint8], schema: Schema, others: Tensors) -> FlatArray:
-        """Store a part's other tensors, of the bytes of `HeldPart.values`; return a copy of its parameters."""
-        start, expected = schema.nbytes, schema.nbytes + sum(one.nbytes for one in others.values())
-        if len(values) != expected:
-            raise ConfigurationError(
-                f"the values of a part must have {expected} bytes, got {len(values)}; build the same model in every "
-                "process"
-            )
-        for name, one in others.items():
-            if isinstance(self.whole, SkeletonEngine):
-                kept = torch.from_numpy(values[start : start + one.nbytes].copy())
-                self.whole.constants[name] = kept.view(one.dtype).reshape(one.shape)
-            start += one.nbytes
-        params: FlatArray = values[: schema.nbytes].copy().view(schema.dtype)
-        return params
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -641,17 +542,15 @@ class PartsEngine(Engine):
         """Text that says that gradients are computed one by one, because the model is split."""
         return "one by one: the model is split"
 
-    def buffers_of(self, replica: int, way: int = 0) -> Tensors:
-        """Return a replica's changing buffers: name in the model → tensor. Training changes the tensors in place. Each
-        of the ways that compute the same layers has its own.
-        """
-        if (replica, way) not in self._buffers:
-            self._buffers[replica, way] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
-        return self._buffers[replica, way]
+    def buffers_of(self, replica: int) -> Tensors:
+        """Return a replica's changing buffers: name in the model → tensor. Training changes the tensors in place."""
+        if replica not in self._buffers:
+            self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
+        return self._buffers[replica]
 
-    def named_buffers(self, replica: int, names: Sequence[str], way: int = 0) -> list[torch.Tensor]:
+    def named_buffers(self, replica: int, names: Sequence[str]) -> list[torch.Tensor]:
         """Return those of a replica's changing buffers that have the given names, in this order."""
-        held = self.buffers_of(replica, way)
+        held = self.buffers_of(replica)
         return [held[name] for name in names]
 
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
@@ -671,23 +570,25 @@ class PartsEngine(Engine):
         """Return a context in which all chunks draw random numbers from the stream of step 0 of replica 0, as the
         unsplit model does. The replica's buffers are restored afterwards.
         """
-        before, self.in_trial = self.whole.buffers(0), True
+        whole, self.in_trial = self.whole, True
+        before = whole.buffers(0) if isinstance(whole, TorchEngine) else None
         try:
             with self.whole.stream(0, 0):
                 yield
         finally:
             self.in_trial = False
             self._buffers.clear()
-            self.whole.restore_buffers(0, before)
+            if before is not None:
+                self.unsplit.restore_buffers(0, before)
 
     def initial(self) -> FlatArray:
-        whole = self.whole.initial()
+        whole = self.unsplit.initial()
         return whole if self.order is None else whole[self.order]
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the gradient of the unsplit model into `out` (K,); return the mean loss."""
         slope = out if self.order is None else np.empty_like(out)
-        loss = self.whole.gradient(self.in_order(params), indices, slope, replica, step)
+        loss = self.unsplit.gradient(self.in_order(params), indices, slope, replica, step)
         if self.order is not None:
             out[:] = slope[self.order]
         return loss
@@ -707,13 +608,22 @@ class PartsEngine(Engine):
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         for replica in replicas:
-            self.whole.restore_buffers(replica, joined(self.buffers_of(replica).values()))
-        return self.whole.evaluate(self.in_order(params), replicas)
+            self.bring_buffers(replica)
+        return self.unsplit.evaluate(self.in_order(params), replicas)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
         for replica in replicas:
-            self.whole.restore_buffers(replica, joined(self.buffers_of(replica).values()))
-        return self.whole.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
+            self.bring_buffers(replica)
+        return self.unsplit.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
+
+    def mean_buffers(self, replicas: Sequence[int]) -> dict[str, FlatArray]:
+        for replica in replicas:
+            self.bring_buffers(replica)
+        return self.unsplit.mean_buffers(replicas)
+
+    def bring_buffers(self, replica: int) -> None:
+        """Give the unsplit model the buffers of a replica, for an evaluation."""
+        self.unsplit.restore_buffers(replica, joined(self.buffers_of(replica).values()))
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
         return self.in_order(params), self.whole.schema
@@ -744,16 +654,29 @@ def passes_over(who: str) -> Iterator[None]:
         ) from error
 
 
-def trial(model: SplitModel, known: SplitModel) -> tuple[str, float]:
+def require_same_results(split: SplitModel, who: str, how: str) -> None:
+    """Raise `ConfigurationError` unless the parts together compute what the model computes; `how`: what the partition
+    does with the layers.
+    """
+    with passes_over(who):
+        if got := difference(split, split):
+            raise ConfigurationError(
+                f"the layers of {who}, {how}, must compute what the model computes, got {got}; move what the model "
+                "does besides running its layers (a forward method of its own, hooks, state that layers share) into "
+                "one layer, let a layer read parameters from its attributes only, or use partition=none"
+            )
+
+
+def difference(model: SplitModel, known: SplitModel) -> str:
     """Let the programs of all parts of `model` compute one batch, from the parameters of `known`, as in a run; return
-    how loss and gradient differ from those of the unsplit model of `known`, in words, and the largest difference of the
-    changing buffers afterwards; empty and 0 if by rounding only, or if the gradient is not finite.
+    how loss, gradient and changing buffers differ from those of the unsplit model of `known`, in words; empty if by
+    rounding only, or if the gradient is not finite.
 
     The parts draw random numbers as the unsplit model does. Only in a pipeline do units drop out, because parts that
     share a layer draw for different elements.
     """
-    assert isinstance(model, PipelineModel | TensorModel)
-    engine, whole, dropout = engine_of(known), _built(known), model.partition.divides == "layers"
+    assert isinstance(model, PipelineModel)
+    engine, whole, dropout = engine_of(known), engine_of(known).unsplit, model.partition.divides == "layers"
     indices, expected = whole.trial_samples, np.empty_like(engine.initial())
     with trial_of(known, dropout):
         loss = engine.gradient(engine.initial(), indices, expected)
@@ -764,23 +687,13 @@ def trial(model: SplitModel, known: SplitModel) -> tuple[str, float]:
     parts, tolerance = np.split(expected, np.cumsum(model.sizes)[:-1]), whole.tolerance
     size, distance = _norm(expected), math.hypot(*map(_norm, found, parts))
     if not math.isfinite(size):
-        return "", 0.0
-    outputs = (
-        ""
-        if distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)
-        else _apart(own, loss, distance, size)
-    )
+        return ""
+    if not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+        return _apart(own, loss, distance, size)
     level = tolerance * np.abs(buffers).max(initial=0)
-    alike = np.allclose(held, buffers, rtol=tolerance, atol=level, equal_nan=True)
-    return outputs, 0.0 if alike else float(np.abs(held - buffers).max())
-
-
-def difference(model: SplitModel, known: SplitModel) -> str:
-    """Return how results of `model` for a batch differ from the unsplit model of `known`; empty if rounded."""
-    if isinstance(model, ShardedModel) and isinstance(known, ShardedModel):
-        return difference(model.inner, known.inner)
-    outputs, buffers = trial(model, known)
-    return outputs or (f"changing buffers that differ by {buffers:.2g}" if buffers else "")
+    if np.allclose(held, buffers, rtol=tolerance, atol=level, equal_nan=True):
+        return ""
+    return f"changing buffers that differ by {np.abs(held - buffers).max():.2g}"
 
 
 def difference_in_shares(split: SplitModel, count: int) -> str:
@@ -791,7 +704,7 @@ def difference_in_shares(split: SplitModel, count: int) -> str:
     A distance is relative to the gradients of the shares, which may cancel in the sum, and may be as large as
     `SHARES_APART`, because a model may compute in fewer digits than its parameters have.
     """
-    whole, params = _built(split), engine_of(split).whole.initial()
+    whole, params = engine_of(split).unsplit, engine_of(split).unsplit.initial()
     with trial_of(split), torch.no_grad(), torch.random.fork_rng(devices=[]):
         state = torch.get_rng_state()
         whole.module(whole.samples(whole.trial_samples)[0])
@@ -802,9 +715,10 @@ def difference_in_shares(split: SplitModel, count: int) -> str:
     own = level = size = 0.0
     with trial_of(split):
         loss = whole.gradient(params, whole.trial_samples, expected)
-        for one in MicroBatch(0, 0, 0, whole.trial_samples, 1.0).divided(count, "sharded"):
-            part = one.share * whole.gradient(params, one.indices, slope)
-            slope *= one.share
+        for one in slices(len(whole.trial_samples), count):
+            share = (one.stop - one.start) / len(whole.trial_samples)
+            part = share * whole.gradient(params, whole.trial_samples[one], slope)
+            slope *= share
             total += slope
             own, level, size = own + part, level + abs(part), size + _norm(slope)
     distance, tolerance = _norm(total, expected), max(SHARES_APART, whole.tolerance)
@@ -831,16 +745,27 @@ def engine_of(model: SplitModel) -> PartsEngine:
     return model.engine
 
 
+class _WithoutDropout(TorchFunctionMode):
+    """Lets a model's own calls of dropout do nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Let no unit drop out inside the context."""
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Return a context in which no unit drops out."""
     drops: list[tuple[nn.Module, str]] = [(one, "p") for one in module.modules() if isinstance(one, _DropoutNd)]
     drops += [(one, "dropout") for one in module.modules() if isinstance(one, nn.MultiheadAttention)]
     before = [getattr(one, name) for one, name in drops]
     try:
         for one, name in drops:
             setattr(one, name, 0.0)
-        yield
+        with _WithoutDropout():
+            yield
     finally:
         for (one, name), value in zip(drops, before, strict=True):
             setattr(one, name, value)
@@ -850,15 +775,8 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 def trial_of(model: SplitModel, dropout: bool = False) -> Iterator[None]:
     """Return a context in which all parts draw as the unsplit model, without dropout unless `dropout` is set."""
     engine = engine_of(model)
-    with engine.trial(), nullcontext() if dropout else _without_dropout(engine.whole.module):
+    with engine.trial(), nullcontext() if dropout else without_dropout(engine.whole.module):
         yield
-
-
-def _built(split: SplitModel) -> TorchEngine:
-    """The whole model of a process that has built it."""
-    whole = engine_of(split).whole
-    assert isinstance(whole, TorchEngine)
-    return whole
 
 
 def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, way_out: str = "microbatches=1") -> None:
@@ -892,32 +810,12 @@ def _rows(outputs: Any, part: slice, count: int) -> Any:
     return tree_map_only(torch.Tensor, lambda one: one[part] if one.shape[:1] == (count,) else one, outputs)
 
 
-def trained_within(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
-    """Return the trainable parameters of a chunk, in the model's order; a shared one has its first name."""
-    known = {entry.name for entry in schema.entries}
-    found = dict.fromkeys(names_of[id(one)] for layer in chunk for one in layer.module.parameters())
-    return [name for name in found if name in known]
-
-
-def buffers_within(chunk: Sequence[ChainLayer], facts: SplitFacts) -> list[str]:
-    """Return the names of the buffers of a chunk that change in training."""
-    found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
-    return [name for name in dict.fromkeys(found) if name in facts.changing]
-
-
 def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
-    """Raise `ConfigurationError` if a buffer that changes in training is not in exactly one chunk."""
+    """Raise `ConfigurationError` if a buffer that changes in training is in several chunks."""
     for name in whole.changing_buffers:
         shared = whole.module.get_buffer(name)
-        users = [[one for one in chunk if any(b is shared for b in one.module.buffers())] for chunk in chunks]
-        names = [found[0].name for found in users if found]
-        if not names:
-            raise ConfigurationError(
-                f"a buffer that changes in training must be used by a layer, got {name!r} of {who}, which the "
-                f"layers, run one after another, do not change; change the buffer in the forward method of a layer, "
-                f"not in a hook, or "
-                "use partition=none"
-            )
+        users = [[one.name for one in chunk if any(b is shared for b in one.module.buffers())] for chunk in chunks]
+        names = [found[0] for found in users if found]
         if len(names) > 1:
             raise ConfigurationError(
                 f"layers that share a buffer which changes in training must be in one stage, got {names[0]} and "
@@ -926,43 +824,12 @@ def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], wh
             )
 
 
-def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: int) -> list[PassShares]:
-    """Work of the passes of each chunk, relative to the work W of the model; of equal size if W is unknown.
-
-    The first chunk has no gradient of its inputs, so that all its backward work is for the gradient of its weights.
-    """
-    within = [[one for layer in chunk for one in layers_within(shape, layer)] for chunk in chunks]
-    total = float(sum(one.work(batch) for chunk in within for one in chunk))
+def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape | None, batch: int) -> list[PassShares]:
+    """Work of the passes of each chunk, relative to the work W of the model; of equal size if W is unknown."""
+    layers = (
+        [] if shape is None else [one for chunk in chunks for layer in chunk for one in layers_within(shape, layer)]
+    )
+    total = float(sum(one.work(batch) for one in layers))
     if not total:
         return [PassShares(*[1 / (3 * len(chunks))] * 3) for _ in chunks]
-    shares = []
-    for number, chunk in enumerate(within):
-        forward, by_input, by_weight = (work / total for work in work_of(chunk, batch))
-        shares.append(PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input)))
-    return shares
-
-
-def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> int:
-    """Run the chunks one after another on a batch, and check that each output is one floating-point tensor with the
-    samples on its first axis. Return the bytes of the largest output that a stage sends, for one sample.
-    """
-    buffers = {name: buffer.clone() for name, buffer in whole.module.named_buffers()}
-    x: Any = samples
-    most = 0
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for chunk in chunks[:-1]:
-            for layer in chunk:
-                x = layer.module(x)
-            last = chunk[-1].name
-            if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS or x.shape[:1] != samples.shape[:1]:
-                got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ConfigurationError(
-                    f"the output of layer {last!r} of {who} must be one tensor of floats with the {len(samples)} "
-                    f"samples on its first axis to be sent to the next stage, got {got}; cut elsewhere with split_at, "
-                    "or use partition=none"
-                )
-            most = max(most, x.nbytes // max(1, len(x)))
-    with torch.no_grad():
-        for name, buffer in whole.module.named_buffers():
-            buffer.copy_(buffers[name])
-    return most
+    return [pass_shares(chunk, shape, batch, total, first=not number) for number, chunk in enumerate(chunks)]

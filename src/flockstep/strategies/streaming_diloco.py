@@ -8,7 +8,7 @@ from typing import Any
 
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.namespace import copied, rounded
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
@@ -112,7 +112,7 @@ class StreamingDiloco(Strategy):
 
     def worker_state(self, me: Worker) -> list[Fragment]:
         """Return the fragments of the model, each with the initial parameters."""
-        start, parts = self.outer_optimizer.start, slices(len(me.params), self.fragments)
+        start, parts = self.outer_optimizer.start, me.fragments(self.fragments)
         fragments = ((part, me.params[part]) for part in parts)
         return [Fragment(part, copied(own), start(own, me.workers), copied(own)) for part, own in fragments]
 

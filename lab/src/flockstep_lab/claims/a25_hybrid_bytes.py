@@ -178,8 +178,8 @@ def _network() -> torch.nn.Sequential:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        convolutions = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.ReLU(), nn.Flatten()
-        connected = nn.Linear(96, 400), nn.ReLU(), nn.Linear(400, CLASSES, bias=False)
+        convolutions = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten()
+        connected = nn.Linear(128, 400), nn.ReLU(), nn.Linear(400, CLASSES, bias=False)
         return nn.Sequential(*convolutions, *connected).double()
 
 
@@ -218,10 +218,10 @@ def _ran(model: Engine | SplitModel, replicas: int, batch: int) -> tuple[SmallRu
 
 def _split(partition: TensorParallel) -> tuple[SmallRun, float]:
     """Train one replica whose layers are split over ways."""
-    from flockstep.split.torch_ways import split_layers
+    from flockstep.split.torch_joint import join_torch
 
     batch = partition.ways * RUN_BATCH
-    return _ran(split_layers(_job(batch), SEED, partition), 1, batch)
+    return _ran(join_torch(_job(batch), SEED, partition), 1, batch)
 
 
 def _whole(replicas: int, batch: int) -> tuple[SmallRun, float]:

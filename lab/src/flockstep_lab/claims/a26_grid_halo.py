@@ -17,7 +17,7 @@ from flockstep.simulation.network import Ideal
 from flockstep.split.stages import SplitModel
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep_lab.claims.base import Claim, ClaimRow, Say, Verdict, bounded, same
-from flockstep_lab.claims.local_layers import LocalLayer
+from flockstep_lab.claims.local_layers import LocalLayer, fetched_elements
 from flockstep_lab.claims.small_run import SmallRun, ran
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _trained(layer: LocalLayer, grid: SpatialGrid) -> GridRun:
 
     model = split_grid(_job(layer), SEED, grid)
     run = _ran(model)
-    *border, terms = [[one.fetched_elements(part) for part in range(grid.parts)] for one in model.exchanges]
+    *border, terms = [[fetched_elements(one, part) for part in range(grid.parts)] for one in model.exchanges]
     sent = sum(one.sent_bytes for one in run.nodes)
     return GridRun(border[0] if border else [], sent - 2 * 8 * BATCH * sum(terms), run.params)
 

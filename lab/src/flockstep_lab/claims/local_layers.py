@@ -9,6 +9,7 @@ from itertools import product
 
 from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
+from flockstep.split.grid import HaloExchange
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,8 @@ class LocalLayer:
             first, end = made.start * self.stride, (made.stop - 1) * self.stride + self.window
             found.append((end - first, max(0, min(end, held.stop) - max(first, held.start))))
         return found
+
+
+def fetched_elements(exchange: HaloExchange, part: int) -> int:
+    """Return the number of activations that worker `part` fetches for one sample."""
+    return exchange.channels * sum(one.places for one in exchange.back.sent(part).values())

@@ -1,0 +1,1 @@
+"""Sealed jobs: training programs that travel without their source, and the results that come back."""
