@@ -1,0 +1,1 @@
+"""Algorithms written from their papers alone, to compare the library's implementations with."""
