@@ -16,6 +16,8 @@ PROVED = (
     "server_update",
     "aggregation",
     "filter",
+    "client_sampling",
+    "drift",
     "outer_optimizer",
     "synchronization_schedule",
     "collective",

@@ -335,6 +335,11 @@ class Node:
         for message in requests:
             self._post(message.source, message.tag, array, note, message.number, copied=len(requests) > 1)
 
+    def alarm(self, seconds: float, tag: str, note: AnyNote | None = None) -> None:
+        """Let a message without an array arrive at this node itself after so many seconds of its clock."""
+        number = self.sent[self.address] = self.sent.get(self.address, 0) + 1
+        self.port.later(seconds, Message(self.address, tag, None, note or {}, self.step, number))
+
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
         """Wait for the next message with the given tag from the node `source` (None: from any node), and return the
@@ -574,8 +579,8 @@ class Worker(Peer):
     """
 
     __slots__ = (
-        "_peers", "find_layers", "fragments", "knows_finite", "loss", "on_hold", "optimizer", "overlaps", "revised",
-        "samples", "stepper", "steps", "train_size",
+        "_peers", "batch", "find_layers", "fragments", "knows_finite", "loss", "on_hold", "optimizer", "overlaps",
+        "revised", "samples", "stepper", "steps", "train_size",
     )  # fmt: skip
 
     def __init__(
@@ -599,6 +604,8 @@ class Worker(Peer):
         """Number of training samples of a declared job; 0 in a script's own loop."""
         self.samples = 0
         """Number of training samples in this worker's part; set by the driver of a declared job."""
+        self.batch = 0
+        """Number of samples of a gradient at the start of the run; set by the driver of a declared job."""
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.fragments: Callable[[int], list[slice]] = partial(slices, len(params))

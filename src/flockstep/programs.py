@@ -200,6 +200,9 @@ class Port(Protocol):
     def send(self, to: Address, message: Message) -> None:
         """Send `message` without waiting; its array must not change afterwards."""
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Let a message of the node to itself arrive after so many seconds."""
+
     def collect(self) -> None:
         """Put the messages that have arrived into the node's mailbox, without waiting."""
 

@@ -54,6 +54,22 @@ _TABLE: dict[str, dict[str, str]] = {
         "hierarchical": "flockstep.strategies.hierarchical:Hierarchical",
         "sufficient_factors": "flockstep.strategies.sufficient_factors:SufficientFactors",
         "factor_server": "flockstep.strategies.sufficient_factors_server:FactorServer",
+        "federated": "flockstep.strategies.federated:Federated",
+        "fedbuff": "flockstep.strategies.fedbuff:FedBuff",
+        "fedasync": "flockstep.strategies.fedasync:FedAsync",
+    },
+    "client_sampling": {
+        "uniform": "flockstep.strategies.client_samplings.uniform:Uniform",
+        "proportional": "flockstep.strategies.client_samplings.proportional:Proportional",
+        "power_of_choice": "flockstep.strategies.client_samplings.power_of_choice:PowerOfChoice",
+        "oort": "flockstep.strategies.client_samplings.oort:Oort",
+    },
+    "drift": {
+        "uncorrected": "flockstep.strategies.drifts.uncorrected:Uncorrected",
+        "prox": "flockstep.strategies.drifts.prox:Prox",
+        "scaffold": "flockstep.strategies.drifts.scaffold:Scaffold",
+        "nova": "flockstep.strategies.drifts.nova:Nova",
+        "dyn": "flockstep.strategies.drifts.dyn:Dyn",
     },
     "consistency": {
         "bsp": "flockstep.strategies.consistency.bulk_synchronous:BulkSynchronous",
@@ -92,6 +108,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "average": "flockstep.strategies.outer_optimizers.average:Average",
         "nesterov": "flockstep.strategies.outer_optimizers.nesterov:Nesterov",
         "adam": "flockstep.strategies.outer_optimizers.adam:OuterAdam",
+        "yogi": "flockstep.strategies.outer_optimizers.adam:OuterYogi",
+        "adagrad": "flockstep.strategies.outer_optimizers.adam:OuterAdagrad",
         "bmuf": "flockstep.strategies.outer_optimizers.bmuf:Bmuf",
     },
     "synchronization_schedule": {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.errors import PeerLost, ProtocolError, RunError
-from flockstep.expression import from_data, to_data
+from flockstep.expression import fields_of, from_data, to_data
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address, Message, node_name
 from flockstep.records.events import Event, LostEvent, PromotedEvent, StepEvent
@@ -199,6 +199,10 @@ def dead_server(strategy: Strategy | str) -> str:
     composed = Strategy.parse(strategy)
     if not composed.servers_for(WORKERS):
         return NO_SERVER
+    if "replicas" not in fields_of(type(composed)):
+        failure = observe(composed, faults=[f"dies(-1, {DEATH}, noticed={UNNOTICED})"]).failure
+        assert isinstance(failure, PeerLost), failure
+        return ENDS
     backed = from_data({**to_data(composed), "replicas": 1}, Strategy)  # type: ignore[type-abstract]
     whole, run = observe(backed), observe(backed, faults=[f"dies(-1, {DEATH}, noticed={UNNOTICED})"])
     assert run.failure is None, run.failure

@@ -119,6 +119,12 @@ def zeros(like: Any, *shape: int, dtype: str = "") -> FlatArray:
     return made
 
 
+def joined(*arrays: Any) -> FlatArray:
+    """Return one flat array that holds the given flat arrays, one after the other."""
+    whole: FlatArray = namespace(arrays[0]).concatenate(arrays)
+    return whole
+
+
 def take_rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
     """Copy the given rows of a matrix into `out`, and return `out`."""
     if isinstance(matrix, np.ndarray):

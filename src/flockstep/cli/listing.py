@@ -26,6 +26,8 @@ ABOUT = {
     "outer_optimizer": "how the mean of the replicas becomes the next model",
     "synchronization_schedule": "after how many local steps replicas synchronize",
     "selector": "which part of the model is sent",
+    "client_sampling": "which clients take part in a round",
+    "drift": "how local steps are corrected where the data of clients differ",
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",
     "partition": "how one replica of the model is split over workers",

@@ -21,6 +21,7 @@ point: if that happens while bytes are moved, the connection is closed, because 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import os
@@ -226,6 +227,8 @@ class StreamBus:
         self._failures: dict[Address, str] = {}
         """Peer that this node connects to → why the last attempt failed."""
         self._inbox: deque[Message | ProtocolError] = deque()
+        self._alarms: list[tuple[float, int, Message]] = []
+        """Heap of messages of this node to itself: time at which each is due, and its number."""
         self._lock = Lock()
         """Held by the thread that moves bytes: the program's, or the one that serves the sockets meanwhile."""
         self._next_look = 0.0 if self._tcp else math.inf
@@ -371,6 +374,10 @@ class StreamBus:
             raise self._unreachable(to)
         self.traffic.sent(message.payload_bytes, len(header))
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Let `poll` return a message of this node to itself after so many seconds."""
+        heapq.heappush(self._alarms, (time.monotonic() + seconds, message.number, message))
+
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
         """Return the next message; None if none arrived within `seconds` or a descriptor of `also` became readable.
 
@@ -388,8 +395,12 @@ class StreamBus:
             self._asked = False
             if also != self._also:
                 self._watch(also)
+            if self._alarms:
+                seconds = self._ring(seconds)
             if not self._inbox:
                 self._wait(seconds, wanted)
+                if self._alarms:
+                    self._ring(0)
                 if not self._inbox:
                     return None
             message = self._inbox.popleft()
@@ -398,6 +409,14 @@ class StreamBus:
             self._unread -= message.payload_bytes
         self.traffic.received(message.payload_bytes)
         return message
+
+    def _ring(self, seconds: float | None) -> float:
+        """Put what is due in the inbox; return the seconds until the next alarm, at most `seconds`."""
+        now = time.monotonic()
+        while self._alarms and self._alarms[0][0] <= now:
+            self._inbox.append(heapq.heappop(self._alarms)[2])
+        left = self._alarms[0][0] - now if self._alarms else math.inf
+        return left if seconds is None else min(left, seconds)
 
     def _wait(self, seconds: float | None, wanted: Wanted | None) -> None:
         """Wait for the next message, and receive its array in the wanted place.

@@ -8,7 +8,6 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import combinations
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,14 +36,15 @@ class Probe(Strategy):
     in round trips of N bytes.
     """
 
-    largest_message: ClassVar[int] = LARGE
-
     rounds: int = 20
 
     @property
     def traits(self) -> Traits:
         """The strategy's traits: synchronous delivery, without tolerance of failures."""
         return Traits(delivery="synchronous", survives=False, results=("rank0", "mean"))
+
+    def largest_message(self, nbytes: int) -> int:
+        return max(nbytes, LARGE)
 
     async def worker(self, me: Worker) -> None:
         """Compute gradients alone, compute gradients while all workers compute, then exchange messages in pairs."""

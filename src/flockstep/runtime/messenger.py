@@ -108,6 +108,10 @@ class Messenger(ABC):
             self.flight.note("send", to, message.tag, self.node.step, 0 if array is None else array.nbytes)
         return True
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Let a message of this node to itself arrive after so many seconds."""
+        self._bus.later(seconds, message)
+
     def collect(self) -> None:
         """Deliver the messages that have arrived."""
         while (message := self._receive(0)) is not None:

@@ -41,6 +41,8 @@ class DeclaredWork(NamedTuple):
     """Number of training samples in total."""
     samples: int = 0
     """Number of training samples in the worker's part."""
+    batch: int = 0
+    """Number of samples of the worker's first gradient."""
     layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
     """Returns the layers whose gradients can be factored."""
     fragments: Callable[[int], list[slice]] | None = None
@@ -60,7 +62,8 @@ def make_worker(
     """Create a worker whose live replica is `params` (K,)."""
     random, work = node_random(seed, rank), work or DeclaredWork()
     worker = Worker(rank, cluster, params, random, stepping.stepper, work.steps, stepping.optimizer, work.train_size)
-    worker.schema, worker.samples, worker.find_layers = schema, work.samples, work.layers
+    worker.schema, worker.find_layers = schema, work.layers
+    worker.samples, worker.batch = work.samples, work.batch
     worker.fragments = worker.fragments if work.fragments is None else work.fragments
     worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)
     return worker

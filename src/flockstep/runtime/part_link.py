@@ -34,6 +34,10 @@ class PartLink:
                 return found
         return None
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Let a message of this node to itself arrive after so many seconds."""
+        self._bus.later(seconds, msgspec.structs.replace(message, source=self.group.outside(message.source)))
+
     def within(self, message: Message) -> Message | None:
         """Return a message of the run with its addresses translated to those of the group; None if the message concerns
         another group. Raise `PeerLost` if a node of another group is lost that this node needs.

@@ -89,7 +89,8 @@ class Plan:
     def worker(self, engine: TrainedModel, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
         """Create a worker of this run, whose live replica is `params`."""
         stepping = Stepping(stepper, self.optimizer)
-        work = DeclaredWork(self.steps, engine.train_size, len(self.parts[rank]), lambda: self.layers(engine))
+        samples, batch = len(self.parts[rank]), self.batch_at(0)
+        work = DeclaredWork(self.steps, engine.train_size, samples, batch, lambda: self.layers(engine))
         worker = make_worker(self.strategy, self.cluster, rank, params, engine.schema, self.seed, stepping, work)
         worker.bad_gradients = self.bad_gradients
         return worker

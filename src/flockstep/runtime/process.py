@@ -83,7 +83,7 @@ class JobWorker:
             former = None
         self._joins = self._joins or node_spec.joins
         rank, repeats = node_spec.address, node_spec.changes and repeats_steps(plan)
-        largest = max(engine.buffers(rank).nbytes, strategy.largest_message)
+        largest = max(engine.buffers(rank).nbytes, strategy.largest_message(engine.schema.nbytes))
         params = engine.home() if former is None else former.params
         _, initial = session.meet(
             strategy, plan.optimizer.on_servers, engine.schema, params, largest=largest, repeats=repeats
@@ -199,7 +199,7 @@ def _run_part(session: Session, engine: Engine, plan: Plan, split: SplitModel) -
     part, rank = split.parts[group.part], address // parts
     name = f"{split.partition.part_name(group.part)} of replica {rank} (worker {address})"
     between = split.largest_message(max(map(plan.batch_at, range(plan.steps))))
-    largest = max(part.held_bytes, strategy.largest_message, between)
+    largest = max(part.held_bytes, strategy.largest_message(engine.schema.nbytes), between)
     schema, notes = engine.schema, notes_between(split)
     params = part.take(
         session.meet(
@@ -250,7 +250,7 @@ def run_server(
     with np.errstate(over="ignore", invalid="ignore"), Session(node_spec, None, member_of) as session:
         rule, spec = Strategy.parse(strategy), Optimizer.parse(optimizer)
         spec.load()  # before the others are met, who would wait for the import at their first step
-        largest = max(rule.largest_message, room_for(optimizer))
+        largest = max(rule.largest_message(schema.nbytes), room_for(optimizer))
         name = node_name(node_spec.address)
         part = None if group is None else NodePart(f"a server of part {group.part} ({name})", group)
         cluster, params = session.meet(rule, spec, schema, largest=largest, part=part)

@@ -228,6 +228,10 @@ class ReplayBus:
         self.traffic.sent(message.payload_bytes, 0)
         self._flight[self._me, to].append(msgspec.structs.replace(message, array=array))
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Send a message of the node to itself, which enters when the tape says so."""
+        self._flight[self._me, self._me].append(message)
+
     def reachable(self, peer: Address) -> bool:
         """Return true: messages to a node that has ended stay where they are."""
         return True

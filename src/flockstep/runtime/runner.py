@@ -54,6 +54,9 @@ class Driver(Protocol):
     def send(self, to: Address, message: Message) -> None:
         """Count `message` and send it without waiting; the message's array does not change afterwards."""
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Deliver a message of a node to itself after so many seconds."""
+
     def collect(self) -> None:
         """Deliver the messages that have arrived, without waiting."""
 
@@ -74,6 +77,9 @@ class OneProcess:
         if message.array is not None and type(message.array) is not type(params):
             message.array = to_device_of(message.array, params)
         runner.deliver(message)
+
+    def later(self, seconds: float, message: Message) -> None:
+        """Do nothing, because no time passes."""
 
     def collect(self) -> None:
         """Do nothing, because no message is ever in flight."""
@@ -537,6 +543,11 @@ class Runner:
                 self.metrics.waited_for(self._since, sent_at, now)
                 self._since = now
         self.resume(value)
+
+    def later(self, seconds: float, message: Message) -> None:
+        """Let a message of the node to itself arrive after so many seconds; in a replay it is among the inputs."""
+        if not self.replaying:
+            self._driver.later(seconds, message)
 
     def collect(self) -> None:
         """Deliver the messages that have arrived."""

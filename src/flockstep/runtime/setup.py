@@ -330,15 +330,12 @@ def prepare(
         faults=tuple(map(Fault.parse, config.faults)),
         split=built.split,
     )
+    _require_no_buffers(strategy, engine)
     if built.split is not None:
         require_splittable(plan)
         for samples in {plan.batch_at(step) for step in range(plan.steps)}:
             built.split.require_batch(samples)
-    found = versions()
-    if config.job.endswith(JOB_FILES):
-        found[JOB_FILE] = digest(Path(config.job))
-    if built.split is not None and built.split.note is not None:
-        found[SPLIT] = built.split.note
+    found = _versions(config, built)
     resolved = dataclasses.replace(
         config,
         result=result,
@@ -354,6 +351,25 @@ def prepare(
         versions=found,
     )
     return engine, plan, resolved
+
+
+def _versions(config: RunConfig, built: BuiltJob) -> dict[str, str]:
+    """Return the versions that a record names: of libraries, and digests of the job's file and of the split model."""
+    found = versions()
+    if config.job.endswith(JOB_FILES):
+        found[JOB_FILE] = digest(Path(config.job))
+    if built.split is not None and built.split.note is not None:
+        found[SPLIT] = built.split.note
+    return found
+
+
+def _require_no_buffers(strategy: Strategy, engine: Engine) -> None:
+    """Raise `CompositionError` if the model has buffers, and not every worker takes part in every round."""
+    if strategy.traits.served and len(engine.buffers(0)):
+        raise CompositionError(
+            "the model keeps buffers, such as the running averages of BatchNorm, and only some workers take part in a "
+            f"round of {strategy}, so that no buffers belong to the server's model; use GroupNorm, or local_sgd"
+        )
 
 
 def _scheduled(config: RunConfig, job: Job) -> RunConfig:

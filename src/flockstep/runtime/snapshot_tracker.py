@@ -40,12 +40,15 @@ class SnapshotTick(Tick):
         self.kept = self.files
         self._variance: float | None = None
 
-    def add_snapshot(self, item: Snapshot, samples: int) -> None:
-        """Add the parameters that a node has sent for this tick, a point of progress at which the run is evaluated."""
+    def add_snapshot(self, item: Snapshot, samples: int, served: bool = False) -> None:
+        """Add the parameters that a node has sent for this tick, a point of progress at which the run is evaluated.
+
+        `served`: whether the progress of the servers counts.
+        """
         self.files[item.address] = item
         self.t = max(self.t, item.seconds)
         self.missing.discard(item.address)
-        if item.address >= 0:
+        if item.address >= 0 or served:
             self.workers += 1
             self.steps += item.step
             self.samples += samples
@@ -106,16 +109,18 @@ class NewestSnapshots:
         final = [item.of_part(part) for address, item in self._items.items() if address >= 0 and item.tick is None]
         return {item.address // self._parts: item.read_buffers() if item.buffers else None for item in final}
 
-    def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
+    def tick(
+        self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0, served: bool = False
+    ) -> SnapshotTick:
         """Return the most recent snapshots of all nodes as one tick; replicas of lost workers are left out if there are
-        replicas of other workers.
+        replicas of other workers. `served`: see `add_snapshot`.
         """
         ranks = {address for address in self._items if address >= 0}
         left_out = ranks & set(lost) if ranks - set(lost) else set()
         tick = SnapshotTick(set())
         for address, item in self._items.items():
             if address not in left_out:
-                tick.add_snapshot(item, samples(item.step))
+                tick.add_snapshot(item, samples(item.step), served)
         return tick
 
 
@@ -130,7 +135,7 @@ class SnapshotTracker(Tracker):
 
     def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Keep):
         sizes = (engine.schema.size,) if plan.split is None else plan.split.sizes
-        facts = *tracked(plan, sizes), plan.samples_at, by_worker(emit, len(sizes))
+        facts = *tracked(plan, sizes), plan.samples_at, by_worker(emit, len(sizes)), plan.strategy.traits.served
         super().__init__(engine, plan.result, *facts)
         self._parts, self._joiner = len(sizes), SnapshotJoiner(len(sizes))
         self._keep = keep
@@ -144,6 +149,8 @@ class SnapshotTracker(Tracker):
             self._add_whole(whole)
 
     def _add_whole(self, item: Snapshot) -> None:
+        if self._served and item.address >= 0:
+            return
         if item.tick is None or item.tick == LAST:
             self._newest.take(item)
         if item.tick is None and item.address >= 0:
@@ -155,7 +162,8 @@ class SnapshotTracker(Tracker):
             return
         entry = self._ticks.setdefault(tick, SnapshotTick(set(self._alive)))
         assert isinstance(entry, SnapshotTick)
-        entry.add_snapshot(item, self._samples(item.step))
+        samples = self._samples(item.step) * (self._cluster.workers if self._served else 1)
+        entry.add_snapshot(item, samples, self._served)
         for earlier in [one for one in self._ticks if one < tick]:
             self._ticks[earlier].missing.discard(item.address)  # a node's ticks only increase
         self._evaluate_complete()
@@ -177,7 +185,7 @@ class SnapshotTracker(Tracker):
     def end(self) -> None:
         """Determine and evaluate the result of the run, whether or not the run finished."""
         if self._latest < FINAL:
-            self._ticks[FINAL] = self._newest.tick(self._lost, self._samples)
+            self._ticks[FINAL] = self._newest.tick(self._lost, self._samples, self._served)
             self._evaluate(FINAL)
         for item in self._final:
             self._evaluate_own(item.address, item.read(), item.seconds)

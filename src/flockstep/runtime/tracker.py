@@ -122,10 +122,12 @@ class Tracker:
         held: Sequence[slice],
         samples: Callable[[int], int],
         emit: Emit,
+        served: bool = False,
     ):
         """`held`: slice of the parameters that each server holds.
 
-        `samples`: function from a worker's steps to its samples.
+        `samples`: function from a worker's steps to its samples. `served`: whether the servers' progress is that of the
+        run, and workers send nothing.
         """
         self.result: FlatArray | None = None
         self.buffers: dict[str, FlatArray] = {}
@@ -138,7 +140,8 @@ class Tracker:
         self._samples = samples
         self._emit = emit
         self._idle = {server(i) for i in range(cluster.servers)} - {server(i) for i in deciding(held)}
-        self._alive = set(cluster.addresses) - self._idle
+        self._served = served
+        self._alive = set(cluster.addresses[cluster.workers :] if served else cluster.addresses) - self._idle
         self._ticks: dict[float, Tick] = {}
         self._latest = -1.0
         self._ticks_of: dict[Address, float] = {}
@@ -158,6 +161,8 @@ class Tracker:
         entry.t = max(entry.t, t)
         if address >= 0:
             entry.add_worker(params, step, sent, self._samples(step))
+        elif self._served:
+            entry.add_worker(params, step, sent, self._samples(step) * self._cluster.workers)
         if self._keeps(address):
             entry.kept[address] = params.copy()
         if tick == FINAL and address >= 0:

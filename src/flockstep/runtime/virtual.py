@@ -86,7 +86,8 @@ class Simulation:
     ):
         """`within`: surroundings that other simulations share."""
         self.plan = plan
-        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
+        held, served = plan.held(engine.schema.size), plan.strategy.traits.served
+        self.tracker = Tracker(engine, plan.result, plan.cluster, held, plan.samples_at, emit, served)
         self._engine = engine
         self._emit = emit
         self._program_events = ProgramEvents(plan.cluster)
@@ -231,6 +232,14 @@ class Simulation:
             arrive = partial(self._arrive, to, message, queue.now)
             carry(queue, self._fabric, sender.address, receiver.address, HEADER_BYTES + nbytes, arrive)
 
+    def later(self, seconds: float, message: Message) -> None:
+        """Deliver a message of a node to itself after so many virtual seconds, if its program has not ended then."""
+        self._queue.schedule(self._queue.now + seconds, partial(self._ring, message))
+
+    def _ring(self, message: Message) -> None:
+        if not self.runners[message.source].done:
+            self.runners[message.source].deliver(message)
+
     def collect(self) -> None:
         """Do nothing, because messages are delivered at their time of arrival."""
 
@@ -298,6 +307,8 @@ class Simulation:
             runner.source = partial(self._within.start or self._start_gradient, runner)
             runner.stepped = None if self._report is None else self._stepped
             runner.wrong_gradients = wrong_gradients(self._faults, rank)
+            if plan.strategy.traits.served:
+                runner.send_snapshot = None
         for address in plan.cluster.processes[plan.cluster.workers :]:
             runner = self._runner_of(self._make_server(-1 - plan.cluster.logical(address)), address)
             runner.progress = Progress(plan.cluster, plan.evaluate_every)

@@ -77,8 +77,6 @@ class Strategy(Component):
     """Tags of messages to servers that carry a gradient, which the program checks with `accepted`; the driver checks
     that the arrays of all other messages to servers are finite.
     """
-    largest_message: ClassVar[int] = 0
-    """Size in bytes of the largest array that a node sends, if the array is larger than the model; otherwise 0."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -115,6 +113,10 @@ class Strategy(Component):
     def replicas(self) -> int:
         """Number of backups of each server: processes that run the server's program on the same messages."""
         return 0
+
+    def largest_message(self, nbytes: int) -> int:
+        """Return the size in bytes of the largest array that a node sends, for a model of `nbytes` bytes."""
+        return nbytes
 
     def expected_sends(self, workers: int, steps: int) -> float | None:
         """Return the expected number of times that a worker sends parameters or an update, all workers together, if

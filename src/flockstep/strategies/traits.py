@@ -91,6 +91,10 @@ class Traits:
     survives no deaths, the workers always must.
     """
 
+    served: bool = False
+    """Whether the run's progress is that of the servers, because not every worker takes part in every round: workers
+    send no parameters to be evaluated.
+    """
     plain_gradients: bool = True
     """Whether workers request only gradients of their own next batch at their own parameters, and wait for each
     gradient. A model that is split over several processes can compute no other gradients.

@@ -43,6 +43,32 @@ class OuterAdam(OuterOptimizer):
         delta = mean - model
         m *= self.beta1
         m += (1 - self.beta1) * delta
-        v *= self.beta2
-        v += (1 - self.beta2) * (delta * delta)
+        self.add_square(v, delta * delta)
         model += self.lr * m / (namespace(v).sqrt(v) + self.eps)
+
+    def add_square(self, v: FlatArray, square: FlatArray) -> None:
+        """Add the square of the mean change (K,) to `v`, in place."""
+        v *= self.beta2
+        v += (1 - self.beta2) * square
+
+
+@dataclass(frozen=True)
+class OuterYogi(OuterAdam):
+    """Yogi as outer optimizer (FedYogi: Reddi et al. 2021, algorithm 2): as OuterAdam, with v ← v - (1 - beta2) Delta²
+    sign(v - Delta²), so that v falls slowly after large changes.
+    """
+
+    def add_square(self, v: FlatArray, square: FlatArray) -> None:
+        v -= (1 - self.beta2) * square * namespace(v).sign(v - square)
+
+
+@dataclass(frozen=True)
+class OuterAdagrad(OuterAdam):
+    """Adagrad as outer optimizer (FedAdagrad: Reddi et al. 2021, algorithm 2): as OuterAdam, with v ← v + Delta².
+    `beta2` is not used; the paper's experiments set beta1 = 0.
+    """
+
+    beta1: float = 0.0
+
+    def add_square(self, v: FlatArray, square: FlatArray) -> None:
+        v += square

@@ -1,0 +1,1 @@
+"""Rules by which a server chooses the clients of a round."""

@@ -1,0 +1,1 @@
+"""Corrections of the clients' local steps where their data differ."""
