@@ -172,6 +172,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "half": "flockstep.codecs.half:Half",
         "bfloat16": "flockstep.codecs.bfloat16:Bfloat16",
         "int8": "flockstep.codecs.int8:Int8",
+        "fp8": "flockstep.codecs.microscaling:Fp8",
+        "fp4": "flockstep.codecs.microscaling:Fp4",
         "one_bit": "flockstep.codecs.one_bit:OneBit",
         "sign": "flockstep.codecs.sign:Sign",
         "terngrad": "flockstep.codecs.terngrad:TernGrad",

@@ -17,6 +17,7 @@ from flockstep.testing.feedback import check_feedback
 from support.matrix import few
 
 SETTINGS: dict[str, tuple[str, ...]] = {
+    "fp8": ("fp8", "fp8(format=e5m2)"),
     "topk": (
         "topk",
         "topk(ratio=0.3)",
