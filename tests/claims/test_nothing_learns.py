@@ -11,6 +11,7 @@ import pytest
 from flockstep_lab.claims.base import Claim, Verdict
 from flockstep_lab.claims.c06_deep_gradient_compression import Final
 from flockstep_lab.claims.compressed_digits import Finals
+from flockstep_lab.claims.digit_clients import RoundsTo
 from flockstep_lab.claims.sorted_digits import RunErrors
 from flockstep_lab.claims.spans import GUESSING
 
@@ -25,6 +26,10 @@ RUNS = {
     "B7": ("b07_data_that_differ", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B8": ("b08_partial_communication", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B9": ("b09_feedback_needs_contraction", {"trained": GUESSED}),
+    "C23": ("c23_federated_averaging", {"trained": RoundsTo(math.inf, math.inf, 10.0)}),
+    "C24": ("c24_scaffold", {"trained": RoundsTo(math.inf, math.inf, 10.0)}),
+    "C25": ("c25_buffered_clients", {"trained": RoundsTo(math.inf, math.inf, 10.0)}),
+    "C26": ("c26_partial_work", {"trained": RoundsTo(math.inf, math.inf, 10.0)}),
     "C6": ("c06_deep_gradient_compression", {"_trained": Final(GUESSING, math.log(10), 300.0, 300.0)}),
 }
 """What runs a claim's training, and what that would give if every model guessed."""

@@ -61,6 +61,10 @@ TABLE = {
         "C20": "flockstep_lab.claims.c20_sparta:SpartaDiloco",
         "C21": "flockstep_lab.claims.c21_largest_learning_rate:LargestLearningRate",
         "C22": "flockstep_lab.claims.c22_attackers:Attackers",
+        "C23": "flockstep_lab.claims.c23_federated_averaging:FederatedAveraging",
+        "C24": "flockstep_lab.claims.c24_scaffold:ScaffoldRounds",
+        "C25": "flockstep_lab.claims.c25_buffered_clients:BufferedClients",
+        "C26": "flockstep_lab.claims.c26_partial_work:PartialWork",
     },
     "disruption": {
         "kills_worker": "flockstep_lab.chaos.kills_worker:KillsWorker",
