@@ -111,6 +111,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "yogi": "flockstep.strategies.outer_optimizers.adam:OuterYogi",
         "adagrad": "flockstep.strategies.outer_optimizers.adam:OuterAdagrad",
         "bmuf": "flockstep.strategies.outer_optimizers.bmuf:Bmuf",
+        "slowmo": "flockstep.strategies.outer_optimizers.slowmo:SlowMo",
     },
     "synchronization_schedule": {
         "fixed": "flockstep.strategies.synchronization_schedules.fixed:Fixed",

@@ -1,4 +1,4 @@
-"""OuterOptimizer optimizers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
+"""OuterOptimizer optimizers against plain numpy: DiLoCo, BMUF, Adam and slow momentum on the mean of the replicas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.strategies.outer_optimizers.adam import OuterAdam
 from flockstep.strategies.outer_optimizers.bmuf import Bmuf
 from flockstep.strategies.outer_optimizers.nesterov import Nesterov
-from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.strategies.outer_optimizers.slowmo import SlowMo
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.averaging import local_steps, ring_mean
+from support.oracles.slowmo import slowmo
 
 PERIOD, STEPS = 4, 22
 F = np.float32
@@ -133,6 +135,31 @@ def test_bmuf_can_reset_the_momentum_of_the_workers():
     assert np.abs(kept - reset).max() > 1e-3
 
 
+def slow_momentum(n, gammas, job, **settings):
+    source = GradientSource(n, job)
+    shape = n, PERIOD
+    return slowmo(source.start(), lambda i, w, _: source.gradient(i, w), gammas, shape=shape, **settings)
+
+
+@pytest.mark.oracle("outer_optimizer:slowmo")
+@pytest.mark.parametrize("strategy", ["local_sgd({}, outer_optimizer={})", "streaming_diloco({}, 1, 0, 0, {})"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_slowmo_equals_the_oracle_while_the_learning_rate_falls(n, strategy):
+    job = bowl_job("sgd(lr=0.2)")
+    run = run_strategy(strategy.format(PERIOD, "slowmo(0.8, 0.7)"), n, 24, job=job, schedule="step_decay(0.3, (0.5,))")
+    expected = slow_momentum(n, [0.2] * 3 + [0.06] * 3, job, slow=(0.8, 0.7))
+    assert np.abs(run.replicas - expected.models[-1]).max() < 1e-13
+
+
+@pytest.mark.oracle("outer_optimizer:slowmo")
+@pytest.mark.parametrize("buffers", ["reset", "maintain"])
+def test_slowmo_resets_or_maintains_the_momentum_of_the_workers(buffers):
+    job = bowl_job("sgd(lr=0.1, momentum=0.9, nesterov=true)")
+    text = f"local_sgd({PERIOD}, outer_optimizer=slowmo(1, 0.6, {buffers == 'reset'}))"
+    expected = slow_momentum(3, [0.1] * 5, job, slow=(1.0, 0.6), rho=0.9, nesterov=True, buffers=buffers)
+    assert np.abs(run_strategy(text, 3, 20, job=job).replicas - expected.models[-1]).max() < 1e-13
+
+
 @pytest.mark.oracle("outer_optimizer:average")
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_average_equals_the_oracle_in_every_bit(n):
@@ -162,7 +189,7 @@ def test_the_alias_is_the_published_setting():
     assert (diloco.period, diloco.outer_optimizer) == (500, Nesterov(lr=0.7, momentum=0.9))
 
 
-@pytest.mark.parametrize("outer", ["nesterov", "adam", "bmuf"])
+@pytest.mark.parametrize("outer", ["nesterov", "adam", "bmuf", "slowmo"])
 def test_conforms(outer):
     check_strategy(Strategy.parse(f"local_sgd(5, outer_optimizer={outer})"), workers=(1, 2, 3), alone_is_plain=False)
 
@@ -191,6 +218,27 @@ class FromTheModel(Bmuf):
     def move(self, model, mean, state):
         model[:] = state.model
         super().move(model, mean, state)
+
+
+class KeepsItsVelocity(SlowMo):
+    """Wrong optimizer: does not follow the learning rate, so that v is not γ u."""
+
+    def follow(self, me, state):
+        pass
+
+
+@pytest.mark.negative_control("outer_optimizer:slowmo")
+def test_a_velocity_of_an_old_learning_rate_shows():
+    job = bowl_job("sgd(lr=0.2)")
+    expected = slow_momentum(3, [0.2] * 3 + [0.06] * 3, job, slow=(1.0, 0.6)).models[-1]
+    right, wrong = (
+        run_strategy(
+            LocalSGD(PERIOD, outer_optimizer=kind()), 3, 24, job=job, schedule="step_decay(0.3, (0.5,))"
+        ).replicas
+        for kind in (SlowMo, KeepsItsVelocity)
+    )
+    assert np.abs(right - expected).max() < 1e-13
+    assert np.abs(wrong - expected).max() > 1e-3
 
 
 def broken(outer, move):

@@ -146,6 +146,7 @@ class LocalSGD(Strategy):
             me.params *= me.workers * me.samples / me.train_size
         await self.collective.average(me, me.params)
         if state.model is not None:
+            self.outer_optimizer.follow(me, state.outer_state)
             self.outer_optimizer.move(state.model, me.params, state.outer_state)
             me.params[:] = state.model
         if self.outer_optimizer.resets:

@@ -171,6 +171,7 @@ class StreamingDiloco(Strategy):
             return
         mean: FlatArray = await me.finished(me.task(f"fragment{index}"))
         fragment.under_way = False
+        self.outer_optimizer.follow(me, fragment.outer_state)
         self.outer_optimizer.move(fragment.model, mean, fragment.outer_state)
         part = me.params[fragment.part]
         if self.overlap and self.alpha:

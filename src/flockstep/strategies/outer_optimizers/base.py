@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
+from flockstep.nodes import Worker
 
 
 class OuterOptimizer(Component):
@@ -36,6 +37,9 @@ class OuterOptimizer(Component):
 
     def resize(self, state: Any, workers: int) -> None:
         """Adapt the optimizer's state, in place, to another number of workers."""
+
+    def follow(self, me: Worker, state: Any) -> None:
+        """Adapt the state, in place, to the learning rate of a worker, before a move; by default, do nothing."""
 
     @abstractmethod
     def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
