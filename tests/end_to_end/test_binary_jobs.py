@@ -25,7 +25,8 @@ from flockstep.sealed.job import job_of, load_sealed, sealed
 from flockstep.sealed.manifest import MANIFEST, SealedManifest
 from support.keys import key
 from support.matrix import few
-from support.sealed_jobs import JOBS, write_data, write_job
+from support.sealed_data import write_data, write_job
+from support.sealed_jobs import JOBS
 from support.sealed_runs import TESTS, evaluations, trained
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")

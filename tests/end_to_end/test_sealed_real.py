@@ -12,7 +12,8 @@ import support.compiler  # noqa: F401
 from flockstep.experiments.single import RunResult
 from support.matrix import few
 from support.processes import RealRun
-from support.sealed_jobs import JOBS, write_data, write_job
+from support.sealed_data import write_data, write_job
+from support.sealed_jobs import JOBS
 from support.sealed_runs import TESTS, command, evaluations, trained
 
 REPEATS = ("all_reduce", "local_sgd(period=4)")

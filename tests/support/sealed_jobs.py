@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 -- what every user of torch calls it
 from torch import Tensor, nn
 
 from flockstep import Data, Job
+from support.sealed_data import LENGTH, WORDS, image_data, text_data
 
-WORDS, LENGTH, WIDTH, HEADS = 24, 12, 16, 2
-
-
-def image_data() -> Data:
-    draw = np.random.default_rng(1)
-    y = draw.integers(0, 10, 160)
-    x = (draw.random((160, 1, 8, 8)) * 0.3 + y[:, None, None, None] / 14).astype(np.float32)
-    return Data(x[:128], y[:128], x[128:], y[128:])
-
-
-def text_data() -> Data:
-    draw = np.random.default_rng(2)
-    x = (np.cumsum(draw.integers(1, 3, (160, LENGTH + 1)), 1) % WORDS).astype(np.int64)
-    return Data(x[:128, :-1], x[:128, 1:], x[128:, :-1], x[128:, 1:])
+WIDTH, HEADS = 16, 2
 
 
 def class_data() -> Data:
@@ -128,18 +114,3 @@ def normed() -> Job:
 
 
 JOBS: dict[str, Callable[[], Job]] = {"cnn": cnn, "gpt": gpt, "lstm": lstm, "normed": normed}
-
-
-def write_data(folder: Path, data: Data) -> Path:
-    """Write data as a customer has them; return the folder."""
-    folder.mkdir()
-    for name in ("train_x", "train_y", "test_x", "test_y"):
-        np.save(folder / f"{name}.npy", getattr(data, name))
-    return folder
-
-
-def write_job(folder: Path, name: str) -> Path:
-    """Write a job file; return its path."""
-    file = folder / f"{name}_job.py"
-    file.write_text(f"from support.sealed_jobs import {name} as job\n")
-    return file

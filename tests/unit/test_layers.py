@@ -355,6 +355,7 @@ def test_only_modules_for_jax_import_jax():
         "flockstep.frameworks.jax_tree",
         "flockstep.jax",
         "flockstep.keras",
+        "flockstep.sealed.jax",
     }
 
 

@@ -22,7 +22,8 @@ from flockstep.frameworks.job import make_engine
 from flockstep.records.events import EvaluationEvent
 from flockstep.sealed import archive
 from support import sealed_jobs
-from support.sealed_jobs import JOBS, write_data
+from support.sealed_data import write_data
+from support.sealed_jobs import JOBS
 
 
 @pytest.fixture(scope="module")

@@ -105,14 +105,20 @@ class JaxEngine(ArrayEngine):
         self._use(job, Data(**{name: _kept(name, values) for name, values in vars(data).items()}))
         self._one = jax.jit(self._value_and_gradient)
         self._many = jax.jit(jax.vmap(self._value_and_gradient))
+        self._evaluated_loss = jax.jit(job.loss)
         self._outputs = jax.jit(lambda params, x: self._call(self._tree.unflatten(params), x, None))
         self._probe(job)
 
     def operations(self, batch: int) -> float | None:
-        """Return the floating-point operations of a gradient, as XLA counts them before its optimizations."""
+        """Return the floating-point operations of a gradient, as XLA counts them before its optimizations; None for a
+        sealed job, in whose programs XLA knows no shapes before.
+        """
         x, y = (values[np.arange(batch) % self.train_size] for values in (self._data.train_x, self._data.train_y))
         lowered = self._one.lower(self._start, x, y, np.zeros(2, np.uint32), None, 0.0)
-        return (lowered.cost_analysis() or {}).get("flops")
+        try:
+            return (lowered.cost_analysis() or {}).get("flops")
+        except jax.errors.JaxRuntimeError:
+            return None
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         none = DistillationTargets(params[None, :][:0], 0.0)
@@ -147,7 +153,7 @@ class JaxEngine(ArrayEngine):
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
         outputs, y = self._mean_outputs(members, self._data.test_x), self._data.test_y
-        return Evaluation(float(self._loss(outputs, y)), float(self._metric(outputs, y)))
+        return Evaluation(float(self._evaluated_loss(outputs, y)), float(self._metric(outputs, y)))
 
     def _call(self, tree: Tree, x: Any, key: Any) -> Any:
         return self._model.apply(tree, x, key) if self._model.random else self._model.apply(tree, x)

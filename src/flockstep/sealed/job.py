@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,8 +26,16 @@ from flockstep.workloads.base import require_module
 
 if TYPE_CHECKING:
     from flockstep.frameworks.torch import TorchEngine
+    from flockstep.sealed.binary import SealedLibraries
     from flockstep.sealed.export import Exporter
+    from flockstep.sealed.jax import SealedJaxPrograms
+    from flockstep.sealed.model import SealedPrograms
 
+Recorded = tuple[SealedManifest, dict[str, bytes], dict[str, str]]
+"""Manifest of a job, the sections of its tensors and programs, and the names that were replaced: new name → name."""
+ROUNDING = 1e-5
+"""Share by which the metric of a sealed JAX job, which is one program, may differ from that of the job, which calls one
+operation after the other."""
 TRIAL_STEPS = 2
 """Number of gradients that are compared with those of the unsealed job before a sealed job is written."""
 
@@ -35,70 +44,61 @@ def sealed(job: Job, settings: SealOptions) -> tuple[dict[str, bytes], dict[str,
     """Return the sections of a sealed job, and the names that were replaced: new name → name.
 
     Raises:
-        ConfigurationError: PyTorch cannot export the job, its settings cannot be written as text, or the sealed job
-            would compute other gradients.
+        ConfigurationError: PyTorch or JAX cannot export the job, its settings cannot be written as text, or the sealed
+            job would compute other gradients.
     """
-    engine = _engine(job, settings.seed)
-    manifest, tensors, renamed = _recorded(job, engine, settings)
-    sections = {MANIFEST: msgspec.json.encode(manifest), TENSORS: tensors}
-    _require_equal(engine, _again(sections, job, settings.seed), exact=True)
+    engine: Any = make_engine(job, settings.seed)
+    manifest, programs, renamed = _recorder(engine, settings.binary)(job, engine, settings)
+    sections = {MANIFEST: msgspec.json.encode(manifest), **programs}
+    _require_equal(job, engine, _again(sections, job, settings.seed), near_metric=ROUNDING if manifest.jax else 0.0)
     if settings.binary:
         from flockstep.sealed.binary import as_libraries
 
         sections = as_libraries(sections, lambda count: engine.samples(np.arange(count) % engine.train_size))
-        _require_equal(engine, _again(sections, job, settings.seed), exact=False)
+        _require_equal(job, engine, _again(sections, job, settings.seed), near=engine.tolerance)
     return sections, renamed
 
 
-def _again(sections: Mapping[str, bytes], job: Job, seed: int) -> TorchEngine:
+def _recorder(engine: Any, binary: bool) -> Callable[[Job, Any, SealOptions], Recorded]:
+    """Return the function that records jobs with such an engine."""
+    torch, jax = (sys.modules.get(f"flockstep.frameworks.{name}") for name in ("torch", "jax"))
+    if torch is not None and isinstance(engine, torch.TorchEngine):
+        return _of_torch
+    if jax is None or not isinstance(engine, jax.JaxEngine):
+        kind = type(engine).__name__.removesuffix("Engine")
+        raise ConfigurationError(
+            f"only jobs with a model in torch or JAX can be sealed, got a {kind} job; write the model in one of them"
+        )
+    if binary:
+        raise ConfigurationError(
+            "a binary job must have a model in torch, got a JAX job, which each process compiles; leave --binary out"
+        )
+    return _of_jax
+
+
+def _again(sections: Mapping[str, bytes], job: Job, seed: int) -> Any:
     """Return the engine of a sealed job on the data of the job itself."""
-    return _engine(dataclasses.replace(job_of(sections, "the sealed job"), data=job.data), seed)
+    return make_engine(dataclasses.replace(job_of(sections, "the sealed job"), data=job.data), seed)
 
 
-def _engine(job: Job, seed: int) -> TorchEngine:
-    require_module("torch", "torch", "sealing a job")
-    from flockstep.frameworks.torch import TorchEngine
-
-    engine = make_engine(job, seed)
-    if isinstance(engine, TorchEngine):
-        return engine
-    kind = type(engine).__name__.removesuffix("Engine")
-    raise ConfigurationError(f"only jobs with a torch model can be sealed, got a {kind} job; write the model in torch")
-
-
-def _recorded(job: Job, engine: TorchEngine, settings: SealOptions) -> tuple[SealedManifest, bytes, dict[str, str]]:
-    """Export the programs of a job, and collect its tensors under the names that they will have."""
-    import torch
-    from safetensors.torch import save
-
+def _settings(job: Job, engine: Any, settings: SealOptions) -> SealedManifest:
+    """Return the manifest of a job without tensors and programs."""
     from flockstep import __version__
-    from flockstep.sealed.export import Exporter
 
-    module, data = engine.module, engine._data
-    held = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-    short = {
-        name: f"{'p' if isinstance(one, torch.nn.Parameter) else 'b'}{n}" for n, (name, one) in enumerate(held.items())
-    }
-    names = short if settings.rename else {name: name for name in held}
-    exporter = Exporter({id(one): names[name] for name, one in held.items()})
-    programs, outputs = _programs(job, engine, exporter)
-    contract = Contract.of(data, tuple(settings.columns), settings.label, settings.classes)
+    contract = Contract.of(engine._data, tuple(settings.columns), settings.label, settings.classes)
     if settings.x_range:
         low, high = settings.x_range
         contract = msgspec.structs.replace(contract, x=msgspec.structs.replace(contract.x, low=low, high=high))
     metric = job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric")
-    manifest = SealedManifest(
+    return SealedManifest(
         flockstep=__version__,
-        torch=str(torch.__version__),
+        torch="",
         name="sealed" if settings.rename else job.name,
         seed=settings.seed,
-        tensors=tuple(
-            SealedTensor(names[name], one.requires_grad, isinstance(one, torch.nn.Parameter))
-            for name, one in held.items()
-        ),
-        programs=programs,
-        outputs=outputs,
-        metric="metric" if settings.rename and "metric" in programs else metric,
+        tensors=(),
+        programs={},
+        outputs=0,
+        metric="metric" if settings.rename and job.metric != "accuracy" else metric,
         higher_is_better=job.higher_is_better,
         optimizer=_as_text(engine.optimizer),
         schedule=settings.schedule or job.schedule,
@@ -108,9 +108,43 @@ def _recorded(job: Job, engine: TorchEngine, settings: SealOptions) -> tuple[Sea
         target=job.target,
         contract=contract,
     )
+
+
+def _of_jax(job: Job, engine: Any, settings: SealOptions) -> Recorded:
+    from flockstep.sealed.jax import recorded
+
+    metric = None if isinstance(job.metric, str) else job.metric
+    return recorded(_settings(job, engine, settings), engine, metric, settings.rename)
+
+
+def _of_torch(job: Job, engine: TorchEngine, settings: SealOptions) -> Recorded:
+    """Export the programs of a job, and collect its tensors under the names that they will have."""
+    import torch
+    from safetensors.torch import save
+
+    from flockstep.sealed.export import Exporter
+
+    module = engine.module
+    held = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    short = {
+        name: f"{'p' if isinstance(one, torch.nn.Parameter) else 'b'}{n}" for n, (name, one) in enumerate(held.items())
+    }
+    names = short if settings.rename else {name: name for name in held}
+    exporter = Exporter({id(one): names[name] for name, one in held.items()})
+    programs, outputs = _programs(job, engine, exporter)
+    manifest = msgspec.structs.replace(
+        _settings(job, engine, settings),
+        torch=str(torch.__version__),
+        tensors=tuple(
+            SealedTensor(names[name], one.requires_grad, isinstance(one, torch.nn.Parameter))
+            for name, one in held.items()
+        ),
+        programs=programs,
+        outputs=outputs,
+    )
     values = {names[name]: one for name, one in held.items()} | exporter.constants
     tensors = save({name: one.detach().clone().contiguous() for name, one in values.items()})
-    return manifest, tensors, {new: name for name, new in names.items() if new != name}
+    return manifest, {TENSORS: tensors}, {new: name for name, new in names.items() if new != name}
 
 
 def _programs(job: Job, engine: TorchEngine, exporter: Exporter) -> tuple[dict[str, OperatorProgram], int]:
@@ -157,21 +191,21 @@ def _as_text(optimizer: Optimizer) -> str:
     return text
 
 
-def _require_equal(ours: TorchEngine, theirs: TorchEngine, exact: bool) -> None:
+def _require_equal(job: Job, ours: Any, theirs: Any, *, near: float = 0.0, near_metric: float = 0.0) -> None:
     """Raise `ConfigurationError` unless a sealed job computes what the job does: gradients, buffers, metrics.
 
-    They are compared bit for bit if `exact`; libraries round otherwise.
+    They may differ by the share `near` of their norm, as libraries round otherwise, and metrics by `near_metric`; by
+    default they must have equal bits.
     """
-    near = 0.0 if exact else ours.tolerance
 
-    def differ(values: FlatArray, right: FlatArray) -> bool:
+    def differ(values: FlatArray, right: FlatArray, near: float = near) -> bool:
         distance, size = np.linalg.norm((values - right).astype(np.float64)), np.linalg.norm(right.astype(np.float64))
         return not distance <= near * size
 
     params, out, other = ours.initial(), np.empty_like(ours.initial()), np.empty_like(ours.initial())
     buffers = ours.buffers(0)
     for step in range(TRIAL_STEPS):
-        samples = (np.arange(ours._batch_size - step or 1) * 7 + step) % ours.train_size
+        samples = (np.arange(job.batch - step or 1) * 7 + step) % ours.train_size
         losses = ours.gradient(params, samples, out, 0, step), theirs.gradient(params, samples, other, 0, step)
         pairs = [(np.array(losses[1]), np.array(losses[0])), (other, out), (theirs.buffers(0), ours.buffers(0))]
         if any(itertools.starmap(differ, pairs)):
@@ -181,7 +215,9 @@ def _require_equal(ours: TorchEngine, theirs: TorchEngine, exact: bool) -> None:
                 "that change"
             )
     found, right = theirs.evaluate(params), ours.evaluate(params)
-    if differ(np.array([found.loss, found.metric]), np.array([right.loss, right.metric])):
+    if differ(np.array(found.loss), np.array(right.loss)) or differ(
+        np.array(found.metric), np.array(right.metric), max(near, near_metric)
+    ):
         raise ConfigurationError(
             f"the exported job must evaluate as the job itself, got {found} for {right}; seal it without parts that "
             "depend on the mode of evaluation in another way than torch's modules"
@@ -191,16 +227,21 @@ def _require_equal(ours: TorchEngine, theirs: TorchEngine, exact: bool) -> None:
 
 def job_of(sections: Mapping[str, bytes], what: object) -> Job:
     """Return the job that the sections of a sealed file hold, without data; refuse damaged sections."""
-    require_module("torch", "torch", "a sealed job")
-    from flockstep.sealed.model import SealedPrograms
-
     manifest = archive.decoded(sections.get(MANIFEST, b""), SealedManifest, what)
-    programs: SealedPrograms | SealedLibraries
-    if manifest.platform:
+    library = "jax" if manifest.jax else "torch"
+    require_module(library, library, "this sealed job")
+    programs: SealedPrograms | SealedLibraries | SealedJaxPrograms
+    if manifest.jax:
+        from flockstep.sealed.jax import SealedJaxPrograms
+
+        programs = SealedJaxPrograms(manifest, sections, what)
+    elif manifest.platform:
         from flockstep.sealed.binary import SealedLibraries
 
         programs = SealedLibraries(manifest, sections, what)
     else:
+        from flockstep.sealed.model import SealedPrograms
+
         programs = SealedPrograms(manifest, sections.get(TENSORS, b""), what)
     return Job(
         model=programs.model,
@@ -228,7 +269,7 @@ def load_sealed(path: Path | str, given: SealedOptions) -> Job:
     Raises:
         ConfigurationError: the file is damaged, or signed by nobody who is trusted, or the data do not meet its
             demands.
-        MissingDependency: torch is not installed.
+        MissingDependency: the library of the job's model is not installed.
     """
     sections = archive.read(path, SECTIONS, given.trust, given.key)
     manifest = archive.decoded(sections.get(MANIFEST, b""), SealedManifest, path)

@@ -11,7 +11,12 @@ from flockstep.sealed.contract import Contract
 MANIFEST, TENSORS = "manifest", "tensors"
 LIBRARIES = ("joint", "evaluate", "score")
 """Sections of the libraries of a binary job."""
-SECTIONS = (MANIFEST, TENSORS, *LIBRARIES)
+JOINTS = {count: f"joint {count}" for count in (1, 2, 4, 8, 16, 32, 64)}
+"""Number of replicas in a batched call → section of its program in a JAX job, whose other programs have the sections
+of libraries."""
+SECTIONS = (MANIFEST, TENSORS, *LIBRARIES, *JOINTS.values())
+MOST_CALLS = 200_000
+"""Largest number of calls of one program, or operations of a JAX program, that is read."""
 
 
 class OperatorProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,3 +67,5 @@ class SealedManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contract: Contract
     platform: str = ""
     """Platform for which the libraries were compiled; empty for a job of programs."""
+    jax: str = ""
+    """Version of JAX with which a JAX job was sealed; empty for a job of PyTorch."""

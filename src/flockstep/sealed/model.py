@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -12,13 +11,16 @@ import torch
 from safetensors.torch import load
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flockstep.errors import ConfigurationError, FlockstepError, in_short
 from flockstep.sealed.manifest import SealedManifest
 from flockstep.sealed.program import Call, built, quiet
 
-MOST_VALUES = 1 << 30
-"""Largest number of inputs, and of targets, of a batch."""
+MOST_STEPS = 1 << 20
+"""Largest number of operators that the programs of a sealed job call in one step, those inside operators included."""
+CUTS = {torch.ops.aten.unbind.int: 1, torch.ops.aten.split.Tensor: 2, torch.ops.aten.unsafe_split.Tensor: 2}
+"""Operators that cut a tensor into as many parts as the length of an axis says → place of the argument `dim`."""
 
 
 class SealedTensors(torch.nn.Module):
@@ -79,6 +81,28 @@ def _tried(name: str, function: Call, *values: Any) -> Any:
         ) from None
 
 
+class _CountedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses programs that call more than `MOST_STEPS` operators. Those inside `aten::lstm`, whose loop runs over the
+    steps of a sequence, count, and so does each part into which a call cuts a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = MOST_STEPS
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if (place := CUTS.get(func)) is not None:
+            length = args[0].shape[args[place] if len(args) > place else 0]
+            self._left -= length // (args[1] or 1 if place == 2 else 1)
+        if self._left < 0:
+            raise ConfigurationError(
+                f"the programs of a sealed job must call at most {MOST_STEPS} operators in a step, those of each "
+                "element of a sequence included; seal the job with shorter sequences"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class SealedPrograms:
     """The programs of a sealed job with its tensors, from which models are built."""
 
@@ -100,19 +124,14 @@ class SealedPrograms:
         """Run the programs on tensors that have shapes only: operators given wrong ones may end the process later.
 
         The device of these tensors is none on which operators skip their checks to be fast, as `aten::lstm` does on the
-        processor. What follows on a shape that depends on values is not checked.
+        processor. What follows on a shape that depends on values is not checked. The calls are counted, because a
+        tensor without values may have an axis over which a loop does not end.
         """
         manifest = self._manifest
-        for one in (manifest.contract.x, manifest.contract.y):
-            if math.prod((manifest.batch, *one.shape)) > MOST_VALUES:  # a loop over such an axis would not end
-                raise ConfigurationError(
-                    f"a batch of a sealed job must have at most {MOST_VALUES} numbers, got {manifest.batch} samples of "
-                    f"shape {one.shape}; seal the job with a smaller batch"
-                )
         trained = (self._values[one.name].dtype for one in manifest.tensors if one.trained)
         dtypes = {"f": reduce(torch.promote_types, trained), "i": torch.int64, "b": torch.bool}
         # Python's decompositions of operators check indices into lists of tensors, those in C++ do not.
-        with quiet(), enable_python_dispatcher(), FakeTensorMode(), torch.device("meta"):
+        with quiet(), enable_python_dispatcher(), FakeTensorMode(), torch.device("meta"), _CountedCalls():
             state = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in self._values.items()}
             runs = {
                 name: partial(built(program, device="meta"), *(state[one] for one in program.state))

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 
 from flockstep.errors import ConfigurationError
-from flockstep.sealed.manifest import OperatorProgram
+from flockstep.sealed.manifest import MOST_CALLS, OperatorProgram
 
-MOST_CALLS = 200_000
-"""Largest number of calls of one program that is read."""
 OPERATORS: dict[str, Callable[..., Any]] = {"sym_float": torch.sym_float} | {
     name: getattr(operator, name)
     for name in (
