@@ -180,6 +180,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "terngrad": "flockstep.codecs.terngrad:TernGrad",
         "qsgd": "flockstep.codecs.qsgd:Qsgd",
         "natural": "flockstep.codecs.natural:Natural",
+        "binned": "flockstep.codecs.binned:Binned",
         "topk": "flockstep.codecs.top:TopK",
         "random_k": "flockstep.codecs.random_subset:RandomK",
         "threshold": "flockstep.codecs.threshold:Threshold",
@@ -284,6 +285,8 @@ _ALIASES: dict[str, dict[str, str]] = {
         "gosgd": "gossip",
         "one_bit_sgd": "two_way(codec=one_bit, feedback=residual)",
         "diloco": "local_sgd(period=500, outer_optimizer=nesterov)",
+        "sparseloco": "streaming_diloco(period=30, fragments=1, overlap=0, outer_optimizer=nesterov(lr=1.0, momentum=0), "
+        "codec=by_size(large=topk(ratio=0.015625, bucket=4096, values=binned), limit=0), feedback=residual(decay=0.95))",
     },
     "collective": {
         "ssar_doubling": "sparse(algorithm='ssar_doubling')",
