@@ -22,6 +22,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "local_sgd": "flockstep.strategies.local_sgd:LocalSGD",
         "overlap_local_sgd": "flockstep.strategies.overlap_local_sgd:OverlapLocalSGD",
         "streaming_diloco": "flockstep.strategies.streaming_diloco:StreamingDiloco",
+        "noloco": "flockstep.strategies.noloco:NoLoCo",
         "sparta": "flockstep.strategies.sparta:Sparta",
         "easgd": "flockstep.strategies.elastic_averaging:ElasticAveraging",
         "easgd_sync": "flockstep.strategies.easgd_sync:SynchronousElasticAveraging",
@@ -285,8 +286,10 @@ _ALIASES: dict[str, dict[str, str]] = {
         "gosgd": "gossip",
         "one_bit_sgd": "two_way(codec=one_bit, feedback=residual)",
         "diloco": "local_sgd(period=500, outer_optimizer=nesterov)",
-        "sparseloco": "streaming_diloco(period=30, fragments=1, overlap=0, outer_optimizer=nesterov(lr=1.0, momentum=0), "
-        "codec=by_size(large=topk(ratio=0.015625, bucket=4096, values=binned), limit=0), feedback=residual(decay=0.95))",
+        "sparseloco": "streaming_diloco(period=30, fragments=1, overlap=0, "
+        "outer_optimizer=nesterov(lr=1.0, momentum=0), "
+        "codec=by_size(large=topk(ratio=0.015625, bucket=4096, values=binned), limit=0), "
+        "feedback=residual(decay=0.95))",
     },
     "collective": {
         "ssar_doubling": "sparse(algorithm='ssar_doubling')",
