@@ -18,6 +18,7 @@ PROVED = (
     "filter",
     "client_sampling",
     "drift",
+    "privacy",
     "outer_optimizer",
     "synchronization_schedule",
     "collective",

@@ -64,6 +64,11 @@ _TABLE: dict[str, dict[str, str]] = {
         "proportional": "flockstep.strategies.client_samplings.proportional:Proportional",
         "power_of_choice": "flockstep.strategies.client_samplings.power_of_choice:PowerOfChoice",
         "oort": "flockstep.strategies.client_samplings.oort:Oort",
+        "poisson": "flockstep.strategies.client_samplings.poisson:Poisson",
+    },
+    "privacy": {
+        "exposed": "flockstep.strategies.privacy.exposed:Exposed",
+        "dp": "flockstep.strategies.privacy.dp:DifferentialPrivacy",
     },
     "drift": {
         "uncorrected": "flockstep.strategies.drifts.uncorrected:Uncorrected",

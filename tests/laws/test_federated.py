@@ -66,6 +66,7 @@ CORRECTED = {
 @pytest.mark.oracle("drift:nova")
 @pytest.mark.oracle("drift:scaffold")
 @pytest.mark.oracle("drift:dyn")
+@pytest.mark.oracle("privacy:exposed")
 @pytest.mark.parametrize("participants", [2, 4])
 @pytest.mark.parametrize("text", CORRECTED)
 def test_equals_the_oracle(text, participants):
@@ -99,6 +100,7 @@ class Unweighted(Federated):
 
 @pytest.mark.negative_control("strategy:federated")
 @pytest.mark.negative_control("drift:uncorrected")
+@pytest.mark.negative_control("privacy:exposed")
 def test_the_oracle_notices_other_weights():
     job, parts = bowls(*drawn(4), [4, 8, 12, 32])
     right, wrong = (

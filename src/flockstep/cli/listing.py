@@ -27,6 +27,7 @@ ABOUT = {
     "synchronization_schedule": "after how many local steps replicas synchronize",
     "selector": "which part of the model is sent",
     "client_sampling": "which clients take part in a round",
+    "privacy": "what the model may tell of a single client",
     "drift": "how local steps are corrected where the data of clients differ",
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, RunError, require
 from flockstep.messages import Message, Note, Notes
-from flockstep.nodes import Server
+from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import TaxonomyEntry
 from flockstep.strategies.client_samplings.base import Clients
-from flockstep.strategies.client_training import ClientTraining, TaskState
+from flockstep.strategies.client_training import ClientState, ClientTraining, TaskState
 from flockstep.strategies.drifts.base import ClientChange
+from flockstep.strategies.privacy.base import Privacy
+from flockstep.strategies.privacy.exposed import Exposed
 
 EMPTY_ROUNDS = 3
 """Number of rounds in a row without any change from a client after which the run ends."""
@@ -32,6 +35,8 @@ class RoundState(TaskState):
     round: int = 0
     open: bool = False
     expired: bool = False
+    most: float = math.inf
+    """Number of rounds that the privacy rule allows."""
     empty: int = 0
     """Number of rounds in a row that have ended by their deadline without a change."""
     awaited: dict[int, float] = field(default_factory=dict)
@@ -55,12 +60,14 @@ class Federated(ClientTraining):
     A client that has trained for `seconds` sends what it has. A round ends `deadline` seconds after its beginning with
     the changes that have arrived; later ones are dropped. With `spare` = 0.3, 30% more clients are chosen than needed,
     and the first `participants` changes count (Bonawitz et al. 2019, section 2.2). A client that dies costs its change
-    alone. All clients together take the steps that are granted to all.
+    alone. All clients together take the steps that are granted to all. `privacy` bounds what the model tells
+    of a client.
     """
 
     notes: ClassVar[Notes] = {**ClientTraining.notes, "deadline": Deadline}
 
     weighting: Literal["samples", "equal", "expected"] = "samples"
+    privacy: Privacy = field(default_factory=Exposed)
     deadline: float = math.inf
     spare: float = 0.0
 
@@ -74,10 +81,27 @@ class Federated(ClientTraining):
                 "samples twice; use weighting=equal, or sampling=uniform"
             )
 
+        ordinary = self.weighting != "equal" or not self.sampling.varies or self.spare or self.deadline < math.inf
+        if self.privacy.bounded and (ordinary or self.drift.by_round):
+            raise CompositionError(
+                f"{self.privacy} counts on clients that are drawn independently, weigh alike and tell nothing else; "
+                "use weighting=equal and sampling=poisson, drift=uncorrected or prox, and no deadline or spare"
+            )
+
     taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "single PS")
 
     def master_state(self, me: Server) -> RoundState:
-        return RoundState(self.outer_optimizer.start(me.params, me.cluster.workers), self.drift.server_state(me))
+        clients = me.cluster.workers
+        state = RoundState(self.outer_optimizer.start(me.params, clients), self.drift.server_state(me))
+        state.most = self.privacy.rounds(clients, self.wanted(clients))
+        return state
+
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        self.privacy.rounds(workers, self.wanted(workers))
+
+    def change(self, me: Worker, model: FlatArray, state: ClientState) -> FlatArray:
+        return self.privacy.limited(super().change(me, model, state))
 
     async def master(self, me: Server) -> None:
         """Hold one round after the other, until the clients have taken the steps that are granted to them."""
@@ -109,20 +133,22 @@ class Federated(ClientTraining):
 
     def _begin_round(self, me: Server, state: RoundState) -> None:
         """Send the model to the clients of a new round, or end the run."""
-        if state.taken >= state.granted:
+        if state.taken >= state.granted or state.round >= state.most:
             self.end(me, state)
             return
         count = math.ceil(self.wanted(me.cluster.workers) * (1 + self.spare))
         state.awaited = self.sampling.choose(me.random, state.clients, count)
-        if not state.awaited:
+        busy = len(state.clients.busy) == len(state.clients.samples)
+        if not state.awaited and (busy or not self.sampling.varies):
             return  # every client is busy with an earlier round
         state.round, state.open, state.expired, state.changes = state.round + 1, True, False, {}
         self.send_tasks(me, state, state.awaited, state.round)
         self._expect_end(me, state)
 
     def _expect_end(self, me: Server, state: RoundState) -> None:
-        if self.deadline < math.inf:
-            me.alarm(self.deadline, "deadline", Deadline(state.round))
+        seconds = self.deadline if state.awaited else 0.0  # a round of nobody ends at once
+        if seconds < math.inf:
+            me.alarm(seconds, "deadline", Deadline(state.round))
 
     def _end_round(self, me: Server, state: RoundState) -> None:
         """Move the model by the mean of the changes that have arrived.
@@ -131,8 +157,8 @@ class Federated(ClientTraining):
             RunError: no change has arrived in several rounds in a row.
         """
         state.open, state.awaited = False, {}
-        if not state.changes:
-            state.empty += state.expired
+        if not state.changes and not self.privacy.bounded:
+            state.empty += self.deadline < math.inf
             if state.empty == EMPTY_ROUNDS:
                 raise RunError(
                     f"no client's change has arrived within deadline={self.deadline:g} seconds in {EMPTY_ROUNDS} "
@@ -141,7 +167,11 @@ class Federated(ClientTraining):
             return
         state.empty = 0
         weights = self.weights({rank: one.count for rank, one in state.changes.items()}, state.clients)
-        self.move(me, state, self.drift.combined(me, state.changes, weights, state.drift))
+        mean = self.drift.combined(me, state.changes, weights, state.drift) if weights else 0 * me.params
+        clients, wanted = me.cluster.workers, self.wanted(me.cluster.workers)
+        self.move(me, state, self.privacy.released(me, mean, 1 / wanted))
+        if (epsilon := self.privacy.spent(state.round, clients, wanted)) is not None:
+            me.record_scalar("epsilon", epsilon)
         for rank, weight in weights.items():
             state.clients.counted[rank] = state.round
             me.record_update(rank, 0, weight=weight)
@@ -151,7 +181,7 @@ class Federated(ClientTraining):
         shares = {rank: counts[rank] for rank in sorted(counts)}
         if self.weighting != "equal":
             shares = {rank: share * clients.samples[rank] for rank, share in shares.items()}
-        total = sum(shares.values())
+        total = self.wanted(len(clients.samples)) if self.privacy.bounded else sum(shares.values())
         if self.weighting == "expected":
             total = self.wanted(len(clients.samples)) * clients.total / len(clients.samples)
         return {rank: share / total for rank, share in shares.items()}

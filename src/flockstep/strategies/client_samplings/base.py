@@ -70,6 +70,9 @@ class ClientSampling(Component):
     by_size: ClassVar[bool] = False
     """Whether clients with more samples are chosen more often, so that changes count alike."""
 
+    varies: ClassVar[bool] = False
+    """Whether the number of participants is random, and may be 0."""
+
     @abstractmethod
     def choose(self, random: np.random.Generator, clients: Clients, count: int) -> dict[int, float]:
         """Return the clients of a round, of those without a task: client → how often its change counts.

@@ -1,0 +1,1 @@
+"""What the model tells of a single client."""
