@@ -407,6 +407,7 @@ class SealOptions(SealedSubject):
     """How a job is sealed."""
 
     out: Path | str = Opt("File to write; its name ends with .sealed.").default("model.sealed")
+    overwrite: bool = Opt("Replace the file of --out if it exists.").default(False)
     seed: int = Opt(
         "Seed from which the initial weights are drawn.", least=0, advice="use any whole number >= 0"
     ).default(0)

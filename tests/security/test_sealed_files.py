@@ -101,6 +101,8 @@ def test_keys_are_private_and_whole(tmp_path: Path, capsys: pytest.CaptureFixtur
     private.chmod(0o644)
     with pytest.raises(ConfigurationError, match="other users can read the key"):
         KeyPair.read(private)
+    with pytest.raises(ConfigurationError, match="must be a private one, got a public key"):
+        KeyPair.read(public)
     private.chmod(0o600)
     private.write_text("abc")
     with pytest.raises(ConfigurationError, match="must be 64 hexadecimal digits, got 3 characters"):

@@ -89,7 +89,7 @@ def test_what_goes_back_is_listed_and_holds_no_path_of_the_customers(
     assert run(["return", str(trained / "run"), "--out", str(tmp_path / "back")]) == 0
     told = capsys.readouterr().out
     assert "the loss of each worker's batch at 12 steps" in told
-    assert "fingerprints of the data, such as of names and sizes of its files: data " in told
+    assert "fingerprints of the data, such as of names, sizes and samples of its files: data " in told
     data = (tmp_path / "back").read_bytes()
     assert b"private_place" not in data
     assert str(trained).encode() not in data
@@ -134,3 +134,29 @@ def test_results_that_are_damaged_or_have_a_place_already_are_refused(trained: P
     (tmp_path / "own.pub").write_text("ab" * 64)
     with pytest.raises(ConfigurationError, match="must be signed by a key that you trust"):
         flockstep.unseal(tmp_path / "back", tmp_path / "other", trust=tmp_path / "own.pub")
+
+
+def test_names_of_another_job_and_files_of_another_kind_are_refused(trained: Path, tmp_path: Path) -> None:
+    other = flockstep.seal(JOBS["cnn"](), out=tmp_path / "other.sealed", rename=True)
+    with pytest.raises(ConfigurationError, match="the names must be those of the job that was trained"):
+        flockstep.unseal(trained / "run", tmp_path / "mine", names=tmp_path / "other.sealed.names")
+    with pytest.raises(
+        ConfigurationError, match=r"must hold config.toml, .* got manifest, tensors; .* unseal takes one"
+    ):
+        flockstep.unseal(other, tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
+def test_files_are_not_overwritten_unless_told(trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.sealed"
+    file.write_text("kept")
+    with pytest.raises(ConfigurationError, match=r"model.sealed exists; .* with --overwrite"):
+        flockstep.seal(JOBS["cnn"](), out=file)
+    assert file.read_text() == "kept"
+    flockstep.seal(JOBS["cnn"](), out=file, overwrite=True)
+    given = ["return", str(trained / "run"), "--out", str(file)]
+    before = file.read_bytes()
+    assert run(given) == 2
+    assert file.read_bytes() == before
+    assert run([*given, "--overwrite"]) == 0
+    assert file.read_bytes() != before

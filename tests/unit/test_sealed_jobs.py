@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import make_engine
 from flockstep.options import SealedOptions, SealOptions
 from flockstep.sealed import archive
-from flockstep.sealed.contract import Contract
+from flockstep.sealed.contract import Contract, facts_of
 from flockstep.sealed.job import job_of, load_sealed, sealed
 from flockstep.sealed.manifest import MANIFEST, SECTIONS, OperatorProgram, SealedManifest
 from flockstep.sealed.program import built
@@ -237,9 +238,9 @@ DEMANDS = Contract.of(image_data(), ("pixels",), "digit", None)
     [
         ({"train_x": np.zeros((3, 1, 28, 28), np.float32)}, r"inputs of train .* shape \(1, 8, 8\), got \(1, 28, 28\)"),
         ({"train_x": np.full((3, 1, 8, 8), 255, np.float32)}, "inputs of train .* between -0.* and .*, got 255"),
-        ({"test_x": np.full((3, 1, 8, 8), np.nan, np.float32)}, "inputs of test .* between .*, got nan"),
+        ({"test_x": np.full((3, 1, 8, 8), np.nan, np.float32)}, "inputs of test .* must be numbers, got nan; replace"),
         ({"train_x": np.zeros((3, 1, 8, 8), np.int64)}, "inputs of train .* floating-point numbers, got whole numbers"),
-        ({"test_y": np.array([0, 10, 1])}, "labels of test .* between 0 and 9, got 10"),
+        ({"test_y": np.array([0, 10, 1])}, "labels of test .* between 0 and 9, got 10; number the classes from 0"),
         ({"train_y": np.array([0, -1, 1])}, "labels of train .* between 0 and 9, got -1"),
         ({"train_y": np.zeros((3, 2), np.int64)}, r"labels of train .* shape \(\), got \(2,\)"),
     ],
@@ -258,7 +259,7 @@ def test_a_folder_without_data_and_a_job_without_a_folder_are_refused(tmp_path: 
     with pytest.raises(ConfigurationError, match=r"has no data of train; put there train_x\.npy"):
         DEMANDS.read(tmp_path)
     (tmp_path / "train_x.npy").write_bytes(b"damaged")
-    with pytest.raises(ConfigurationError, match="cannot read the data in"):
+    with pytest.raises(ConfigurationError, match=r"train_x\.npy must be an array of numbers that numpy\.save wrote"):
         DEMANDS.read(tmp_path)
     file = flockstep.seal(JOBS["cnn"](), out=tmp_path / "model.sealed")
     with pytest.raises(ConfigurationError, match=r"holds no data; .* inputs: samples of shape \(1, 8, 8\)"):
@@ -337,5 +338,53 @@ def test_options_of_sealed_jobs_are_refused_elsewhere() -> None:
 def test_sections_are_those_of_a_sealed_job(tmp_path: Path) -> None:
     file = flockstep.seal(JOBS["cnn"](), out=tmp_path / "model.sealed")
     assert set(archive.read(file, SECTIONS, "anyone")) == {"manifest", "tensors"}
-    with pytest.raises(ConfigurationError, match="its sections do not add up"):
+    with pytest.raises(ConfigurationError, match="must hold manifest, got tensors"):
         archive.read(file, SECTIONS[:1], "anyone")
+
+
+def test_a_digest_of_data_notices_values_of_equal_size(tmp_path: Path) -> None:
+    folder = write_data(tmp_path / "data", image_data())
+    before = facts_of(folder)
+    assert facts_of(folder) == before
+    np.save(folder / "train_x.npy", image_data().train_x[::-1])
+    assert facts_of(folder) != before
+
+
+def test_a_digest_of_data_reads_a_fixed_amount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file of 1 TiB, of which nothing is on the disk, and of a thousand files."""
+    with (tmp_path / "train_x.npy").open("wb") as file:
+        file.truncate(1 << 40)
+    for number in range(1000):
+        (tmp_path / f"{number}.txt").write_bytes(b"x")
+    whole, read = hashlib.sha256, []
+
+    class Digest:
+        def __init__(self, data: bytes) -> None:
+            self.inner = whole(data)
+
+        def update(self, data: bytes) -> None:
+            read.append(len(data))
+            self.inner.update(data)
+
+        def hexdigest(self) -> str:
+            return self.inner.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    assert len(facts_of(tmp_path)["data"]) == 16
+    assert 0 < sum(read) <= 64 * 64 * 4096
+
+
+def test_a_run_says_once_what_its_data_are_not(tmp_path: Path) -> None:
+    data = image_data()
+    wide = Data(data.train_x.astype(np.float64), data.train_y, data.test_x, data.test_y)
+    few = Data(data.train_x[:20], data.train_y[:20], data.test_x, data.test_y)
+    file = flockstep.seal(JOBS["cnn"](), out=tmp_path / "model.sealed")
+    for name, one, said in (
+        ("right", data, []),
+        ("wide", wide, ["are float64, and were rounded to the dtype of the model"]),
+        ("few", few, ["has 20 training samples, and the workers use 32 in a step"]),
+    ):
+        folder = write_data(tmp_path / name, one)
+        found = flockstep.simulate(str(file), "all_reduce", workers=2, steps=2, data=str(folder), trust="anyone")
+        assert len(found.summary.notes) == len(said)
+        assert all(words in note for words, note in zip(said, found.summary.notes, strict=True))

@@ -26,6 +26,7 @@ def public_key(key: Annotated[Path, Arg("File with a private key, which flockste
 def pack_run(
     run: o.RunFolderArgument,
     out: Annotated[Path, Opt("File to write.")] = Path("run.returned"),
+    overwrite: Annotated[bool, Opt("Replace the file of --out if it exists.")] = False,
     sign: Annotated[Path | None, Opt("File with your private key; the file is signed with it.", metavar="KEY")] = None,
     encrypt_to: Annotated[
         Path | None, Opt("File with the public key of the sender, to whom alone the file is readable.", metavar="KEY")
@@ -36,7 +37,7 @@ def pack_run(
     """
     from flockstep.experiments import sealing
 
-    told = sealing.pack_run(run, out, sign, encrypt_to)
+    told = sealing.pack_run(run, out, sign=sign, encrypt_to=encrypt_to, overwrite=overwrite)
     print(f"{out} holds no samples and no paths. It tells who can read it:", *told, sep="\n- ")
 
 

@@ -11,7 +11,8 @@ from flockstep.experiments.options import takes
 from flockstep.frameworks.base import Job
 from flockstep.options import SealOptions
 from flockstep.records.access import open_file
-from flockstep.runtime.setup import load_job
+from flockstep.records.config import JOB_FILE
+from flockstep.runtime.setup import digest, load_job
 from flockstep.sealed import archive
 from flockstep.sealed.job import sealed
 from flockstep.sealed.returned import SENT, returned, written
@@ -38,20 +39,30 @@ def seal(options: SealOptions) -> Path:
 
 def seal_job(options: SealOptions) -> Path:
     """Write a job to a file, as the options say; return the path of the file."""
+    path = Path(options.out)
+    archive.require_new(path, options.overwrite)
     job = options.job if isinstance(options.job, Job) else load_job(str(options.job), options.seed)
     sign = None if options.sign is None else archive.KeyPair.read(options.sign)
     to = None if options.encrypt_to is None else archive.public_key(options.encrypt_to)
     sections, names = sealed(job, options)
-    path = Path(options.out)
-    if names:
-        with open_file(path.with_name(path.name + NAMES), "wb", private=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(names), indent=1))
     archive.write(path, sections, sign, to)
+    if names:
+        kept = {JOB_FILE: digest(path), **names}
+        with open_file(path.with_name(path.name + NAMES), "wb", private=True) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
     return path
 
 
-def pack_run(run: Path | str, out: Path | str, sign: Path | str | None, encrypt_to: Path | str | None) -> list[str]:
+def pack_run(
+    run: Path | str,
+    out: Path | str,
+    *,
+    sign: Path | str | None = None,
+    encrypt_to: Path | str | None = None,
+    overwrite: bool = False,
+) -> list[str]:
     """Write what goes back of a run to a file, and return sentences on what it tells of the data."""
+    archive.require_new(Path(out), overwrite)
     sections, told = returned(run)
     own = None if sign is None else archive.KeyPair.read(sign)
     archive.write(Path(out), sections, own, None if encrypt_to is None else archive.public_key(encrypt_to))

@@ -41,7 +41,7 @@ from flockstep.launchers.threads import JAX_THREADS
 from flockstep.links.kinds import Transport
 from flockstep.messages import node_name
 from flockstep.records.checkpoints import Checkpoint
-from flockstep.records.config import RunConfig
+from flockstep.records.config import JOB_FILE, RunConfig
 from flockstep.records.events import NodeEvent
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
@@ -50,7 +50,7 @@ from flockstep.runtime.loop import require_for_scripts
 from flockstep.runtime.member import NodeSpec, folder_of_call
 from flockstep.runtime.place import SECRET
 from flockstep.runtime.resizing import require_script_resizable
-from flockstep.runtime.setup import JOB_FILE, canonical, check, digest, require_unchanged
+from flockstep.runtime.setup import canonical, check, digest, require_unchanged
 from flockstep.strategies.base import Strategy
 
 NO_SCRIPT = {".ipynb", ".json", ".sh", ".toml", ".yaml", ".yml"}

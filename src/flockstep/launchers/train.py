@@ -31,14 +31,14 @@ from flockstep.launchers.wait_monitor import JOINS_JOB, on_stderr
 from flockstep.links.kinds import Transport
 from flockstep.partitions.base import JointPartition
 from flockstep.records.checkpoints import Checkpoint
-from flockstep.records.config import RunConfig
+from flockstep.records.config import JOB_FILE, RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.runtime.member import NodeSpec
 from flockstep.runtime.plan import Plan
 from flockstep.runtime.process import repeats_steps
 from flockstep.runtime.resizing import require_resizable
-from flockstep.runtime.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
+from flockstep.runtime.setup import BuiltJob, prepare, require_unchanged
 from flockstep.runtime.tape import require_replayable
 from flockstep.split.splitting import without_whole
 from flockstep.strategies.base import Strategy

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import JOB_FILES
-from flockstep.records.config import RunConfig
-from flockstep.runtime.setup import JOB_FILE, digest
+from flockstep.records.config import JOB_FILE, RunConfig
+from flockstep.runtime.setup import digest
 from flockstep.workloads.base import Workload
 
 

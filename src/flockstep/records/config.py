@@ -32,6 +32,8 @@ from flockstep.partitions.base import Partition
 Kind = Literal["train", "simulate", "launch"]
 ClockKind = Literal["real", "virtual"]
 
+JOB_FILE, DATA = "job_file", "data"
+"""Keys, among the versions in a record, of the digest of the job's file, and of sentences about the job's data."""
 SPLIT = "split"
 """Key, among the versions in a record, of a sentence about layers that the parts of a split model compute otherwise."""
 KEEP = 2

@@ -13,7 +13,7 @@ import msgspec
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Address, node_name
 from flockstep.partitions.base import Partition, Unsplit
-from flockstep.records.config import SPLIT, ClockKind, RunConfig
+from flockstep.records.config import DATA, SPLIT, ClockKind, RunConfig
 from flockstep.records.curves import MetricCurve, curves
 from flockstep.records.events import (
     DivergedEvent,
@@ -260,10 +260,9 @@ LACKS = "the record lacks"
 
 
 def partition_notes(config: RunConfig) -> list[str]:
-    """Return sentences about what differs from the run without the partition of `config`."""
+    """Return sentences about what differs from the run without the partition of `config`, and about its data."""
     said = [] if config.partition is None else Partition.parse(config.partition).notes
-    split = config.versions.get(SPLIT)
-    return [*said, *([] if split is None else [split])]
+    return [*said, *(config.versions[key] for key in (SPLIT, DATA) if key in config.versions)]
 
 
 def summarize(

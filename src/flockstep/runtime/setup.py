@@ -20,10 +20,11 @@ from flockstep.links.kinds import Transport
 from flockstep.options import SEALED, SealedOptions
 from flockstep.partitions.base import Partition, Unsplit
 from flockstep.partitions.split_facts import SplitFacts
-from flockstep.records.config import SPLIT, RunConfig
+from flockstep.records.config import DATA, JOB_FILE, SPLIT, RunConfig
 from flockstep.runtime.plan import Plan, require_splittable, whole_cluster
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
+from flockstep.sealed.contract import notices
 from flockstep.sealed.job import load_sealed
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 from flockstep.simulation.compute import ComputeModel
@@ -39,8 +40,6 @@ from flockstep.workloads.own_data import OwnData
 from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
-JOB_FILE = "job_file"
-"""Key, among the versions in a record, of the digest of the job's file."""
 EVALUATIONS = 40
 """Default number of evaluations of the model during a run."""
 
@@ -336,6 +335,8 @@ def prepare(
         for samples in {plan.batch_at(step) for step in range(plan.steps)}:
             built.split.require_batch(samples)
     found = _versions(config, built)
+    if config.data is not None and (said := notices(config.data, size, replicas * job.batch)):
+        found[DATA] = "; ".join(said)
     resolved = dataclasses.replace(
         config,
         result=result,

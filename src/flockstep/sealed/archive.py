@@ -32,6 +32,8 @@ SIGNED, ENCRYPTED, SIGNING, READING = b"signed ", b"encrypted ", b"sign", b"read
 ANYONE = "anyone"
 """Word in place of a file of trusted keys: a job is read whoever has signed it, or nobody."""
 NONCE = 12
+PUBLIC = 128
+"""Hexadecimal digits of a public key."""
 
 
 class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,11 +63,15 @@ class KeyPair:
         """Read a private key that `flockstep secret` wrote; refuse a file that others may read."""
         path = Path(file)
         try:
+            text = path.read_text("ascii").strip()
+            if len(text) == PUBLIC:
+                raise ConfigurationError(
+                    f"the key in {path} must be a private one, got a public key; give the file of flockstep secret"
+                )
             if path.stat().st_mode & 0o077:
                 raise ConfigurationError(
                     f"other users can read the key in {path}; restrict access to yourself: chmod 600 {path}"
                 )
-            text = path.read_text("ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 f"cannot read the key in {path}: {error}; make a key with: flockstep secret"
@@ -161,6 +167,12 @@ def pack(sections: Mapping[str, bytes], sign: KeyPair | None = None, encrypt_to:
     return MAGIC + _framed(Outer(hashlib.sha256(data).hexdigest(), shared=shared.hex()), data)
 
 
+def require_new(path: Path, overwrite: bool) -> None:
+    """Raise `ConfigurationError` if a file to be written exists, unless it may be replaced."""
+    if path.exists() and not overwrite:
+        raise ConfigurationError(f"{path} exists; choose another file with --out, or replace it with --overwrite")
+
+
 def write(
     path: Path, sections: Mapping[str, bytes], sign: KeyPair | None = None, encrypt_to: str | None = None
 ) -> None:
@@ -195,7 +207,12 @@ def read(path: Path | str, names: Sequence[str], trust: str | None, key: Path | 
         outer, payload = _opened(KeyPair.read(key).opened(shared, payload), file)
     _require_trusted(outer, file, trust)
     head, rest = _unframed(payload, Sections, file)
-    if sum(head.sizes.values()) != len(rest) or min(head.sizes.values(), default=0) < 0 or set(head.sizes) - set(names):
+    if unknown := set(head.sizes) - set(names):
+        raise ConfigurationError(
+            f"{file} must hold {', '.join(names)}, got {', '.join(sorted(unknown))[:80]}; commands that train take a "
+            "file of flockstep seal, and flockstep unseal takes one of flockstep return"
+        )
+    if sum(head.sizes.values()) != len(rest) or min(head.sizes.values(), default=0) < 0:
         raise ConfigurationError(f"{file} is damaged: its sections do not add up; {_AGAIN}")
     sections, start = dict[str, bytes](), 0
     for name, size in head.sizes.items():

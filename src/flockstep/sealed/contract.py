@@ -20,6 +20,10 @@ KINDS = {"f": "floating-point numbers", "i": "whole numbers", "b": "truth values
 PARTS = ("train", "test")
 TRIED = 64
 """Number of samples that are checked where samples are read when they are needed."""
+SCALE = "scale the data as the sender's, or ask the sender for a job with another range"
+NUMBER = "number the classes from 0, or ask the sender for a job with more classes"
+PIECES, PIECE = 64, 4096
+"""Number of files of a folder, and of pieces of a file, from which a digest is made, and bytes of a piece."""
 WIDER = 1.0
 """Floating-point inputs may lie outside the range of the sender's by this share of the width of the range."""
 
@@ -45,8 +49,10 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         low = low - more if kind == "f" else min(low, 0.0)
         return cls(tuple(found.shape[1:]), kind, low, high + more, names)
 
-    def check(self, values: Any, what: str) -> None:
-        """Raise `ConfigurationError` if values (samples, …), called `what` in the error, do not meet the demand."""
+    def check(self, values: Any, what: str, way_out: str = SCALE) -> None:
+        """Raise `ConfigurationError` if values (samples, …), called `what` in the error, do not meet the demand;
+        `way_out`: what helps if they lie outside the range.
+        """
         found = _array(values)
         if (kind := _kind(found)) != self.kind:
             raise ConfigurationError(
@@ -59,11 +65,15 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not found.size:
             return
-        worst = found.min() if not found.min() >= self.low else found.max()
-        if not self.low <= worst <= self.high:
+        low, high = found.min(), found.max()
+        if np.isnan(low):
             raise ConfigurationError(
-                f"the values of {what} must be between {self.low:g} and {self.high:g}, got {worst:g}; scale the data "
-                "as the sender's, or ask the sender for a job with another range"
+                f"the values of {what} must be numbers, got nan; replace or leave out such samples"
+            )
+        if not self.low <= low <= high <= self.high:
+            raise ConfigurationError(
+                f"the values of {what} must be between {self.low:g} and {self.high:g}, got "
+                f"{low if low < self.low else high:g}; {way_out}"
             )
 
 
@@ -100,7 +110,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 self.y.check(y, f"the targets of {part} in {where}")
                 continue
             found = _array(y if labels is None else labels)
-            msgspec.structs.replace(self.y, low=0.0, high=self.classes - 1.0).check(found, what)
+            msgspec.structs.replace(self.y, low=0.0, high=self.classes - 1.0).check(found, what, NUMBER)
 
     def __str__(self) -> str:
         shapes = [f"samples of shape {one.shape}, {KINDS.get(one.kind, one.kind)}" for one in (self.x, self.y)]
@@ -129,7 +139,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _part(self, folder: Path, part: str) -> Any:
         if (folder / f"{part}_x.npy").is_file():
-            return tuple(np.load(folder / f"{part}_{name}.npy", allow_pickle=False) for name in "xy")
+            return tuple(_loaded(folder / f"{part}_{name}.npy") for name in "xy")
         if (file := folder / f"{part}.parquet").exists():
             names = self.x.names
             x, y = parquet(file, names[0] if len(names) == 1 else names, self.y.names[0])
@@ -146,11 +156,50 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def facts_of(folder: Path | str) -> dict[str, str]:
-    """Return a digest of the names and sizes of the files in a folder, by which a run notices other data."""
+    """Return a digest by which a run notices other data in a folder.
+
+    It covers names and sizes of all files, and of at most `PIECES` files, evenly spaced, at most `PIECES` pieces of
+    `PIECE` bytes each, so that at most 16 MiB are read. Values that change elsewhere are not noticed.
+    """
     place = Path(folder)
     files = sorted(file for file in place.rglob("*") if file.is_file())
-    listed = "".join(f"{file.relative_to(place)} {file.stat().st_size}\n" for file in files)
-    return {"data": hashlib.sha256(listed.encode()).hexdigest()[:16]}
+    found = hashlib.sha256("".join(f"{file.relative_to(place)} {file.stat().st_size}\n" for file in files).encode())
+    for file in files[:: -(-len(files) // PIECES) or 1]:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for start in range(0, size, max(PIECE, -(-size // PIECES))):
+                opened.seek(start)
+                found.update(opened.read(PIECE))
+    return {"data": found.hexdigest()[:16]}
+
+
+def notices(folder: Path | str, samples: int, in_a_step: int) -> list[str]:
+    """Return sentences on data in a folder that are trained on, but perhaps not as they should be.
+
+    Args:
+        folder: the folder.
+        samples: number of training samples.
+        in_a_step: number of samples that all workers together use in a step.
+    """
+    file, said = Path(folder) / "train_x.npy", list[str]()
+    if file.is_file() and np.load(file, mmap_mode="r").dtype == np.float64:
+        said.append(f"the inputs in {folder} are float64, and were rounded to the dtype of the model; save them in it")
+    if samples < in_a_step:
+        said.append(
+            f"{folder} has {samples} training samples, and the workers use {in_a_step} in a step, some of them several "
+            "times; use fewer workers or a smaller batch"
+        )
+    return said
+
+
+def _loaded(file: Path) -> Any:
+    try:
+        return np.load(file, allow_pickle=False)
+    except (ValueError, EOFError):
+        raise ConfigurationError(
+            f"{file} must be an array of numbers that numpy.save wrote, got another or a damaged file; write it with "
+            "numpy.save"
+        ) from None
 
 
 def _array(values: Any) -> Any:

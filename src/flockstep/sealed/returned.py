@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
 from flockstep.options import SEALED
 from flockstep.records.access import write_whole
-from flockstep.records.config import RunConfig
+from flockstep.records.config import JOB_FILE, RunConfig
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, ReplicaEvent, ResultEvent, StepEvent
 from flockstep.records.folder import Record, RunFolder
 from flockstep.records.summary import Summary
@@ -45,7 +45,8 @@ def returned(run: Path | str) -> tuple[dict[str, bytes], list[str]]:
     if not record.config.job.endswith(SEALED):
         raise ConfigurationError(f"{run} holds a run of {record.config.job}, which is no sealed job; name another run")
     name = Path(record.config.job).name
-    config = RunConfig(**{**{one: getattr(record.config, one) for one in SETTINGS}, "job": name})
+    sealed = {key: one for key, one in record.config.versions.items() if key == JOB_FILE}
+    config = RunConfig(**{**{one: getattr(record.config, one) for one in SETTINGS}, "job": name, "versions": sealed})
     apart: dict[str, Any] = {"network": None, "compute": None, "cluster": None, "error": None, "notes": [], "lost": []}
     summary = msgspec.structs.replace(record.summary, job=name, **apart)
     events = [event for event in record.events if isinstance(event, FIGURES)]
@@ -78,7 +79,8 @@ def _told(record: Record, events: Sequence[Event], tensors: str) -> list[str]:
         f"the loss of each worker's batch at {steps} steps, with the times and bytes of the step",
         f"loss and {config.metric} on the test data at {evaluations} evaluations",
         f"the number of samples used, {record.summary.samples}, and how they were split: {config.split}",
-        f"fingerprints of the data, such as of names and sizes of its files: {facts}",
+        f"fingerprints of the data, such as of names, sizes and samples of its files: {facts}",
+        "the digest of the sealed job",
         f"the settings of the run: {config.workers} workers, {config.strategy}, {config.steps} steps",
     ]
 
@@ -100,6 +102,11 @@ def written(sections: Mapping[str, bytes], names: Mapping[str, str], out: Path) 
     archive.decoded(sections[SUMMARY], Summary, "the summary of the returned run")
     for line in sections[EVENTS].splitlines():
         archive.decoded(line, Event, "an event of the returned run")  # type: ignore[arg-type]
+    if names and names.get(JOB_FILE) != config.versions.get(JOB_FILE):
+        raise ConfigurationError(
+            "the names must be those of the job that was trained, got those of another sealed file; give the file "
+            "OUT.names that flockstep seal wrote beside it"
+        )
     if out.exists():
         raise ConfigurationError(f"{out} exists; choose another folder with --out")
     write_whole(out / WEIGHTS, save({names.get(name, name): value for name, value in weights.items()}))
