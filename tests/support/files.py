@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -50,7 +51,7 @@ from support.sealed_jobs import lstm
 
 SHAPES = ["(4611686018427387904,)", "(1073741824, 64)", "(-1,)", "(2, 9999999999999999999)", "()", "(1e9,)", "'x'"]
 DTYPES = ["|O", "<U9999999", "|V8", "<f8", "<M8[s]", ">i2", "x"]
-SEALED_FILE = "model.sealed"
+SEALED_FILE, JAX_FILE = "model.sealed", "jax.sealed"
 MANIFEST = "checkpoints/000001/manifest.json"
 SHARD = "checkpoints/000001/worker-0.safetensors"
 
@@ -158,7 +159,7 @@ class Subject:
     sign: Callable[[Path], None] = lambda folder: None
 
 
-def sealed_header(name: str) -> Change:
+def sealed_section(name: str, damage: Change) -> Change:
     """Damage a section of a sealed job, with hashes that are right again, as an attacker would."""
 
     def change(data: bytes, draw: random.Random) -> bytes:
@@ -170,14 +171,14 @@ def sealed_header(name: str) -> Change:
         for key, count in sizes.items():
             sections[key], start = data[start : start + count], start + count
         with suppress(UnicodeEncodeError):
-            sections[name] = (json_document if name == MANIFEST_SECTION else header)(sections[name], draw)
+            sections[name] = damage(sections[name], draw)
         return archive.pack(sections)
 
     return change
 
 
-def read_sealed(folder: Path) -> object:
-    job = load_sealed(folder / SEALED_FILE, SealedOptions(trust="anyone"))
+def read_sealed(folder: Path, file: str = SEALED_FILE) -> object:
+    job = load_sealed(folder / file, SealedOptions(trust="anyone"))
     with suppress(ConfigurationError):  # it holds no data
         job.data()
     return job.model()
@@ -198,12 +199,20 @@ SUBJECTS = {
     "cluster": Subject("cluster.toml", lambda folder: load_cluster(folder / "cluster.toml"), toml_document),
     "collectives": Subject("collectives.toml", read_collectives, toml_document),
     "sealed job": Subject(SEALED_FILE, read_sealed),
-    "manifest of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_header(MANIFEST_SECTION)),
-    "weights of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_header(TENSORS)),
+    "manifest of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_section(MANIFEST_SECTION, json_document)),
+    "weights of a sealed job": Subject(SEALED_FILE, read_sealed, sealed_section(TENSORS, header)),
     "graph": Subject("graph.json", lambda folder: read_graph(folder, "graph.json"), json_document),
     "graph in GraphML": Subject("graph.graphml", lambda folder: read_graph(folder, "graph.graphml")),
     "graph of edges": Subject("graph.txt", lambda folder: read_graph(folder, "graph.txt")),
 }
+
+if find_spec("jax") is not None:
+    SUBJECTS |= {
+        f"{name} of a sealed JAX job": Subject(
+            JAX_FILE, lambda folder: read_sealed(folder, JAX_FILE), sealed_section(name, damage)
+        )
+        for name, damage in ((MANIFEST_SECTION, json_document), ("joint", damaged), ("evaluate", damaged))
+    }
 
 
 def write_all(place: Path, afresh: bool = False) -> Path:
@@ -227,6 +236,10 @@ def write_all(place: Path, afresh: bool = False) -> Path:
     TrialStore({}, folder).add(Trial("easgd", 4, 0.1, 0, 0.9, "time", None, 5.0, 10, 100, None, None), 0.1, 5.0)
     write_table(folder / "collectives.toml", [Measured("ring", 4, 1000, 0.001)])
     flockstep.seal(lstm(), out=folder / SEALED_FILE)
+    if find_spec("jax") is not None:
+        from support.jax_jobs import job
+
+        flockstep.seal(job(), out=folder / JAX_FILE)
     shutil.copy(FOLDER / "two-sites.toml", folder / "cluster.toml")
     graph = nx.Graph([(i, (i + 1) % 4, {"weight": 0.25}) for i in range(4)])
     (folder / "graph.json").write_text(json.dumps(nx.node_link_data(graph, edges="edges")))
