@@ -28,6 +28,7 @@ with suppress(ModuleNotFoundError):  # not within a test: importing JAX sets var
 ARGUMENTS = {
     "local_sgd": "local_sgd(period=4)",
     "streaming_diloco": "streaming_diloco(period=4, overlap=2)",
+    "noloco": "noloco(period=4)",
     "codistillation": "codistillation(period=2)",
 }
 """Strategies whose default periods are too long for a run of 12 steps, with shorter ones."""

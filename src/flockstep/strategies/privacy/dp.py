@@ -24,9 +24,10 @@ class DifferentialPrivacy(Privacy):
     A client's change is scaled down to the norm `clip` (C). Participants are drawn by sampling=poisson at the rate q of
     n clients; the model moves by (sum of changes + noise) / (q n), with Gaussian noise of the standard deviation
     `noise` C (z C) in each element. The run is (epsilon, `delta`)-differentially private as to adding or removing one
-    client, towards whoever sees the models but not single changes; the server is trusted. Epsilon is computed by
-    dp-accounting's Renyi accountant, and written to the record as the scalar "epsilon" after each round. With
-    `epsilon`, the run ends before the round that would exceed it. `delta` is n^-1.1 unless given.
+    client, towards whoever sees the models, but neither single changes, the record nor the run's seed, from which the
+    noise is drawn: the server is trusted, and the seed must be a secret number. Epsilon is computed by dp-accounting's
+    Renyi accountant, and written to the record as the scalar "epsilon" after each round. With `epsilon`, the run ends
+    before the round that would exceed it. `delta` is n^-1.1 unless given.
     """
 
     bounded: ClassVar[bool] = True
