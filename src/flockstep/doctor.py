@@ -219,6 +219,7 @@ _EXTRAS = {
     "transformers": ("transformers", "accelerate", "flockstep.transformers", "flockstep.accelerate"),
     "keras": ("keras",),
     "workloads": ("sklearn",),
+    "private": ("dp_accounting",),
     "readers": ("datasets", "PIL", "pyarrow"),
 }
 """Extra → modules that are imported."""
